@@ -1,0 +1,1 @@
+"""Roundhouse's control plane: the only part that knows Postgres."""

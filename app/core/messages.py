@@ -1,0 +1,254 @@
+"""What travels between an island and its devices: orders down, heartbeats up, answers down.
+
+Messages are hints; Postgres is the truth.  Any of them may be lost, doubled or late, and three
+things make that harmless:
+
+* every order and event carries `(task, epoch, seq)`; a stale or doubled one changes nothing;
+* a heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
+  and log line that has not been acknowledged yet.  Losing one only delays it to the next;
+* the `Answer` to a heartbeat says until when the device may go on (its lease), what arrived, and
+  which of the residents it named belong to an older epoch and must be dropped.
+
+Everything is JSON.  `encode` and `decode` are exact inverses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+JSON = dict[str, Any]
+
+
+# --- orders, down to one device -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """`seq` numbers the orders of one epoch of one task from 1; handling one twice is harmless."""
+
+    task: str
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch(Order):
+    """Seat this task: at once if the device is free, else when the resident being paused has let go.
+
+    `images` are checkpoints to go on from, newest first, as `{"sha256", "step"}`; a device that
+    still holds a paused resident of this task at the newest step goes on from that instead.
+    `budget_us` is what is left of `max_duration_s`, measured in seat time.
+    """
+
+    tenant: str
+    run: JSON  # {"job": "module:Class"} or {"function": "module:name"}
+    bundle: str  # sha256 of the uploaded code
+    params: JSON
+    inputs: JSON  # port name -> {"sha256": image of the value}
+    outputs: list[str]
+    world_size: int
+    preset: JSON
+    images: list[JSON]
+    budget_us: int
+    checkpoint_every_s: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause(Order):
+    """Stop at the next safe point, stage the image in host memory, let go of the seat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Order):
+    """Write a durable checkpoint at the next safe point and go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Order):
+    """End at the next safe point, or by force after the grace period; keep nothing."""
+
+
+# --- events, up to the island -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """`seq` numbers the events of one epoch of one task from 1, without gaps.
+
+    `held_us` is how long this epoch has held its seat so far, by the device's own clock.
+    """
+
+    task: str
+    epoch: int
+    seq: int
+    step: int
+    held_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    """The job sits on the device, its preset was applied and read back; `step` is where it goes on."""
+
+    preset: JSON
+    capabilities: list[str]
+    resumed: str  # "fresh", "resident" (never left the device) or "image"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint at `step` is durable in the store."""
+
+    sha256: str
+    size_bytes: int
+    took_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Event):
+    """The seat is free; the image at `step` lies in the host memory of this device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    result: JSON
+    outputs: JSON  # name -> {"sha256", "size_bytes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """`cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a difference."""
+
+    cause: str
+    message: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(Event):
+    """Cancelled as ordered; nothing of it is left on the device."""
+
+
+#: Why an attempt failed -> whether another attempt may help (`retry.max` permitting).
+CAUSES = {
+    "exception": True,  # the tenant's code raised
+    "exit": True,  # the process ended without a word: killed, out of memory, os._exit
+    "max_duration": False,  # held its seat for max_duration_s
+    "uncapturable": False,  # its state cannot be captured, so it could never be paused
+    "preset": False,  # the device did not take the preset
+    "bundle": False,  # the code could not be loaded
+    "image": True,  # the checkpoint could not be restored; an older one is tried
+}
+
+
+# --- the heartbeat and its answer ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentView:
+    """One job as the device sees it.  `state`: seating (not yet on the seat), running, pausing, paused, stopping, ended."""
+
+    task: str
+    epoch: int
+    state: str
+    step: int
+    held_us: int
+    order_seq: int  # the highest order of this epoch that the device has taken in
+    memory_bytes: int
+    metrics: JSON = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLines:
+    """Lines `first`, `first + 1`, ... of what this epoch printed; each line is `[stream, text]`."""
+
+    task: str
+    epoch: int
+    first: int
+    lines: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """All that a device holds, at this instant of its own monotonic clock.
+
+    `facts` describe the device itself: host, kind, threads, memory_bytes, sandbox, torch.
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    facts: JSON
+    residents: list[ResidentView]
+    events: list[Event]
+    logs: list[LogLines]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The island heard the heartbeat sent at `sent_us`: go on until `sent_us + lease_us`.
+
+    `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected;
+    `drop` names residents of the heartbeat that belong to an older epoch or are not wanted.
+    """
+
+    device: str
+    incarnation: str
+    sent_us: int
+    lease_us: int
+    heard: dict[str, int]
+    logged: dict[str, int]
+    drop: list[list[Any]]  # [task, epoch]
+
+
+def key(task: str, epoch: int) -> str:
+    """How `heard` and `logged` name one epoch of one task."""
+    return f"{task}/{epoch}"
+
+
+# --- to JSON and back ---------------------------------------------------------------------------
+
+_KINDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        Launch, Pause, Save, Cancel,
+        Started, Saved, Paused, Finished, Failed, Stopped,
+        ResidentView, LogLines, Alive, Answer,
+    )
+}  # fmt: skip
+
+
+class BadMessage(Exception):
+    """Somebody sent what is none of the messages above."""
+
+
+def encode(message: Any) -> JSON:
+    """A message as JSON, its kind under "is"."""
+    body = asdict(message)
+    for f in fields(message):
+        value = getattr(message, f.name)
+        if isinstance(value, list) and value and is_dataclass(value[0]):
+            body[f.name] = [encode(item) for item in value]
+    return {"is": type(message).__name__, **body}
+
+
+def decode(body: JSON) -> Any:
+    """The message that `encode` made `body` of; raises BadMessage for anything else."""
+    kind = _KINDS.get(body.get("is", ""))
+    if kind is None:
+        raise BadMessage(f"unknown message {body.get('is')!r}")
+    names = get_type_hints(kind).keys()
+    values = {name: _decode_value(value) for name, value in body.items() if name != "is"}
+    if unknown := values.keys() - names:
+        raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise BadMessage(str(error)) from error
+
+
+def _decode_value(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "is" in value[0]:
+        return [decode(item) for item in value]
+    return value

@@ -1,0 +1,48 @@
+"""The engine and its transactions.
+
+The API uses `get_session`: one transaction per request, committed before the answer leaves.  Loops
+use `transaction()`.  Sessions are synchronous everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Annotated
+
+from fastapi import Depends
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.orm import Session, sessionmaker
+
+from app.settings import settings
+
+
+@lru_cache
+def engine() -> Engine:
+    """The process' engine; a connection is tested before use, as Postgres may have restarted."""
+    url = settings().database_url.get_secret_value()
+    if not url:
+        raise RuntimeError("DATABASE_URL is not set; `make up` starts an embedded Postgres")
+    return create_engine(url, pool_pre_ping=True, pool_size=8, max_overflow=8)
+
+
+@lru_cache
+def _sessions() -> sessionmaker[Session]:
+    return sessionmaker(engine(), expire_on_commit=False)
+
+
+@contextmanager
+def transaction() -> Iterator[Session]:
+    """Commits on the way out, rolls back on any error."""
+    with _sessions().begin() as session:
+        yield session
+
+
+def get_session() -> Iterator[Session]:
+    with transaction() as session:
+        yield session
+
+
+# scope="function": the commit comes before the answer, so a failed commit is not a 200.
+Db = Annotated[Session, Depends(get_session, scope="function")]

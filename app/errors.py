@@ -1,0 +1,104 @@
+"""What can go wrong at the edge, as one tree; each class knows its status and its problem type.
+
+AppError                 500 internal
+├── BadInput             422 validation-error      errors: [{pointer, detail, code}]
+│   ├── Unsatisfiable    422 unsatisfiable         what can never run
+│   └── KeyReused        422 idempotency-key-reused
+├── Unauthenticated      401 unauthenticated
+├── Forbidden            403 insufficient-scope
+├── NotFound             404 not-found             also for what another tenant owns
+├── Conflict             409 conflict-state
+├── StaleVersion         412 precondition-failed
+├── TooLarge             413 payload-too-large
+└── Unavailable          503 unavailable           Postgres does not answer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong with the input: where (a JSON Pointer), what, and a stable code."""
+
+    pointer: str
+    detail: str
+    code: str = "invalid"
+
+
+class AppError(Exception):
+    status = 500
+    type = "internal"
+    title = "Something went wrong on our side"
+
+    def __init__(self, detail: str = "", *, errors: tuple[Fault, ...] = ()) -> None:
+        self.detail = detail or self.title
+        self.errors = errors
+        super().__init__(self.detail)
+
+
+class BadInput(AppError):
+    status = 422
+    type = "validation-error"
+    title = "The input does not fit"
+
+    @classmethod
+    def at(cls, pointer: str, detail: str, code: str = "invalid") -> BadInput:
+        return cls(detail, errors=(Fault(pointer, detail, code),))
+
+
+class Unsatisfiable(BadInput):
+    type = "unsatisfiable"
+    title = "This can never run here"
+
+
+class KeyReused(BadInput):
+    type = "idempotency-key-reused"
+    title = "The Idempotency-Key was used for another body"
+
+
+class Unauthenticated(AppError):
+    status = 401
+    type = "unauthenticated"
+    title = "A valid API key is needed"
+
+
+class Forbidden(AppError):
+    status = 403
+    type = "insufficient-scope"
+    title = "This key may not do that"
+
+
+class NotFound(AppError):
+    status = 404
+    type = "not-found"
+    title = "There is nothing here"
+
+    def __init__(self, kind: str, id: str) -> None:
+        self.kind, self.id = kind, id
+        super().__init__(f"no {kind} with id {id}")
+
+
+class Conflict(AppError):
+    status = 409
+    type = "conflict-state"
+    title = "Its state does not allow that"
+
+
+class StaleVersion(AppError):
+    status = 412
+    type = "precondition-failed"
+    title = "Somebody changed it meanwhile"
+
+
+class TooLarge(AppError):
+    status = 413
+    type = "payload-too-large"
+    title = "The body is too large"
+
+
+class Unavailable(AppError):
+    status = 503
+    type = "unavailable"
+    title = "The database does not answer"

@@ -1,0 +1,492 @@
+"""Every table: columns and constraints only.  Rows become values in `app.snapshot`.
+
+Who writes what: the API writes wishes (`cancel_asked_at`, `hold`, `priority`) and new rows; only
+`app.journal`, in the island's transaction, writes the state of a task, a placement or an order;
+only `app.ledger` writes usage.  Constraints hold what must be true even against our own bugs: a
+task has one open placement, a device gives its seat to one task at a time.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Identity,
+    Index,
+    MetaData,
+    Numeric,
+    Text,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import UserDefinedType
+
+from app.core.lifecycle import State
+
+
+class Xid8(UserDefinedType[int]):
+    """Postgres' 64-bit transaction id, by which streams are read without missing a late commit."""
+
+    cache_ok = True
+
+    def get_col_spec(self, **_: Any) -> str:
+        return "xid8"
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {
+        datetime: DateTime(timezone=True),
+        dict[str, Any]: JSONB,
+        list[Any]: JSONB,
+        str: Text,
+    }
+
+
+def _now() -> Any:
+    return mapped_column(server_default=func.now())
+
+
+def _json(default: str = "{}") -> Any:
+    return mapped_column(JSONB, server_default=text(f"'{default}'"))
+
+
+def _one_of(column: str, words: Any) -> CheckConstraint:
+    listed = ", ".join(f"'{word}'" for word in words)
+    return CheckConstraint(f"{column} in ({listed})", name=column)
+
+
+# --- who ----------------------------------------------------------------------------------------
+
+ROLES = ("platform_admin", "tenant_admin", "member", "viewer")
+
+
+class Tenant(Base):
+    """A node of the tenant tree; the root ("platform") has no parent and owns no share."""
+
+    __tablename__ = "tenants"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    parent_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
+    weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    version: Mapped[int] = mapped_column(server_default="1")
+    created_at: Mapped[datetime] = _now()
+    __table_args__ = (CheckConstraint("weight_milli > 0", name="weight_milli"),)
+
+
+class User(Base):
+    __tablename__ = "users"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    created_at: Mapped[datetime] = _now()
+    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+
+
+class ApiKey(Base):
+    """`id` is the public part of the key; of the secret only its SHA-256 is kept."""
+
+    __tablename__ = "api_keys"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
+    role: Mapped[str]
+    name: Mapped[str]
+    secret_sha256: Mapped[str]
+    created_at: Mapped[datetime] = _now()
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+    last_used_at: Mapped[datetime | None]
+    __table_args__ = (_one_of("role", ROLES),)
+
+
+class WebSession(Base):
+    """A signed-in browser: the cookie's SHA-256, and the key it stands for."""
+
+    __tablename__ = "web_sessions"
+    token_sha256: Mapped[str] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"))
+    expires_at: Mapped[datetime]
+    created_at: Mapped[datetime] = _now()
+
+
+# --- where --------------------------------------------------------------------------------------
+
+
+class Island(Base):
+    """`leader_until` is the lease of the scheduler that leads; each change of leader is a term."""
+
+    __tablename__ = "islands"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    leader: Mapped[str | None]
+    leader_until: Mapped[datetime | None]
+    leading_since: Mapped[datetime | None]
+    term: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    created_at: Mapped[datetime] = _now()
+
+
+class Host(Base):
+    __tablename__ = "hosts"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"))
+    cordoned: Mapped[bool] = mapped_column(server_default=text("false"))
+    created_at: Mapped[datetime] = _now()
+
+
+class Device(Base):
+    """`id` is "<host>.<n>", also the name of its Celery queue: "device.<host>.<n>".
+
+    `incarnation` is the process that last said it is this device; `lease_until` (database clock)
+    is how long it may go on without being heard again.
+    """
+
+    __tablename__ = "devices"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    host: Mapped[str] = mapped_column(ForeignKey("hosts.name"))
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"), index=True)
+    kind: Mapped[str]
+    threads: Mapped[int] = mapped_column(server_default="1")
+    memory_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    cordoned: Mapped[bool] = mapped_column(server_default=text("false"))
+    incarnation: Mapped[str] = mapped_column(server_default="")
+    lease_until: Mapped[datetime | None]
+    seen_at: Mapped[datetime | None]
+    facts: Mapped[dict[str, Any]] = _json()
+    version: Mapped[int] = mapped_column(server_default="1")
+    created_at: Mapped[datetime] = _now()
+
+
+class Preset(Base):
+    """Parameters configured on a device of `kind` for tasks of `task_type`; "*" is the fallback."""
+
+    __tablename__ = "presets"
+    task_type: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    params: Mapped[dict[str, Any]] = _json()
+    version: Mapped[int] = mapped_column(server_default="1")
+    updated_at: Mapped[datetime] = _now()
+
+
+# --- what ---------------------------------------------------------------------------------------
+
+
+class Bundle(Base):
+    """Code that a tenant uploaded; the bytes lie in the store under their hash, once for all.
+
+    `entry_points` are the top-level classes and functions found without running the code:
+    {"module:Name": "class" | "function"}.
+    """
+
+    __tablename__ = "bundles"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    entry_points: Mapped[dict[str, Any]] = _json()
+    created_at: Mapped[datetime] = _now()
+
+
+REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
+
+
+class Request(Base):
+    """One POST.  `state` sums up its tasks; `app.journal` keeps it."""
+
+    __tablename__ = "requests"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    name: Mapped[str]
+    state: Mapped[str] = mapped_column(server_default="queued")
+    tier: Mapped[str] = mapped_column(server_default="standard")
+    priority: Mapped[int] = mapped_column(server_default="0")
+    labels: Mapped[dict[str, Any]] = _json()
+    descriptor: Mapped[dict[str, Any]] = _json()
+    submitted_at: Mapped[datetime] = _now()
+    ended_at: Mapped[datetime | None]
+    __table_args__ = (
+        _one_of("state", REQUEST_STATES),
+        _one_of("tier", ("premium", "standard", "basic")),
+        Index("ix_requests_tenant_id_id", "tenant_id", "id"),
+    )
+
+
+class Task(Base):
+    """What an island schedules.
+
+    `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
+    recorded and the last order written in this epoch.  `seat` is the device held or about to be
+    held; `image_on` the device in whose host memory a paused image at `step` lies.
+    """
+
+    __tablename__ = "tasks"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    request_id: Mapped[str] = mapped_column(ForeignKey("requests.id"), index=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    island: Mapped[str | None] = mapped_column(ForeignKey("islands.name"))
+    ordinal: Mapped[int]
+    name: Mapped[str]
+    type: Mapped[str]
+    kind: Mapped[str]
+    descriptor: Mapped[dict[str, Any]] = _json()
+    memory_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    priority: Mapped[int] = mapped_column(server_default="0")
+    # wishes, written by the API
+    hold: Mapped[str] = mapped_column(server_default="")
+    save_asked: Mapped[bool] = mapped_column(server_default=text("false"))
+    cancel_asked_at: Mapped[datetime | None]
+    not_before: Mapped[datetime | None]
+    # state, written by the journal
+    state: Mapped[str] = mapped_column(server_default="blocked")
+    epoch: Mapped[int] = mapped_column(server_default="0")
+    event_seq: Mapped[int] = mapped_column(server_default="0")
+    order_seq: Mapped[int] = mapped_column(server_default="0")
+    log_line: Mapped[int] = mapped_column(server_default="0")
+    seat: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    image_on: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    step: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    launched_at: Mapped[datetime | None]
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    first_started_at: Mapped[datetime | None]
+    held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    attempts: Mapped[int] = mapped_column(server_default="0")
+    retry_max: Mapped[int] = mapped_column(server_default="0")
+    retry_at: Mapped[datetime | None]
+    pauses: Mapped[int] = mapped_column(server_default="0")
+    lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    reasons: Mapped[list[Any]] = _json("[]")
+    place: Mapped[int | None]
+    metrics: Mapped[dict[str, Any]] = _json()
+    capabilities: Mapped[list[Any]] = _json("[]")
+    preset: Mapped[dict[str, Any]] = _json()
+    cause: Mapped[str | None]
+    message: Mapped[str | None]
+    detail: Mapped[str | None]
+    result: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
+    outputs: Mapped[dict[str, Any]] = _json()
+    submitted_at: Mapped[datetime] = _now()
+    __table_args__ = (
+        UniqueConstraint("request_id", "name"),
+        _one_of("state", State),
+        _one_of("hold", ("", "user", "admin")),
+        CheckConstraint("epoch >= 0", name="epoch"),
+        Index(
+            "ix_tasks_live",
+            "island",
+            "id",
+            postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
+        ),
+        {"postgresql_with": {"fillfactor": "70"}},
+    )
+
+
+class Need(Base):
+    """`task_id` may start only when `needs_id` is done; `port` takes its `output` ("" for `after`)."""
+
+    __tablename__ = "needs"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    needs_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True, index=True)
+    port: Mapped[str] = mapped_column(primary_key=True, server_default="")
+    output: Mapped[str] = mapped_column(server_default="")
+
+
+class Placement(Base):
+    """One epoch of one task on one device: the ledger's source, one row a launch.
+
+    `held_us` is what the device measured from taking the seat to letting go.  `leaving` is set
+    when the device was told to let go: from then on the seat may be promised to the next task.
+    """
+
+    __tablename__ = "placements"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    epoch: Mapped[int]
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    kind: Mapped[str]
+    cost_milli: Mapped[int] = mapped_column(BigInteger)
+    incarnation: Mapped[str]
+    launched_at: Mapped[datetime] = _now()
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+    leaving: Mapped[bool] = mapped_column(server_default=text("false"))
+    held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    first_step: Mapped[int | None] = mapped_column(BigInteger)
+    last_step: Mapped[int | None] = mapped_column(BigInteger)
+    end: Mapped[str | None]
+    __table_args__ = (
+        UniqueConstraint("task_id", "epoch"),
+        Index(
+            "uq_placements_open_task",
+            "task_id",
+            unique=True,
+            postgresql_where=text("ended_at is null"),
+        ),
+        Index(
+            "uq_placements_open_seat",
+            "device_id",
+            unique=True,
+            postgresql_where=text("ended_at is null and not leaving"),
+        ),
+        Index("ix_placements_tenant_id_id", "tenant_id", "id"),
+    )
+
+
+class Account(Base):
+    """What a user has used: `faded` is the lazily decayed sum of rule F2, `total_us` never fades."""
+
+    __tablename__ = "accounts"
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    faded: Mapped[int] = mapped_column(Numeric(1000, 0), server_default="0")
+    total_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+
+class LedgerBase(Base):
+    """One row: the half-life and the T0 that every `faded` is relative to (`app.ledger`)."""
+
+    __tablename__ = "ledger"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    half_life_s: Mapped[float]
+    since_s: Mapped[float]
+    __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
+
+
+class Usage(Base):
+    """Charges in micro-device-seconds times cost, by the bucket of time in which they were booked."""
+
+    __tablename__ = "usage"
+    bucket: Mapped[datetime] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    bucket_s: Mapped[int] = mapped_column(primary_key=True)
+    held_us: Mapped[int] = mapped_column(BigInteger)
+    charged_us: Mapped[int] = mapped_column(BigInteger)
+
+
+class Order(Base):
+    """The outbox: what a device was told, until it shows that it took it in."""
+
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    epoch: Mapped[int]
+    seq: Mapped[int]
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
+    kind: Mapped[str]
+    body: Mapped[dict[str, Any]] = _json()
+    created_at: Mapped[datetime] = _now()
+    sent_at: Mapped[datetime | None]
+    sends: Mapped[int] = mapped_column(server_default="0")
+    answered_at: Mapped[datetime | None]
+    __table_args__ = (
+        UniqueConstraint("task_id", "epoch", "seq"),
+        Index(
+            "ix_orders_unanswered", "device_id", "id", postgresql_where=text("answered_at is null")
+        ),
+    )
+
+
+class Checkpoint(Base):
+    """A durable image of a task at `step`; the bytes lie in the store under `sha256`."""
+
+    __tablename__ = "checkpoints"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    epoch: Mapped[int]
+    step: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    took_us: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = _now()
+    damaged_at: Mapped[datetime | None]
+    deleted_at: Mapped[datetime | None]
+    __table_args__ = (UniqueConstraint("task_id", "step", "sha256"),)
+
+
+# --- what happened ------------------------------------------------------------------------------
+
+
+class Event(Base):
+    """What happened to a request, in plain words; append only.
+
+    Readers page by (txid, id) below the oldest running transaction, so a late commit is not missed.
+    """
+
+    __tablename__ = "events"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    txid: Mapped[int] = mapped_column(Xid8, server_default=text("pg_current_xact_id()"))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    request_id: Mapped[str | None] = mapped_column(ForeignKey("requests.id"))
+    task_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    type: Mapped[str]
+    message: Mapped[str]
+    data: Mapped[dict[str, Any]] = _json()
+    __table_args__ = (
+        Index("ix_events_request_id_txid_id", "request_id", "txid", "id"),
+        Index("ix_events_tenant_id_txid_id", "tenant_id", "txid", "id"),
+    )
+
+
+class LogLine(Base):
+    """One line that a job printed.  `id` orders the lines of all epochs of a task."""
+
+    __tablename__ = "logs"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    epoch: Mapped[int]
+    line: Mapped[int]
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    stream: Mapped[str]
+    text: Mapped[str]
+    __table_args__ = (
+        UniqueConstraint("task_id", "epoch", "line"),
+        Index("ix_logs_task_id_id", "task_id", "id"),
+    )
+
+
+class Metric(Base):
+    """What a job's step returned, sampled at the heartbeats."""
+
+    __tablename__ = "metrics"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    values: Mapped[dict[str, Any]] = _json()
+
+
+class Idempotency(Base):
+    """The answer given to an `Idempotency-Key`, written in the transaction that did the work."""
+
+    __tablename__ = "idempotency"
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    route: Mapped[str]
+    body_sha256: Mapped[str]
+    status: Mapped[int | None]
+    response: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
+    location: Mapped[str | None]
+    created_at: Mapped[datetime] = _now()

@@ -1,0 +1,76 @@
+"""What a deployment may set, from the environment (`ROUNDHOUSE_*`, `DATABASE_URL`, `REDIS_URL`).
+
+Every number has its unit in its name.  Devices never read `database_url`: their processes are
+started without it.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def default_home() -> Path:
+    """The data folder: the user's state directory, or one of its own for root.
+
+    Embedded Postgres refuses to run as root and so runs as another user, who cannot look into
+    root's home.
+    """
+    if os.geteuid() == 0:
+        return Path("/var/lib/roundhouse")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "roundhouse"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="ROUNDHOUSE_", extra="ignore", frozen=True)
+
+    home: Path = Field(default_factory=default_home)
+    database_url: SecretStr = Field(SecretStr(""), validation_alias="DATABASE_URL")
+    redis_url: SecretStr = Field(SecretStr(""), validation_alias="REDIS_URL")
+    store: Path | None = None  # default: home/store
+
+    # the API
+    host: str = "127.0.0.1"
+    port: int = 8000
+    body_limit_bytes: int = 4 * 2**20
+    bundle_limit_bytes: int = 64 * 2**20
+    web_session_s: float = 12 * 3600.0
+
+    # the island
+    island: str = "local"
+    tick_s: float = 1.0
+    leader_s: float = 5.0
+    half_life_s: float = 7 * 86400.0
+    slice_min_s: float = 1.0
+    slice_max_s: float = 60.0
+    order_resend_s: float = 2.0
+    usage_bucket_s: int = 10
+
+    # leases (reliability: TTL 10, margin 3, beat 2)
+    lease_s: float = 10.0
+    lease_margin_s: float = 3.0
+    beat_s: float = 2.0
+
+    # a device worker
+    device: str = ""  # "<host>.<n>"
+    device_kind: str = "cpu"
+    device_threads: int = 1
+    device_memory_bytes: int = 4 * 2**30
+    residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
+    stop_grace_s: float = 5.0
+    sandbox: str = "preferred"  # "required", "preferred" or "off"
+
+    @property
+    def store_folder(self) -> Path:
+        return self.store or self.home / "store"
+
+
+@lru_cache
+def settings() -> Settings:
+    """The settings of this process, read once."""
+    return Settings()
