@@ -6,13 +6,13 @@ use `transaction()`.  Sessions are synchronous everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Annotated
 
 from fastapi import Depends
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import Session, sessionmaker
 
 from app.settings import settings
@@ -37,6 +37,13 @@ def transaction() -> Iterator[Session]:
     """Commits on the way out, rolls back on any error."""
     with _sessions().begin() as session:
         yield session
+    for act in session.info.get("after_commit", ()):
+        act()
+
+
+def after_commit(session: Session, act: Callable[[], None]) -> None:
+    """Have `act` done once the transaction is committed, and never if it is rolled back."""
+    session.info.setdefault("after_commit", []).append(act)
 
 
 def get_session() -> Iterator[Session]:
@@ -46,3 +53,8 @@ def get_session() -> Iterator[Session]:
 
 # scope="function": the commit comes before the answer, so a failed commit is not a 200.
 Db = Annotated[Session, Depends(get_session, scope="function")]
+
+
+def now_s(session: Session) -> float:
+    """The database's clock at the start of this transaction: the only clock leases know."""
+    return float(session.scalar(text("select extract(epoch from now())")))

@@ -9,22 +9,14 @@ AppError                 500 internal
 ├── NotFound             404 not-found             also for what another tenant owns
 ├── Conflict             409 conflict-state
 ├── StaleVersion         412 precondition-failed
+├── VersionNeeded        428 precondition-required
 ├── TooLarge             413 payload-too-large
 └── Unavailable          503 unavailable           Postgres does not answer
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing wrong with the input: where (a JSON Pointer), what, and a stable code."""
-
-    pointer: str
-    detail: str
-    code: str = "invalid"
+from app.core.descriptor import Fault
 
 
 class AppError(Exception):
@@ -90,6 +82,12 @@ class StaleVersion(AppError):
     status = 412
     type = "precondition-failed"
     title = "Somebody changed it meanwhile"
+
+
+class VersionNeeded(AppError):
+    status = 428
+    type = "precondition-required"
+    title = "Say which version you are changing"
 
 
 class TooLarge(AppError):

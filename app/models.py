@@ -151,8 +151,9 @@ class Host(Base):
 class Device(Base):
     """`id` is "<host>.<n>", also the name of its Celery queue: "device.<host>.<n>".
 
-    `incarnation` is the process that last said it is this device; `lease_until` (database clock)
-    is how long it may go on without being heard again.
+    `incarnation` is the process that last said it is this device, `heard_us` when it sent the
+    newest heartbeat recorded (its own clock), and `lease_until` (database clock) how long it may go
+    on without being heard again.
     """
 
     __tablename__ = "devices"
@@ -165,6 +166,7 @@ class Device(Base):
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
     cordoned: Mapped[bool] = mapped_column(server_default=text("false"))
     incarnation: Mapped[str] = mapped_column(server_default="")
+    heard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     lease_until: Mapped[datetime | None]
     seen_at: Mapped[datetime | None]
     facts: Mapped[dict[str, Any]] = _json()
@@ -231,7 +233,8 @@ class Task(Base):
 
     `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
     recorded and the last order written in this epoch.  `seat` is the device held or about to be
-    held; `image_on` the device in whose host memory a paused image at `step` lies.
+    held; `image_on` the device in whose host memory a paused image at `step` lies, and `saved`
+    whether that image is durable too.
     """
 
     __tablename__ = "tasks"
@@ -257,7 +260,7 @@ class Task(Base):
     epoch: Mapped[int] = mapped_column(server_default="0")
     event_seq: Mapped[int] = mapped_column(server_default="0")
     order_seq: Mapped[int] = mapped_column(server_default="0")
-    log_line: Mapped[int] = mapped_column(server_default="0")
+    saved: Mapped[bool] = mapped_column(server_default=text("true"))
     seat: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
     image_on: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
     step: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -300,7 +303,7 @@ class Task(Base):
 
 
 class Need(Base):
-    """`task_id` may start only when `needs_id` is done; `port` takes its `output` ("" for `after`)."""
+    """`task_id` starts only when `needs_id` is done; `port` takes its `output` ("": `after`)."""
 
     __tablename__ = "needs"
     task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
@@ -331,6 +334,7 @@ class Placement(Base):
     ended_at: Mapped[datetime | None]
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     end: Mapped[str | None]
@@ -353,7 +357,7 @@ class Placement(Base):
 
 
 class Account(Base):
-    """What a user has used: `faded` is the lazily decayed sum of rule F2, `total_us` never fades."""
+    """What a user has used: `faded` is the decayed sum of rule F2, `total_us` never fades."""
 
     __tablename__ = "accounts"
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
@@ -373,7 +377,7 @@ class LedgerBase(Base):
 
 
 class Usage(Base):
-    """Charges in micro-device-seconds times cost, by the bucket of time in which they were booked."""
+    """Micro-device-seconds held and charged (held times cost), by the bucket of their booking."""
 
     __tablename__ = "usage"
     bucket: Mapped[datetime] = mapped_column(primary_key=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -70,8 +71,10 @@ class Store:
             raise Damaged(sha256, f"its bytes hash to {digest.hexdigest()[:12]}…")
         return path
 
-    def delete(self, sha256: str) -> None:
-        self.path(sha256).unlink(missing_ok=True)
+    def delete(self, sha256: str, *, older_than_s: float = 0.0) -> None:
+        path = self.path(sha256)
+        if path.exists() and time.time() - path.stat().st_mtime >= older_than_s:
+            path.unlink(missing_ok=True)
 
     def _publish(self, name: str, sha256: str) -> None:
         path = self.path(sha256)

@@ -1,7 +1,7 @@
 """Alembic's entry: the schema comes to be by these migrations and in no other way."""
 
 from alembic import context
-from sqlalchemy import create_engine, text
+from sqlalchemy import NullPool, create_engine, text
 
 from app.models import Base
 from app.settings import Settings
@@ -11,7 +11,7 @@ LOCK = 0x726F756E  # one migrator at a time, however many processes start at onc
 
 def run() -> None:
     url = context.config.attributes.get("url") or Settings().database_url.get_secret_value()
-    with create_engine(url).connect() as connection:
+    with create_engine(url, poolclass=NullPool).connect() as connection:
         context.configure(
             connection=connection, target_metadata=Base.metadata, compare_server_default=False
         )

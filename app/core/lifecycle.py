@@ -14,47 +14,47 @@ The table is printed by `python -m app.core.lifecycle`, for docs/architecture.md
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
-State = StrEnum(
-    "State",
-    [
-        "blocked",
-        "waiting",
-        "starting",
-        "running",
-        "splicing",
-        "pausing",
-        "stopping",
-        "done",
-        "failed",
-        "cancelled",
-    ],
-)
 
-Move = StrEnum(
-    "Move",
-    [
-        "Unlocked",
-        "Locked",
-        "Launch",
-        "Started",
-        "Splice",
-        "Spliced",
-        "Pause",
-        "Paused",
-        "Finished",
-        "Lost",
-        "Failed",
-        "GaveUp",
-        "Cancel",
-        "Stopped",
-    ],
-)
+class State(StrEnum):
+    blocked = "blocked"
+    waiting = "waiting"
+    starting = "starting"
+    running = "running"
+    splicing = "splicing"
+    pausing = "pausing"
+    stopping = "stopping"
+    done = "done"
+    failed = "failed"
+    cancelled = "cancelled"
+
+
+class Move(StrEnum):
+    """What happens to a task: decided by the island, or reported by a device."""
+
+    Unlocked = "Unlocked"
+    Locked = "Locked"
+    Launch = "Launch"
+    Started = "Started"
+    Splice = "Splice"
+    Spliced = "Spliced"
+    Pause = "Pause"
+    Paused = "Paused"
+    Finished = "Finished"
+    Lost = "Lost"
+    Failed = "Failed"
+    GaveUp = "GaveUp"
+    Cancel = "Cancel"
+    Stopped = "Stopped"
+
 
 # What may end a task's stay on a device, whatever it was doing there.  Failed goes back to the
-# queue while attempts are left; GaveUp is Failed with none left.
+# queue while attempts are left; GaveUp is Failed with none left.  A device that shuts down pauses
+# what it holds without being told.
 _ON_A_DEVICE = {
+    "Paused": "waiting",
     "Finished": "done",
     "Lost": "waiting",
     "Failed": "waiting",
@@ -73,7 +73,7 @@ LIFE: dict[str, dict[str, str]] = {
     "starting": {"Started": "running", **_ON_A_DEVICE},
     "running": {"Splice": "splicing", "Pause": "pausing", **_ON_A_DEVICE},
     "splicing": {"Spliced": "running", **_ON_A_DEVICE},
-    "pausing": {"Paused": "waiting", **_ON_A_DEVICE},
+    "pausing": _ON_A_DEVICE,
     # Events that were already under way when the cancel was written still arrive: they change
     # nothing until the device has let go.
     "stopping": {
@@ -111,6 +111,17 @@ def after(task: str, state: str, move: str) -> State:
     if move not in LIFE[state]:
         raise IllegalMove(task, state, move)
     return State(LIFE[state][move])
+
+
+def request_state(states: Iterable[str], *, started: bool) -> str:
+    """What a request is, from what its tasks are; `started`: one of them has ever run."""
+    states = set(states)
+    if states <= ENDED:
+        for end in (State.failed, State.cancelled):
+            if end in states:
+                return end
+        return State.done
+    return "running" if started or states & ON_A_DEVICE else "queued"
 
 
 def table() -> str:

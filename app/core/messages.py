@@ -9,6 +9,11 @@ things make that harmless:
 * the `Answer` to a heartbeat says until when the device may go on (its lease), what arrived, and
   which of the residents it named belong to an older epoch and must be dropped.
 
+A resident may take the seat only after an answer to a heartbeat *that named it* said "keep", and
+steps only until the lease of the last answer ends.  So an order that comes late, or to a device
+that has been given up, runs nothing: the answer to the first heartbeat that names it says "drop".
+(tests/app/test_protocol.py finds two devices running one task if this is left out.)
+
 Everything is JSON.  `encode` and `decode` are exact inverses.
 """
 
@@ -34,7 +39,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Order):
-    """Seat this task: at once if the device is free, else when the resident being paused has let go.
+    """Seat this task: at once if the device is free, else when the one being paused has let go.
 
     `images` are checkpoints to go on from, newest first, as `{"sha256", "step"}`; a device that
     still holds a paused resident of this task at the newest step goes on from that instead.
@@ -89,11 +94,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Event):
-    """The job sits on the device, its preset was applied and read back; `step` is where it goes on."""
+    """The job sits on the device, its preset applied and read back; it goes on after `step`."""
 
     preset: JSON
     capabilities: list[str]
     resumed: str  # "fresh", "resident" (never left the device) or "image"
+    switch_us: int = 0  # how long the seat stood empty for it, once it could have been taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +153,10 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentView:
-    """One job as the device sees it.  `state`: seating (not yet on the seat), running, pausing, paused, stopping, ended."""
+    """One job as the device sees it.
+
+    `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.
+    """
 
     task: str
     epoch: int
@@ -173,7 +182,8 @@ class LogLines:
 class Alive:
     """All that a device holds, at this instant of its own monotonic clock.
 
-    `facts` describe the device itself: host, kind, threads, memory_bytes, sandbox, torch.
+    `incarnation` names the device worker's process and sorts by when it started; `facts` describe
+    the device itself: host, island, kind, threads, memory_bytes, sandbox, torch.
     """
 
     device: str
@@ -189,8 +199,9 @@ class Alive:
 class Answer:
     """The island heard the heartbeat sent at `sent_us`: go on until `sent_us + lease_us`.
 
-    `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected;
-    `drop` names residents of the heartbeat that belong to an older epoch or are not wanted.
+    `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
+    Of the residents that the heartbeat named, `keep` are known to be here and may have the seat;
+    `drop` belong to an older epoch, or are not wanted.
     """
 
     device: str
@@ -199,7 +210,8 @@ class Answer:
     lease_us: int
     heard: dict[str, int]
     logged: dict[str, int]
-    drop: list[list[Any]]  # [task, epoch]
+    keep: list[list[Any]]  # [task, epoch]
+    drop: list[list[Any]]
 
 
 def key(task: str, epoch: int) -> str:

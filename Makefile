@@ -1,0 +1,52 @@
+# Roundhouse.  `make demo` is the place to begin; everything needs only Python >= 3.11, git and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := 2.13.0
+
+.PHONY: demo up test check bench gpu setup browser
+
+demo: setup  ## three tenants share two devices; ends by itself
+	$(BIN)/python -m examples.demo
+
+up: setup  ## the same system, kept running until Ctrl-C
+	$(BIN)/python -m app.up
+
+test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: setup  ## form, types, who imports whom, and that the migrations give the models' schema
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m app.embedded sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
+
+bench: setup  ## every benchmark; QUICK=--quick for the short form
+	set -e; for file in $$(ls benchmarks/*.py | grep -v __init__); do \
+	    $(BIN)/python -m benchmarks.$$(basename $$file .py) $(QUICK); done
+
+gpu: setup  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed; this is $$($(PYTHON) --version 2>&1)." \
+	        "Name another with: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "Python cannot make environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[embedded,dev]"
+	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
+	    test "$${found%%+*}" = $(TORCH) || { echo "torch $(TORCH) is needed, found $$found" >&2; exit 1; }
+	@touch $(STAMP)
+
+browser: setup  # for the tests of the pages: one that is there, else Debian's, else playwright's own
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy chromium && exit 0; fi; \
+	$(BIN)/python -m playwright install chromium && exit 0; \
+	echo "The tests of the pages need a browser. Install one, as root: apt-get install chromium" >&2; exit 1

@@ -1,0 +1,275 @@
+"""Who calls: an API key, or a signed-in browser, becomes a Caller.
+
+A key is `rh_<id>_<secret><check>`.  The id finds the row, of the secret only a SHA-256 is kept (it
+has 256 random bits, so a slow hash would add nothing), and the check tells a mistyped key from an
+unknown one without asking the database.  The tenant always comes from the key, never from the body.
+
+A cookie may read, and may change something only from a page of our own origin.
+
+What a caller may see and act on is in `app.api.reach`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+import zlib
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBearer
+from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
+from sqlalchemy.orm import Session
+
+from app.db import Db, transaction
+from app.errors import Forbidden, Unauthenticated
+from app.models import ROLES, ApiKey, Tenant, User, WebSession
+from app.settings import settings
+
+COOKIE = "roundhouse_session"
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+USES_EVERY_S = 60.0  # `last_used_at` is written at most this often
+
+_BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """`in_root`: of the root tenant, which owns no share and so submits nothing."""
+
+    user_id: str
+    user_name: str
+    tenant_id: str
+    tenant_name: str
+    role: str
+    key_id: str
+    in_root: bool = False
+
+    @property
+    def sees_all(self) -> bool:
+        return self.role == "platform_admin"
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def new_key(
+    session: Session,
+    user_id: str,
+    role: str,
+    name: str,
+    *,
+    expires_at: datetime | None = None,
+) -> str:
+    """Make a key; returns the token, which nobody can ever read again."""
+    if role not in ROLES:
+        raise ValueError(f"there is no role {role!r}; roles are {', '.join(ROLES)}")
+    id = _random(_ID_LENGTH)
+    bare = f"rh_{id}_{_random(_SECRET_LENGTH)}"
+    token = bare + _check(bare)
+    session.add(
+        ApiKey(
+            id=id,
+            user_id=user_id,
+            role=role,
+            name=name,
+            secret_sha256=_sha256(token),
+            expires_at=expires_at,
+        )
+    )
+    session.flush()
+    return token
+
+
+def id_of(token: str) -> str | None:
+    """The public part of a token, or None if it was mistyped or never was one."""
+    parts = token.split("_")
+    if len(parts) != 3 or parts[0] != "rh" or len(parts[1]) != _ID_LENGTH or not token.isascii():
+        return None
+    bare, check = token[:-_CHECK_LENGTH], token[-_CHECK_LENGTH:]
+    return parts[1] if hmac.compare_digest(check, _check(bare)) else None
+
+
+def caller_of_key(session: Session, token: str) -> Caller:
+    """Raises Unauthenticated, with the same words for a wrong, an expired and a revoked key."""
+    id = id_of(token)
+    if id is None:
+        raise Unauthenticated("this is not an API key: mistyped, or cut short?")
+    row = session.execute(_callers(ApiKey.id == id)).one_or_none()
+    if row is None or not hmac.compare_digest(row.secret_sha256, _sha256(token)):
+        raise Unauthenticated("this API key is unknown, expired or revoked")
+    return _caller(row)
+
+
+def _callers(*which: ColumnElement[bool]) -> Any:
+    return (
+        select(
+            ApiKey.id,
+            ApiKey.role,
+            ApiKey.secret_sha256,
+            User.id.label("user_id"),
+            User.name.label("user_name"),
+            Tenant.id.label("tenant_id"),
+            Tenant.name.label("tenant_name"),
+            Tenant.parent_id,
+        )
+        .join(User, User.id == ApiKey.user_id)
+        .join(Tenant, Tenant.id == User.tenant_id)
+        .where(
+            *which,
+            ApiKey.revoked_at.is_(None),
+            func.coalesce(ApiKey.expires_at > func.now(), True),
+        )
+    )
+
+
+def _caller(row: Any) -> Caller:
+    uses.note(row.id)
+    return Caller(
+        user_id=row.user_id,
+        user_name=row.user_name,
+        tenant_id=row.tenant_id,
+        tenant_name=row.tenant_name,
+        role=row.role,
+        key_id=row.id,
+        in_root=row.parent_id is None,
+    )
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_BASE62) for _ in range(length))
+
+
+def _check(bare: str) -> str:
+    number, digits = zlib.crc32(bare.encode()), []
+    for _ in range(_CHECK_LENGTH):
+        number, digit = divmod(number, len(_BASE62))
+        digits.append(_BASE62[digit])
+    return "".join(digits)
+
+
+def _sha256(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+# --- signed-in browsers -------------------------------------------------------------------------
+
+
+def sign_in(session: Session, token: str) -> tuple[Caller, str]:
+    """Open a browser session for a key: (who it is, the cookie's value); raises Unauthenticated."""
+    caller = caller_of_key(session, token)
+    cookie = secrets.token_urlsafe(32)
+    ends = datetime.now(UTC) + timedelta(seconds=settings().web_session_s)
+    session.add(WebSession(token_sha256=_sha256(cookie), key_id=caller.key_id, expires_at=ends))
+    return caller, cookie
+
+
+def sign_out(session: Session, cookie: str) -> None:
+    session.execute(delete(WebSession).where(WebSession.token_sha256 == _sha256(cookie)))
+
+
+def caller_of_cookie(session: Session, cookie: str) -> Caller:
+    """Raises Unauthenticated; a revoked key ends its browser sessions."""
+    of_cookie = select(WebSession.key_id).where(
+        WebSession.token_sha256 == _sha256(cookie), WebSession.expires_at > func.now()
+    )
+    row = session.execute(_callers(ApiKey.id == of_cookie.scalar_subquery())).one_or_none()
+    if row is None:
+        raise Unauthenticated("you are not signed in any more")
+    return _caller(row)
+
+
+def from_our_origin(request: Request) -> bool:
+    """Whether a browser says that a page of ours made this call."""
+    if site := request.headers.get("sec-fetch-site"):
+        return site == "same-origin"
+    host = request.headers.get("host")
+    return request.headers.get("origin") in {f"http://{host}", f"https://{host}"}
+
+
+# --- dependencies -------------------------------------------------------------------------------
+
+_bearer = HTTPBearer(
+    auto_error=False, scheme_name="key", description="An API key: `rh_…`, made with POST /v1/keys."
+)
+_cookie = APIKeyCookie(
+    name=COOKIE, auto_error=False, scheme_name="session", description="A signed-in browser."
+)
+
+
+def authenticated(
+    request: Request,
+    session: Db,
+    bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
+    cookie: Annotated[str | None, Security(_cookie)],
+) -> Caller:
+    if bearer is not None:
+        return caller_of_key(session, bearer.credentials)
+    if cookie is None or "authorization" in request.headers:
+        raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
+    caller = caller_of_cookie(session, cookie)
+    if request.method not in SAFE_METHODS and not from_our_origin(request):
+        raise Forbidden("with a cookie, only the pages of this service may change something")
+    return caller
+
+
+Authed = Annotated[Caller, Depends(authenticated, scope="function")]
+
+
+def check_role(caller: Caller, *roles: str) -> None:
+    if caller.role not in roles:
+        raise Forbidden(f"this needs a key with the role {' or '.join(roles)}, not {caller.role}")
+
+
+def require(*roles: str) -> Any:
+    """A dependency: the caller, who has one of these roles; raises Forbidden."""
+
+    def allowed(caller: Authed) -> Caller:
+        check_role(caller, *roles)
+        return caller
+
+    return Depends(allowed, scope="function")
+
+
+PlatformAdmin = Annotated[Caller, require("platform_admin")]
+AnyAdmin = Annotated[Caller, require("platform_admin", "tenant_admin")]
+Submitter = Annotated[Caller, require("platform_admin", "tenant_admin", "member")]
+
+
+# --- when a key was last used -------------------------------------------------------------------
+
+
+class Uses:
+    """Collects which keys were used, so that a call does not have to write a row for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._at: dict[str, datetime] = {}
+
+    def note(self, key_id: str) -> None:
+        with self._lock:
+            self._at[key_id] = datetime.now(UTC)
+
+    def write(self, session: Session) -> None:
+        rows = self._taken()
+        if rows:
+            used = update(ApiKey).where(ApiKey.id == bindparam("key"))
+            session.connection().execute(used.values(last_used_at=bindparam("at")), rows)
+
+    def _taken(self) -> list[dict[str, Any]]:
+        with self._lock:
+            at, self._at = self._at, {}
+        return [{"key": key, "at": at[key]} for key in sorted(at)]
+
+
+uses = Uses()
+
+
+def write_uses() -> None:
+    with transaction() as session:
+        uses.write(session)

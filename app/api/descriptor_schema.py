@@ -1,0 +1,136 @@
+"""The descriptor as the OpenAPI page shows it.
+
+`core.descriptor` reads and checks; this only describes, and a test holds the two together: the
+example is accepted, and every field named here is known there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Body
+from pydantic import WithJsonSchema
+
+EXAMPLE: dict[str, Any] = {
+    "name": "digits-7",
+    "priority": 0,
+    "tasks": [
+        {
+            "name": "prep",
+            "type": "preprocess",
+            "run": {"function": "ops:tokenize"},
+            "params": {"limit": 1000},
+            "outputs": ["tokens"],
+        },
+        {
+            "name": "train",
+            "type": "train",
+            "run": {"job": "train:Train"},
+            "params": {"lr": 0.001, "steps": 2000},
+            "inputs": {"tokens": "prep.tokens"},
+            "devices": {"kind": "cpu"},
+            "checkpoint": {"every_s": 60, "keep": 3},
+            "retry": {"max": 2},
+            "max_duration_s": 14400,
+        },
+    ],
+    "bundle": "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "labels": {"exp": "a1"},
+}
+
+
+def _object(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        **({"required": required} if required else {}),
+    }
+
+
+def _texts(description: str) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "string"}, "description": description}
+
+
+def _whole(description: str, default: int) -> dict[str, Any]:
+    return {"type": "integer", "description": description, "default": default}
+
+
+_TASK = _object(
+    {
+        "name": {"type": "string", "description": "unique in the request"},
+        "type": {"type": "string", "default": "default", "description": "selects the preset"},
+        "run": {
+            **_object(
+                {
+                    "job": {"type": "string", "description": 'a class: "module:Name"'},
+                    "function": {"type": "string", "description": 'a function: "module:name"'},
+                    "command": _texts("not run yet"),
+                }
+            ),
+            "description": "exactly one of these",
+        },
+        "params": {"type": "object", "description": "arguments of the job or function"},
+        "inputs": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": 'port -> "TASK.OUTPUT": the task starts when that one is done',
+        },
+        "outputs": _texts("what other tasks may take as inputs"),
+        "start": {
+            **_object(
+                {
+                    "after": _texts("tasks that must be done first"),
+                    "not_before": {"type": ["string", "null"], "format": "date-time"},
+                    "hold": {"type": "boolean", "default": False},
+                }
+            ),
+            "description": "start conditions beyond the inputs",
+        },
+        "world_size": _whole("ranks; only 1 so far", 1),
+        "devices": _object(
+            {
+                "kind": {"type": "string", "default": "cpu"},
+                "min": _whole("fewest devices; only 1 so far", 1),
+                "max": _whole("most devices", 1),
+                "memory_bytes": _whole("that each device must have", 0),
+            }
+        ),
+        "checkpoint": _object(
+            {
+                "every_s": {"type": "number", "default": 60.0},
+                "keep": _whole("how many are kept", 3),
+            }
+        ),
+        "retry": _object({"max": _whole("after crashes; a pause never counts", 0)}),
+        "max_duration_s": {
+            "type": "number",
+            "default": 86400.0,
+            "description": "of device time, after which it is ended",
+        },
+    },
+    ["name", "run"],
+)
+
+SCHEMA = {
+    **_object(
+        {
+            "name": {"type": "string", "description": "made from the first task if left out"},
+            "tier": {"type": "string", "enum": ["premium", "standard", "basic"]},
+            "priority": _whole("-100 to 100, within the tenant", 0),
+            "tasks": {"type": "array", "items": _TASK, "minItems": 1},
+            "bundle": {"type": "string", "description": "sha256:…, uploaded before"},
+            "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+            "notify": _object(
+                {
+                    "webhook": {"type": "string", "description": "not sent yet"},
+                    "on": _texts("done, failed, cancelled"),
+                }
+            ),
+        },
+        ["tasks"],
+    ),
+    "title": "Descriptor",
+}
+
+DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(SCHEMA), Body(examples=[EXAMPLE])]

@@ -1,0 +1,287 @@
+"""Islands, hosts and devices: what there is to run on, and what of it takes new work.
+
+Everybody may look, as it is what they share; which task is on a device is told only to those who
+may see the task.  Changes are for platform admins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi import Response
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app import outbox
+from app.api import cursors
+from app.api.auth import Authed, Caller, PlatformAdmin
+from app.api.cursors import Cursor, Limit
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.schemas import DeviceOut, DevicePatch, HostOut, IslandOut, Page
+from app.api.versions import IfMatch, check_version, etag
+from app.db import Db, after_commit
+from app.errors import NotFound
+from app.models import Device, Host, Island, Placement
+
+router = v1_router("devices")
+
+
+# --- islands ------------------------------------------------------------------------------------
+
+
+@router.get("/islands", response_model=Page[IslandOut], summary="List islands")
+def list_islands(
+    http: HttpRequest,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    query = _islands()
+    if cursor is not None:
+        query = query.where(Island.name > cursors.opened(cursor)[0])
+    found = session.execute(query.order_by(Island.name).limit(limit + 1)).all()
+    return cursors.page(http, response, list(found), limit, [cursors.seal(r.name) for r in found])
+
+
+@router.get(
+    "/islands/{name}", response_model=IslandOut, summary="Show an island", responses=declared(404)
+)
+def get_island(name: str, caller: Authed, session: Db) -> Any:
+    found = session.execute(_islands().where(Island.name == name)).one_or_none()
+    if found is None:
+        raise NotFound("island", name)
+    return found
+
+
+def _islands() -> Any:
+    return (
+        select(
+            Island.name,
+            Island.leader,
+            func.coalesce(Island.leader_until > func.now(), False).label("led"),
+            Island.term,
+            func.count(Device.id).label("devices"),
+        )
+        .outerjoin(Device, Device.island == Island.name)
+        .group_by(Island.name)
+    )
+
+
+# --- hosts --------------------------------------------------------------------------------------
+
+
+@router.get("/hosts", response_model=Page[HostOut], summary="List hosts")
+def list_hosts(
+    http: HttpRequest,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    query = _hosts()
+    if cursor is not None:
+        query = query.where(Host.name > cursors.opened(cursor)[0])
+    found = session.execute(query.order_by(Host.name).limit(limit + 1)).all()
+    return cursors.page(http, response, list(found), limit, [cursors.seal(r.name) for r in found])
+
+
+@router.get("/hosts/{name}", response_model=HostOut, summary="Show a host", responses=declared(404))
+def get_host(name: str, caller: Authed, session: Db) -> Any:
+    return _host_out(session, name)
+
+
+@router.post(
+    "/hosts/{name}/drain",
+    response_model=HostOut,
+    summary="Empty a host, and let it take no new work",
+    responses=declared(403, 404),
+)
+def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
+    """What runs there is paused at its next safe point and goes on elsewhere; no step is lost.
+
+    `devices` of it that are not `busy` any more can be switched off.
+    """
+    return _cordon_host(session, name, True)
+
+
+@router.post(
+    "/hosts/{name}/uncordon",
+    response_model=HostOut,
+    summary="Let a host take work again",
+    responses=declared(403, 404),
+)
+def uncordon_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
+    return _cordon_host(session, name, False)
+
+
+def _cordon_host(session: Session, name: str, cordoned: bool) -> Any:
+    host = session.get(Host, name, with_for_update=True)
+    if host is None:
+        raise NotFound("host", name)
+    host.cordoned = cordoned
+    session.flush()
+    after_commit(session, lambda: outbox.nudge_island(host.island))
+    return _host_out(session, name)
+
+
+def _hosts() -> Any:
+    up = func.count(Device.id).filter(Device.lease_until > func.now())
+    return (
+        select(
+            Host.name,
+            Host.island,
+            Host.cordoned,
+            func.count(Device.id).label("devices"),
+            up.label("up"),
+        )
+        .outerjoin(Device, Device.host == Host.name)
+        .group_by(Host.name)
+    )
+
+
+def _host_out(session: Session, name: str) -> Any:
+    found = session.execute(_hosts().where(Host.name == name)).one_or_none()
+    if found is None:
+        raise NotFound("host", name)
+    return found
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+@router.get("/devices", response_model=Page[DeviceOut], summary="List devices")
+def list_devices(
+    http: HttpRequest,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    island: str | None = None,
+    kind: str | None = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    query = _devices()
+    if island is not None:
+        query = query.where(Device.island == island)
+    if kind is not None:
+        query = query.where(Device.kind == kind)
+    if cursor is not None:
+        query = query.where(Device.id > cursors.opened(cursor)[0])
+    found = session.execute(query.order_by(Device.id).limit(limit + 1)).all()
+    shown = [_shown(caller, row) for row in found]
+    return cursors.page(http, response, shown, limit, [cursors.seal(row["id"]) for row in shown])
+
+
+@router.get(
+    "/devices/{id}", response_model=DeviceOut, summary="Show a device", responses=declared(404)
+)
+def get_device(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
+    return _device_out(session, response, caller, id)
+
+
+@router.patch(
+    "/devices/{id}",
+    response_model=DeviceOut,
+    summary="Change what a second of a device costs",
+    responses=declared(403, 404, 412, 428),
+)
+def change_device(
+    id: str,
+    body: DevicePatch,
+    response: Response,
+    caller: PlatformAdmin,
+    session: Db,
+    if_match: IfMatch = None,
+) -> dict[str, Any]:
+    """Needs the device's `ETag` as `If-Match`.  The new cost counts from the next launch on."""
+    device = _locked_device(session, id)
+    check_version(if_match, device.version)
+    device.cost_milli = round(body.cost * 1000)
+    device.version += 1
+    session.flush()
+    return _device_out(session, response, caller, id)
+
+
+@router.post(
+    "/devices/{id}/cordon",
+    response_model=DeviceOut,
+    summary="Empty a device, and let it take no new work",
+    responses=declared(403, 404),
+)
+def cordon_device(
+    id: str, response: Response, caller: PlatformAdmin, session: Db
+) -> dict[str, Any]:
+    """What runs there is paused at its next safe point and goes on elsewhere."""
+    return _cordon_device(session, response, caller, id, True)
+
+
+@router.post(
+    "/devices/{id}/uncordon",
+    response_model=DeviceOut,
+    summary="Let a device take work again",
+    responses=declared(403, 404),
+)
+def uncordon_device(
+    id: str, response: Response, caller: PlatformAdmin, session: Db
+) -> dict[str, Any]:
+    return _cordon_device(session, response, caller, id, False)
+
+
+def _cordon_device(
+    session: Session, response: Response, caller: Caller, id: str, cordoned: bool
+) -> dict[str, Any]:
+    device = _locked_device(session, id)
+    if device.cordoned != cordoned:
+        device.cordoned = cordoned
+        device.version += 1
+        session.flush()
+        after_commit(session, lambda: outbox.nudge_island(device.island))
+    return _device_out(session, response, caller, id)
+
+
+def _locked_device(session: Session, id: str) -> Device:
+    device = session.get(Device, id, with_for_update=True)
+    if device is None:
+        raise NotFound("device", id)
+    return device
+
+
+def _devices() -> Any:
+    open_ = (Placement.device_id == Device.id) & Placement.ended_at.is_(None) & ~Placement.leaving
+    return (
+        select(
+            Device,
+            Host.cordoned.label("host_cordoned"),
+            func.coalesce(Device.lease_until > func.now(), False).label("up"),
+            Placement.task_id,
+            Placement.tenant_id,
+        )
+        .join(Host, Host.name == Device.host)
+        .outerjoin(Placement, open_)
+    )
+
+
+def _device_out(session: Session, response: Response, caller: Caller, id: str) -> dict[str, Any]:
+    row = session.execute(_devices().where(Device.id == id)).one_or_none()
+    if row is None:
+        raise NotFound("device", id)
+    response.headers["ETag"] = etag(row.Device.version)
+    return _shown(caller, row)
+
+
+def _shown(caller: Caller, row: Any) -> dict[str, Any]:
+    seen = caller.sees_all or row.tenant_id == caller.tenant_id
+    shown = {name: getattr(row.Device, name, None) for name in DeviceOut.model_fields}
+    return {
+        **shown,
+        "up": row.up,
+        "cordoned": row.Device.cordoned or row.host_cordoned,
+        "busy": row.task_id is not None,
+        "task_id": row.task_id if seen else None,
+        "cost": row.Device.cost_milli / 1000,
+    }

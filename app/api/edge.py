@@ -1,0 +1,228 @@
+"""What every call passes before a router sees it: an id, a limit on its body, strict reading.
+
+JSON is read more strictly than Python's `json` does: a doubled key, NaN, an infinite number, a NUL
+and half a surrogate pair are refused, because Postgres or the next reader would understand
+something else.  A query parameter that a route does not know is an error, as a typo in a filter
+must not list everything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import uuid_utils
+from fastapi import APIRouter, Depends, Request
+from fastapi.dependencies.utils import get_flat_params
+from fastapi.params import Query
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api import problems
+from app.core.descriptor import Fault
+from app.errors import BadInput, TooLarge
+
+DRAINED_BYTES = 64 * 2**20  # of a body that is too large: so much is still read, and thrown away
+LARGE_BYTES = 2**16  # a body above this is parsed off the event loop
+DEPTH = 32  # levels of nesting in a JSON body
+
+_GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
+
+
+class RequestId:
+    """Every call has an id: the caller's `X-Request-ID` if it is a decent one, else ours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        id = given if _GOOD_ID.fullmatch(given) else uuid_utils.uuid7().hex
+        scope.setdefault("state", {})["request_id"] = id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-ID"] = id
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                if scope["path"].startswith("/v1/"):
+                    headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class BodyTooLarge(HTTPException):
+    """An HTTPException, because FastAPI would call any other error of a body a 400."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(413, f"the body is larger than {limit_bytes} bytes")
+
+
+class BodyLimit:
+    """Refuses bodies above `limit_of(path)` bytes, by their announced or their real length.
+
+    What the client is already sending is read and thrown away (up to a bound), since many clients
+    only look at an answer after they have sent everything.
+    """
+
+    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
+        self.app, self.limit_of = app, limit_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        limit, headers = self.limit_of(scope["path"]), Headers(scope=scope)
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > limit:
+            if "expect" not in headers:
+                await _drain(receive)
+            error = TooLarge(f"the body has {announced} bytes, the limit is {limit}")
+            return await problems.of_error(Request(scope), error)(scope, receive, send)
+        await self.app(scope, _limited(receive, limit), send)
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    size = 0
+
+    async def receive_limited() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            await _drain(receive)
+            raise BodyTooLarge(limit)
+        return message
+
+    return receive_limited
+
+
+async def _drain(receive: Receive) -> None:
+    left, more = DRAINED_BYTES, True
+    while more and left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        more = message["type"] == "http.request" and message.get("more_body", False)
+
+
+# --- routers -----------------------------------------------------------------------------
+
+
+def v1_router(tag: str, *statuses: int) -> APIRouter:
+    """A router under /v1 that reads strictly; `statuses` are the problems it may answer with."""
+    return APIRouter(
+        prefix="/v1",
+        tags=[tag],
+        route_class=StrictRoute,
+        dependencies=[Depends(known_parameters)],
+        responses=problems.declared(401, 422, 503, *statuses),
+    )
+
+
+# --- strict reading -----------------------------------------------------------------------------
+
+
+class StrictRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            large = len(body) > LARGE_BYTES
+            self._json = await run_in_threadpool(strict_json, body) if large else strict_json(body)
+        return self._json
+
+
+class StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[..., Any]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Any:
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+def strict_json(body: bytes) -> Any:
+    """Raises json.JSONDecodeError, which FastAPI makes a validation error."""
+    try:
+        value = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_no_doubles,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+        _plain(value, DEPTH)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except ValueError as error:  # a UnicodeDecodeError is one, too
+        raise json.JSONDecodeError(str(error), "", 0) from error
+    return value
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} comes twice")
+    return found
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def _plain(value: Any, depth: int) -> None:
+    if isinstance(value, str):
+        if "\x00" in value:
+            raise ValueError("a string holds a NUL")
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ValueError("a string holds half a surrogate pair")
+    elif isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError(f"nested deeper than {DEPTH} levels")
+        for item in value:
+            _plain(item, depth - 1)
+        for item in value.values() if isinstance(value, dict) else ():
+            _plain(item, depth - 1)
+
+
+def known_parameters(request: Request) -> None:
+    """A dependency: refuses query parameters that the route does not declare, and NULs."""
+    known = {
+        field.alias
+        for field in get_flat_params(request.scope["route"].dependant)
+        if isinstance(field.field_info, Query)
+    }
+    given = request.query_params.multi_items()
+    unknown = sorted({name for name, _ in given} - known)
+    faults = [Fault(f"?{name}", _unknown(name, known), "unknown-parameter") for name in unknown]
+    values = [*request.path_params.items(), *given]
+    faults += [
+        Fault(f"?{name}", "holds a NUL", "text") for name, value in values if "\x00" in str(value)
+    ]
+    if faults:
+        raise BadInput(faults[0].detail, errors=tuple(faults))
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    there = f"it knows {', '.join(sorted(known))}" if known else "it takes none"
+    return f"there is no query parameter {name!r} here; {there}"

@@ -1,0 +1,174 @@
+"""About the service itself: is it alive, can it work, and what does its API look like?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import redis
+from alembic.script import ScriptDirectory
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from app.db import transaction
+from app.models import Device, Island
+from app.settings import settings
+
+REDIS_TIMEOUT_S = 2.0
+MIGRATIONS = Path(__file__).parent.parent.parent / "migrations"
+
+router = APIRouter(tags=["meta"])
+
+
+class Alive(BaseModel):
+    status: str = "alive"
+
+
+class Check(BaseModel):
+    ok: bool
+    detail: str
+
+
+class Readiness(BaseModel):
+    """`ready` if every check is ok."""
+
+    model_config = {
+        "json_schema_extra": {
+            "examples": [{"ready": True, "checks": {"postgres": {"ok": True, "detail": "answers"}}}]
+        }
+    }
+    ready: bool
+    checks: dict[str, Check]
+
+
+@router.get("/livez", response_model=Alive, summary="Is the process alive?")
+def get_livez() -> Alive:
+    """Asks nothing else."""
+    return Alive()
+
+
+@router.get(
+    "/readyz",
+    response_model=Readiness,
+    summary="Can the whole system work?",
+    responses={503: {"model": Readiness, "description": "not all checks are ok"}},
+)
+def get_readyz() -> JSONResponse:
+    """Postgres with the newest schema, Redis, a leader for each island, and a device that is up.
+
+    Work is also accepted while the scheduler, Redis or the devices are away: it waits.
+    """
+    checks = {**_database_checks(), "redis": _redis()}
+    ready = all(check.ok for check in checks.values())
+    answer = Readiness(ready=ready, checks=checks)
+    return JSONResponse(answer.model_dump(), 200 if ready else 503)
+
+
+def _database_checks() -> dict[str, Check]:
+    asked: dict[str, Callable[[Session], Check]] = {
+        "postgres": lambda session: Check(ok=True, detail="answers"),
+        "schema": _schema,
+        "islands": _islands,
+        "devices": _devices,
+        "sandbox": _sandbox,
+    }
+    try:
+        with transaction() as session:
+            return {name: ask(session) for name, ask in asked.items()}
+    except (SQLAlchemyError, RuntimeError) as error:
+        return {"postgres": Check(ok=False, detail=f"does not answer: {type(error).__name__}")}
+
+
+@lru_cache
+def _head() -> str:
+    return str(ScriptDirectory(str(MIGRATIONS)).get_current_head())
+
+
+def _schema(session: Session) -> Check:
+    if not session.scalar(text("select to_regclass('alembic_version')")):
+        return Check(ok=False, detail=f"there is none; it should be {_head()}")
+    found = session.scalar(text("select version_num from alembic_version"))
+    return Check(ok=found == _head(), detail=f"at {found}, the newest is {_head()}")
+
+
+def _islands(session: Session) -> Check:
+    led = func.coalesce(Island.leader_until > func.now(), False)
+    rows = session.execute(select(Island.name, led)).all()
+    unled = sorted(name for name, is_led in rows if not is_led)
+    if not rows:
+        return Check(ok=False, detail="no island scheduler has ever been here")
+    if unled:
+        return Check(ok=False, detail=f"no scheduler leads {', '.join(unled)}")
+    return Check(ok=True, detail=f"{len(rows)} led")
+
+
+def _devices(session: Session) -> Check:
+    up = func.count(Device.id).filter(Device.lease_until > func.now())
+    known, live = session.execute(select(func.count(Device.id), up)).one()
+    return Check(ok=live > 0, detail=f"{live} of {known} are up")
+
+
+def _sandbox(session: Session) -> Check:
+    """What walls the devices that are up have around a job; `sandbox: required` needs real ones."""
+    level = Device.facts["sandbox"].astext
+    query = select(level).where(Device.lease_until > func.now()).distinct()
+    levels = sorted(str(found) for found in session.scalars(query))
+    weak = settings().sandbox == "required" and bool({"off", "none", "None"} & set(levels))
+    return Check(ok=not weak, detail=", ".join(levels) or "no device has told")
+
+
+def _redis() -> Check:
+    url = settings().redis_url.get_secret_value()
+    if not url:
+        return Check(ok=False, detail="REDIS_URL is not set")
+    timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
+    try:
+        with redis.Redis.from_url(url, **timeouts) as client:
+            client.ping()
+    except (redis.RedisError, OSError) as error:
+        return Check(ok=False, detail=f"does not answer: {type(error).__name__}")
+    return Check(ok=True, detail="answers")
+
+
+# --- the OpenAPI page ---------------------------------------------------------------------------
+
+_DOCS = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Roundhouse API</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="/static/vendor/swagger/swagger-ui.css">
+</head>
+<body>
+<div id="docs"></div>
+<script src="/static/vendor/swagger/swagger-ui-bundle.js"></script>
+<script src="/static/docs.js"></script>
+</body>
+</html>
+"""
+
+
+@router.get("/docs", include_in_schema=False, response_class=HTMLResponse)
+def show_docs() -> str:
+    return _DOCS
+
+
+TAGS: list[dict[str, Any]] = [
+    {"name": "requests", "description": "Submit work, follow it, change your mind."},
+    {"name": "tasks", "description": "The parts of a request, and why each waits."},
+    {"name": "bundles", "description": "The code that requests run."},
+    {"name": "shares", "description": "Who may hold how much, who waits, who used what."},
+    {"name": "tenants", "description": "Who owns a share, and what it weighs."},
+    {"name": "users and keys", "description": "Who belongs to a tenant, and how they come in."},
+    {"name": "devices", "description": "Islands, hosts and devices."},
+    {"name": "presets", "description": "What is configured on a device for a type of task."},
+    {"name": "meta", "description": "The service itself."},
+]

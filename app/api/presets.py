@@ -1,0 +1,69 @@
+"""Presets: the parameters configured on a device of one kind for tasks of one type."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Path
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+
+from app.api.auth import Authed, PlatformAdmin
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.schemas import Page, PresetIn, PresetOut
+from app.core import preset
+from app.db import Db
+from app.errors import BadInput, NotFound
+from app.models import Preset
+
+router = v1_router("presets")
+
+TaskType = Annotated[
+    str,
+    Path(
+        pattern=r"^([a-z0-9][a-z0-9._-]{0,62}|\*)$",
+        description="the `type` of tasks; `*` is for all types without one of their own",
+    ),
+]
+Kind = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="device kind")]
+
+
+@router.get("/presets", response_model=Page[PresetOut], summary="List presets")
+def list_presets(caller: Authed, session: Db) -> dict[str, Any]:
+    """All of them; there are few."""
+    query = select(Preset).order_by(Preset.task_type, Preset.kind)
+    return {"items": list(session.scalars(query)), "next_cursor": None}
+
+
+@router.get(
+    "/presets/{task_type}/{kind}",
+    response_model=PresetOut,
+    summary="Show a preset",
+    responses=declared(404),
+)
+def get_preset(task_type: TaskType, kind: Kind, caller: Authed, session: Db) -> Preset:
+    found = session.get(Preset, (task_type, kind))
+    if found is None:
+        raise NotFound("preset", f"{task_type}/{kind}")
+    return found
+
+
+@router.put(
+    "/presets/{task_type}/{kind}",
+    response_model=PresetOut,
+    summary="Set a preset",
+    responses=declared(403),
+)
+def put_preset(
+    task_type: TaskType, kind: Kind, body: PresetIn, caller: PlatformAdmin, session: Db
+) -> Preset:
+    """Counts from the next launch on.  A device that does not take it fails the task, with the
+    difference.
+    """
+    if faults := preset.check(body.params, kind=kind):
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
+    row = insert(Preset).values(task_type=task_type, kind=kind, params=body.params)
+    changed = {"params": body.params, "version": Preset.version + 1, "updated_at": func.now()}
+    session.execute(row.on_conflict_do_update(index_elements=["task_type", "kind"], set_=changed))
+    return session.get_one(Preset, (task_type, kind), populate_existing=True)

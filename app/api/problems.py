@@ -1,0 +1,287 @@
+"""Whatever goes wrong leaves as `application/problem+json` (RFC 9457); its `type` can be opened.
+
+Own errors, FastAPI's, Starlette's and the database's all become the same body here.  A pointer is
+a JSON Pointer into the body sent; "?name" names a query parameter, "name:" a header, "{name}" a
+part of the path.  The page behind a `type` says what it means and what to do.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.exceptions import HTTPException
+
+from app import errors
+from app.api import schemas
+from app.core.descriptor import Fault
+from app.errors import AppError
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 2
+
+#: What each type means, and what to do about it.
+MEANINGS = {
+    "validation-error": (
+        "Something in the input has no meaning here: a field that does not exist, a value out of "
+        "its range, a reference to nothing.",
+        "Look at `errors`: each entry points at the place (`pointer`) and says what is wrong. "
+        "Nothing was changed; mend it and send it again.",
+    ),
+    "unsatisfiable": (
+        "The request is well formed, but no device of this deployment could ever run it, so it "
+        "would wait for ever.",
+        "Look at `errors`, and at GET /v1/devices for what there is. Ask for less, or ask an "
+        "administrator for such a device.",
+    ),
+    "idempotency-key-reused": (
+        "This Idempotency-Key came with another body or for another route before.",
+        "Use a new key for new work. The same key again is only for the very same call.",
+    ),
+    "unauthenticated": (
+        "There is no API key in the call, or it is unknown, expired or revoked.",
+        "Send `Authorization: Bearer rh_…`. An administrator of your tenant can make you a key.",
+    ),
+    "insufficient-scope": (
+        "The key is good, but its role may not do that.",
+        "Use a key with the role that `detail` names, or ask who has one.",
+    ),
+    "not-found": (
+        "There is nothing at this address that you may see. What belongs to another tenant is "
+        "not found either.",
+        "Check the id, and that the key belongs to the tenant that owns it.",
+    ),
+    "method-not-allowed": (
+        "The address exists but does not know this method.",
+        "The `Allow` header of the answer lists the methods; /docs shows them all.",
+    ),
+    "conflict-state": (
+        "The thing exists but is in a state that does not allow that, or its name is taken.",
+        "Read it again and decide anew; `detail` says what stands in the way.",
+    ),
+    "precondition-failed": (
+        "It was changed since you read it (the `If-Match` does not fit any more).",
+        "Read it again, look at what changed, and send your change with the new `ETag`.",
+    ),
+    "precondition-required": (
+        "This change needs an `If-Match` header, so that no change is overwritten unseen.",
+        "Read the thing first and send its `ETag` back as `If-Match`.",
+    ),
+    "payload-too-large": (
+        "The body is larger than this service takes.",
+        "Send less: large data does not belong into a request. `detail` names the limit.",
+    ),
+    "bad-request": (
+        "The call could not be understood as HTTP or as what this address takes.",
+        "Compare it with the example in /docs.",
+    ),
+    "unavailable": (
+        "The database does not answer for the moment. Nothing was lost: what was accepted is safe.",
+        "Try again after the seconds in `Retry-After`, with the same Idempotency-Key.",
+    ),
+    "internal": (
+        "A mistake of ours. Nothing was changed.",
+        "Tell the administrator the `request_id`: it leads to the place in the log.",
+    ),
+}
+
+_OF_STATUS = {404: "not-found", 405: "method-not-allowed", 413: "payload-too-large"}
+
+
+def install(app: FastAPI) -> None:
+    """Have everything that is raised below `app` answered as a problem."""
+    app.add_exception_handler(AppError, _app_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    for kind in (OperationalError, InterfaceError, PoolTimeout):
+        app.add_exception_handler(kind, _database_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+def problem(
+    request_id: str,
+    instance: str,
+    *,
+    type_: str,
+    status: int,
+    title: str,
+    detail: str,
+    faults: Iterable[Fault] = (),
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    body: dict[str, Any] = {
+        "type": f"/problems/{type_}",
+        "title": title,
+        "status": status,
+        "detail": detail,
+        "instance": instance,
+        "request_id": request_id,
+    }
+    if listed := [{"pointer": f.pointer, "detail": f.detail, "code": f.code} for f in faults]:
+        body["errors"] = listed
+    return JSONResponse(
+        body, status, headers={**(headers or {})}, media_type="application/problem+json"
+    )
+
+
+def of_error(request: Request, error: AppError) -> JSONResponse:
+    headers = {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return problem(
+        request_id_of(request),
+        request.url.path,
+        type_=error.type,
+        status=error.status,
+        title=error.title,
+        detail=error.detail,
+        faults=error.errors,
+        headers=headers,
+    )
+
+
+def request_id_of(request: Request) -> str:
+    return str(getattr(request.state, "request_id", ""))
+
+
+def _app_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, AppError)
+    return of_error(request, error)
+
+
+def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = tuple(_fault(item) for item in error.errors())
+    first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return of_error(request, errors.BadInput(first + more, errors=faults))
+
+
+def _fault(item: Mapping[str, Any]) -> Fault:
+    where, *path = item["loc"]
+    detail = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "json_invalid":
+        return Fault("", f"not JSON: {item['ctx']['error']}, at character {path[0]}", "json")
+    if item["type"] == "extra_forbidden":
+        detail = f"there is no field {path[-1]!r} here"
+    name = str(path[0]) if path else ""
+    pointers = {"query": f"?{name}", "header": f"{name}:", "path": f"{{{name}}}"}
+    return Fault(pointers.get(where, pointer(path)), detail, item["type"])
+
+
+def pointer(path: Iterable[str | int]) -> str:
+    """A JSON Pointer (RFC 6901)."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def _http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    title = HTTPStatus(error.status_code).phrase
+    return problem(
+        request_id_of(request),
+        request.url.path,
+        type_=_OF_STATUS.get(error.status_code, "bad-request"),
+        status=error.status_code,
+        title=title,
+        detail=_DETAILS.get(error.detail, error.detail),
+        headers=error.headers,
+    )
+
+
+_DETAILS = {
+    "Not Found": "no such address; /docs lists them all",
+    "Method Not Allowed": "this address does not know that method; see the Allow header",
+}
+
+
+def _database_error(request: Request, error: Exception) -> JSONResponse:
+    log.warning("%s %s: the database: %s", request.method, request.url.path, error)
+    return of_error(request, errors.Unavailable())
+
+
+def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    """Starlette raises the error again after the answer, so that the server logs it."""
+    answer = of_error(request, AppError())
+    answer.headers["X-Request-ID"] = request_id_of(request)  # sent outside the middleware
+    return answer
+
+
+# --- the pages behind `type` --------------------------------------------------------------------
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/problems", response_class=HTMLResponse)
+def list_problem_types() -> str:
+    items = "".join(f'<li><a href="/problems/{name}">{name}</a></li>' for name in MEANINGS)
+    return _page("What can go wrong", f"<ul>{items}</ul>")
+
+
+@router.get("/problems/{name}", response_class=HTMLResponse)
+def show_problem_type(name: str) -> str:
+    if name not in MEANINGS:
+        raise errors.NotFound("problem type", name)
+    means, do = (html.escape(text) for text in MEANINGS[name])
+    return _page(name, f"<h2>What it means</h2><p>{means}</p><h2>What to do</h2><p>{do}</p>")
+
+
+def _page(title: str, body: str) -> str:
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title} · Roundhouse</title>'
+        '<meta name="viewport" content="width=device-width">'
+        f'<main><p><a href="/problems">Problems</a> · <a href="/docs">API</a></p>'
+        f"<h1>{title}</h1>{body}</main></html>"
+    )
+
+
+# --- for the OpenAPI page -----------------------------------------------------------------------
+
+
+def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Problem responses, as FastAPI's `responses=`."""
+    return {status: {"model": schemas.Problem, **_content(status)} for status in statuses}
+
+
+def _content(status: int) -> dict[str, Any]:
+    kinds = [kind for kind in _all_errors() if kind.status == status]
+    names = " or ".join(f"`{kind.type}`" for kind in kinds)
+    example = {
+        "type": f"/problems/{kinds[0].type}",
+        "title": kinds[0].title,
+        "status": status,
+        "detail": kinds[0].title,
+        "instance": "/v1/requests",
+        "request_id": "0192f0c1b7e97d3e9a4c5b6d7e8f9a0b",
+    }
+    if status == 422:
+        said = "there is no field 'jobb' here"
+        example["errors"] = [{"pointer": "/tasks/0/run", "detail": said, "code": "unknown"}]
+    return {
+        "description": names,
+        "content": {
+            "application/problem+json": {
+                "schema": {"$ref": "#/components/schemas/Problem"},
+                "example": example,
+            }
+        },
+    }
+
+
+def _all_errors() -> list[type[AppError]]:
+    found, open_ = [], [AppError]
+    while open_:
+        kind = open_.pop(0)
+        found.append(kind)
+        open_ += kind.__subclasses__()
+    return found

@@ -1,0 +1,58 @@
+"""What a caller may see and act on.
+
+A platform admin sees everything, others what belongs to their tenant; the rest is not found, so
+that nobody learns which ids exist.  A member acts on their own requests, a tenant admin on those of
+the tenant, a viewer on none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, select, true
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from app.api.auth import Caller
+from app.errors import Forbidden, NotFound
+from app.models import Request, Task
+
+
+def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnElement[bool]:
+    """A condition: the row belongs to a tenant that the caller sees."""
+    return true() if caller.sees_all else tenant_id == caller.tenant_id
+
+
+def visible_request(session: Session, caller: Caller, id: str) -> Request:
+    query = select(Request).where(Request.id == id, of_caller(caller, Request.tenant_id))
+    found = session.scalar(query)
+    if found is None:
+        raise NotFound("request", id)
+    return found
+
+
+def visible_task(session: Session, caller: Caller, id: str) -> Task:
+    query = select(Task).where(Task.id == id, of_caller(caller, Task.tenant_id))
+    found = session.scalar(query)
+    if found is None:
+        raise NotFound("task", id)
+    return found
+
+
+def request_to_act_on(session: Session, caller: Caller, id: str) -> Request:
+    found = visible_request(session, caller, id)
+    _check_may_act(caller, found)
+    return found
+
+
+def task_to_act_on(session: Session, caller: Caller, id: str) -> Task:
+    found = visible_task(session, caller, id)
+    _check_may_act(caller, found)
+    return found
+
+
+def _check_may_act(caller: Caller, found: Request | Task) -> None:
+    if caller.role in ("platform_admin", "tenant_admin"):
+        return
+    if caller.role == "member" and found.user_id == caller.user_id:
+        return
+    raise Forbidden(f"only its owner or an administrator may do that, not a {caller.role}")

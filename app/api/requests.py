@@ -1,0 +1,307 @@
+"""Requests: submit, look, wait, change, cancel, hold."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from datetime import UTC, datetime
+from typing import Annotated, Any, get_args
+
+from fastapi import Header, Query, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
+from pydantic import BeforeValidator
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from app import intake, wishes
+from app.api import cursors
+from app.api.auth import Authed, Caller, Submitter
+from app.api.cursors import Cursor, Limit
+from app.api.descriptor_schema import DescriptorIn
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.reach import of_caller, request_to_act_on, visible_request
+from app.api.schemas import (
+    Page,
+    RequestOut,
+    RequestPatch,
+    RequestState,
+    RequestSummary,
+    Validated,
+)
+from app.api.tasks import task_outs
+from app.changes import changes
+from app.core.lifecycle import ENDED
+from app.db import Db, transaction
+from app.errors import BadInput, Forbidden
+from app.models import Request, Task, Tenant, User
+
+LONGEST_WAIT_S = 60.0
+
+router = v1_router("requests")
+
+
+# --- submit -------------------------------------------------------------------------------------
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\x21-\x7e]+$",
+        description="The same key again, with the same body, gives the first answer again.",
+    ),
+]
+
+
+@router.post(
+    "/requests",
+    status_code=202,
+    response_model=RequestOut,
+    summary="Submit a request",
+    responses=declared(403, 413),
+)
+def submit_request(
+    caller: Submitter, session: Db, body: DescriptorIn, idempotency_key: IdempotencyKey = None
+) -> JSONResponse:
+    """Accepted work is never lost: it is durable before this is answered.
+
+    What can never run is refused at once (422, with a pointer to the reason); everything else is
+    queued, whatever the tenant's share.
+    """
+    owner = _owner(caller)
+    once = intake.Once(owner.user_id, idempotency_key, "POST /v1/requests", body)
+    if (answer := intake.replay(session, once)) is not None:
+        headers = {"Location": answer.location, "Idempotency-Replayed": "true"}
+        return JSONResponse(answer.body, answer.status, headers=headers)
+    accepted = intake.submit(session, owner, body)
+    location = f"/v1/requests/{accepted.id}"
+    shown = RequestOut.model_validate(request_out(session, accepted)).model_dump(mode="json")
+    intake.remember(session, once, intake.Answer(202, shown, location))
+    return JSONResponse(shown, 202, headers={"Location": location})
+
+
+@router.post(
+    "/requests:validate",
+    response_model=Validated,
+    summary="Check a request without submitting it",
+    responses=declared(403, 413),
+)
+def validate_request(caller: Submitter, session: Db, body: DescriptorIn) -> dict[str, Any]:
+    """The same checks as submitting, and the tasks as they would be, every default filled in."""
+    return intake.checked(session, _owner(caller), body).shown()
+
+
+def _owner(caller: Caller) -> intake.Owner:
+    if caller.in_root:
+        raise Forbidden(
+            f"the tenant {caller.tenant_name} owns no share, so it cannot submit work; "
+            "submit with the key of a user of another tenant"
+        )
+    return intake.Owner(caller.tenant_id, caller.user_id, caller.user_name)
+
+
+# --- look ---------------------------------------------------------------------------------------
+
+
+def _states(text: str | None) -> list[str]:
+    states = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if unknown := [state for state in states if state not in get_args(RequestState)]:
+        raise BadInput.at("?state", f"{unknown[0]!r} is none of {get_args(RequestState)}", "state")
+    return states
+
+
+@router.get("/requests", response_model=Page[RequestSummary], summary="List requests, newest first")
+def list_requests(
+    http: HttpRequest,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    label: Annotated[list[str] | None, Query(description="NAME:VALUE; all must fit")] = None,
+    name: Annotated[str | None, Query(description="exactly this name")] = None,
+    tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
+    submitted_after: datetime | None = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    query = select(Request).where(of_caller(caller, Request.tenant_id))
+    if states := _states(state):
+        query = query.where(Request.state.in_(states))
+    for item in label or []:
+        query = query.where(Request.labels.contains(_label(item)))
+    if name is not None:
+        query = query.where(Request.name == name)
+    if tenant_id is not None:
+        query = query.where(Request.tenant_id == tenant_id)
+    if submitted_after is not None:
+        at = submitted_after if submitted_after.tzinfo else submitted_after.replace(tzinfo=UTC)
+        query = query.where(Request.submitted_at > at)
+    if cursor is not None:
+        query = query.where(Request.id < cursors.opened(cursor)[0])
+    found = list(session.scalars(query.order_by(Request.id.desc()).limit(limit + 1)))
+    keys = [cursors.seal(request.id) for request in found]
+    return cursors.page(http, response, _summaries(session, found), limit, keys)
+
+
+def _label(item: str) -> dict[str, str]:
+    name, colon, value = item.partition(":")
+    if not colon or not name:
+        raise BadInput.at("?label", f"{item!r} is not NAME:VALUE", "label")
+    return {name: value}
+
+
+def _wait_s(text: Any) -> Any:
+    if isinstance(text, str):
+        if not re.fullmatch(r"\d{1,3}(\.\d+)?s?", text):
+            raise ValueError("give seconds, such as 30s")
+        return min(float(text.removesuffix("s")), LONGEST_WAIT_S)
+    return text
+
+
+Wait = Annotated[
+    float,
+    BeforeValidator(_wait_s, json_schema_input_type=str),
+    Query(description=f"wait so long for a change, such as `30s`; at most {LONGEST_WAIT_S:g}s"),
+]
+
+
+@router.get(
+    "/requests/{id}",
+    response_model=RequestOut,
+    summary="Show a request and its tasks",
+    responses=declared(404),
+)
+async def get_request(id: str, caller: Authed, session: Db, wait: Wait = 0.0) -> dict[str, Any]:
+    """With `wait`, answers when the request or one of its tasks changes its state, or has ended."""
+    with changes.subscribe(id) as news:
+        seen = await run_in_threadpool(_read_and_let_go, session, caller, id)
+        shown, until_s = seen, asyncio.get_running_loop().time() + wait
+        while _same(seen, shown) and seen["state"] not in ENDED and not changes.closing:
+            left_s = until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                break
+            await news.wait(min(left_s, 15.0))
+            shown = await run_in_threadpool(_read_again, caller, id)
+    return shown
+
+
+def _read_and_let_go(session: Session, caller: Caller, id: str) -> dict[str, Any]:
+    """Reads, and gives the connection back before the wait."""
+    shown = request_out(session, visible_request(session, caller, id))
+    session.commit()
+    return shown
+
+
+def _read_again(caller: Caller, id: str) -> dict[str, Any]:
+    with transaction() as session:
+        return request_out(session, visible_request(session, caller, id))
+
+
+def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    def states(shown: dict[str, Any]) -> list[Any]:
+        return [shown["state"], shown["priority"], *((t.state, t.hold) for t in shown["tasks"])]
+
+    return states(before) == states(now)
+
+
+# --- change -------------------------------------------------------------------------------------
+
+
+@router.patch(
+    "/requests/{id}",
+    response_model=RequestOut,
+    summary="Change priority or labels",
+    responses=declared(403, 404, 409),
+)
+def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
+    """Priority counts within the tenant.  `labels` replaces all labels."""
+    found = request_to_act_on(session, caller, id)
+    given = {"priority": body.priority, "labels": body.labels}
+    wishes.change_request(session, found, by=caller.user_name, **given)  # type: ignore[arg-type]
+    return request_out(session, found)
+
+
+_WISH: dict[str, Any] = {
+    "status_code": 202,
+    "response_model": RequestOut,
+    "responses": declared(403, 404),
+}
+
+
+@router.post("/requests/{id}/cancel", summary="Cancel a request", **_WISH)
+def cancel_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """All its tasks end; what has ended stays as it is.  Cancelling twice is no error."""
+    found = request_to_act_on(session, caller, id)
+    wishes.cancel_request(session, found, by=caller.user_name)
+    return request_out(session, found)
+
+
+@router.post("/requests/{id}/hold", summary="Hold a request back", **_WISH)
+def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """No task of it starts, and a running one is paused, until it is released."""
+    found = request_to_act_on(session, caller, id)
+    wishes.hold_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
+    return request_out(session, found)
+
+
+@router.post("/requests/{id}/release", summary="Release a held request", **_WISH)
+def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    found = request_to_act_on(session, caller, id)
+    wishes.release_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
+    return request_out(session, found)
+
+
+# --- rows to answers ----------------------------------------------------------------------------
+
+
+def request_out(session: Session, request: Request) -> dict[str, Any]:
+    query = select(Task).where(Task.request_id == request.id).order_by(Task.ordinal)
+    session.flush()
+    tasks = list(session.scalars(query.execution_options(populate_existing=True)))
+    summary = _summaries(session, [request])[0]
+    bundle = str(request.descriptor.get("bundle") or "")
+    return {**summary, "bundle": bundle, "tasks": task_outs(session, tasks)}
+
+
+def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]]:
+    ids = [request.id for request in requests]
+    names = {row.id: row for row in session.execute(_names(ids))}
+    states: dict[str, dict[str, int]] = {id: {} for id in ids}
+    counted = (
+        select(Task.request_id, Task.state, func.count())
+        .where(Task.request_id.in_(ids))
+        .group_by(Task.request_id, Task.state)
+    )
+    for id, state, n in session.execute(counted):
+        states[id][state] = n
+    return [_summary(request, names[request.id], states[request.id]) for request in requests]
+
+
+def _names(ids: list[str]) -> Any:
+    return (
+        select(Request.id, Tenant.name.label("tenant"), User.name.label("user"))
+        .join(Tenant, Tenant.id == Request.tenant_id)
+        .join(User, User.id == Request.user_id)
+        .where(Request.id.in_(ids))
+    )
+
+
+def _summary(request: Request, names: Any, states: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "name": request.name,
+        "state": request.state,
+        "tier": request.tier,
+        "priority": request.priority,
+        "labels": request.labels,
+        "tenant_id": request.tenant_id,
+        "tenant": names.tenant,
+        "user_id": request.user_id,
+        "user": names.user,
+        "submitted_at": request.submitted_at,
+        "ended_at": request.ended_at,
+        "task_states": states,
+    }

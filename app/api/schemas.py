@@ -1,0 +1,548 @@
+"""What the API takes in and gives out.
+
+An In model forbids fields that it does not know.  Out models carry an example each, which the
+OpenAPI page shows.  Durations and charges are integer microseconds (`_us`), weights and costs
+thousandths in the tables and plain numbers here.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Role = Literal["platform_admin", "tenant_admin", "member", "viewer"]
+RequestState = Literal["queued", "running", "done", "failed", "cancelled"]
+TaskState = Literal[
+    "blocked",
+    "waiting",
+    "starting",
+    "running",
+    "splicing",
+    "pausing",
+    "stopping",
+    "done",
+    "failed",
+    "cancelled",
+]
+
+_REQUEST, _TASK = "req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b", "tsk_0192f0c1b7e97d3e9a4c5b6d7e8f9a0c"
+_TENANT, _USER = "ten_0192f0c1b7e97d3e9a4c5b6d7e8f9a01", "usr_0192f0c1b7e97d3e9a4c5b6d7e8f9a02"
+_AT = "2026-11-21T12:00:00Z"
+_SHA256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+
+
+def _word(text: str) -> str:
+    if text != text.strip() or not text.isprintable():
+        raise ValueError("no spaces at the ends, no control characters")
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_word)]
+Weight = Annotated[float, Field(ge=0.001, le=1_000_000, allow_inf_nan=False)]
+Labels = dict[
+    Annotated[str, Field(min_length=1, max_length=63), AfterValidator(_word)],
+    Annotated[str, Field(max_length=255)],
+]
+
+
+class In(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Out(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+
+def example(**values: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [values]})
+
+
+def example_of(model: type[BaseModel]) -> dict[str, Any]:
+    extra: Any = model.model_config["json_schema_extra"]
+    found: dict[str, Any] = extra["examples"][0]
+    return found
+
+
+# --- problems and lists -------------------------------------------------------------------------
+
+
+class FaultOut(Out):
+    pointer: str = Field(description='JSON Pointer into the body; "?name" is a query parameter')
+    detail: str
+    code: str
+
+
+class Problem(Out):
+    """What went wrong (RFC 9457)."""
+
+    type: str = Field(description="opens a page that says what it means and what to do")
+    title: str
+    status: int
+    detail: str
+    instance: str
+    request_id: str
+    errors: list[FaultOut] = []
+
+
+Item = TypeVar("Item")
+
+
+class Page(Out, Generic[Item]):
+    """One page of a list; `next_cursor` is null on the last."""
+
+    items: list[Item]
+    next_cursor: str | None = None
+
+
+# --- requests and tasks -------------------------------------------------------------------------
+
+
+class RequestPatch(In):
+    model_config = example(priority=10, labels={"exp": "a1"})
+    priority: int | None = Field(None, ge=-100, le=100)
+    labels: Labels | None = Field(None, max_length=32)
+
+
+class ReasonOut(Out):
+    """Why a task waits."""
+
+    code: str
+    message: str
+    next_action: str = Field(description="wait, change_request or ask_admin")
+    unblocked_by: str = ""
+
+
+class NeedOut(Out):
+    """`task` (a name within the request) must be done first; `port` takes its `output`."""
+
+    task: str
+    port: str = ""
+    output: str = ""
+
+
+class TaskOut(Out):
+    model_config = example(
+        id=_TASK,
+        request_id=_REQUEST,
+        tenant_id=_TENANT,
+        name="train",
+        type="train",
+        kind="cpu",
+        state="running",
+        hold="",
+        cancel_asked=False,
+        island="local",
+        seat="local.0",
+        epoch=3,
+        step=1200,
+        pauses=2,
+        lost_steps=0,
+        held_us=52_400_000,
+        submitted_at=_AT,
+        metrics={"loss": 0.31},
+    )
+    id: str
+    request_id: str
+    tenant_id: str
+    name: str
+    type: str
+    kind: str
+    state: TaskState
+    hold: str = Field("", description="who holds it back: nobody (empty), user or admin")
+    cancel_asked: bool = False
+    island: str | None = None
+    seat: str | None = Field(None, description="the device that it holds or is about to hold")
+    image_on: str | None = Field(None, description="the device whose host memory holds its image")
+    epoch: int = Field(0, description="how often it was launched")
+    step: int = 0
+    attempts: int = 0
+    pauses: int = 0
+    lost_steps: int = 0
+    held_us: int = Field(0, description="device time held so far, over all epochs")
+    place: int | None = Field(None, description="place in its island's order, from 1")
+    reasons: list[ReasonOut] = []
+    needs: list[NeedOut] = []
+    metrics: dict[str, Any] = {}
+    capabilities: list[str] = []
+    preset: dict[str, Any] = {}
+    cause: str | None = Field(None, description="why the last attempt failed")
+    message: str | None = None
+    detail: str | None = Field(None, description="the traceback of the job, for its owner")
+    result: dict[str, Any] | None = None
+    outputs: dict[str, Any] = {}
+    submitted_at: datetime
+    first_started_at: datetime | None = None
+    ended_at: datetime | None = None
+
+
+class RequestSummary(Out):
+    model_config = example(
+        id=_REQUEST,
+        name="sweep-7",
+        state="running",
+        tier="standard",
+        priority=0,
+        labels={"exp": "a1"},
+        tenant_id=_TENANT,
+        tenant="vision",
+        user_id=_USER,
+        user="ada",
+        submitted_at=_AT,
+        ended_at=None,
+        task_states={"running": 1, "blocked": 1},
+    )
+    id: str
+    name: str
+    state: RequestState
+    tier: str
+    priority: int
+    labels: dict[str, Any]
+    tenant_id: str
+    tenant: str
+    user_id: str
+    user: str
+    submitted_at: datetime
+    ended_at: datetime | None
+    task_states: dict[str, int]
+
+
+class RequestOut(RequestSummary):
+    model_config = example(
+        **example_of(RequestSummary),
+        bundle=_SHA256,
+        tasks=[example_of(TaskOut)],
+    )
+    bundle: str
+    tasks: list[TaskOut]
+
+
+class ValidatedTask(Out):
+    """A task as it would be submitted, with every default filled in."""
+
+    name: str
+    type: str
+    kind: str
+    needs: list[NeedOut]
+    descriptor: dict[str, Any]
+
+
+class Validated(Out):
+    model_config = example(
+        name="sweep-7",
+        tasks=[{"name": "train", "type": "train", "kind": "cpu", "needs": [], "descriptor": {}}],
+    )
+    name: str
+    tasks: list[ValidatedTask]
+
+
+class Explained(Out):
+    """Why a task waits, most important reason first."""
+
+    model_config = example(
+        task_id=_TASK,
+        state="waiting",
+        place=2,
+        message="All cpu devices are held by tenants that used less.",
+        reasons=[
+            {
+                "code": "TENANT_OVER_FAIR_SHARE",
+                "message": "All cpu devices are held by tenants that used less.",
+                "next_action": "wait",
+                "unblocked_by": "",
+            }
+        ],
+    )
+    task_id: str
+    state: TaskState
+    place: int | None
+    message: str
+    reasons: list[ReasonOut]
+
+
+class MetricOut(Out):
+    model_config = example(step=120, at=_AT, values={"loss": 0.31})
+    step: int
+    at: datetime
+    values: dict[str, Any]
+
+
+class CheckpointOut(Out):
+    model_config = example(
+        id="ckp_0192f0c1b7e97d3e9a4c5b6d7e8f9a0d",
+        epoch=2,
+        step=1200,
+        sha256=_SHA256,
+        size_bytes=184_320,
+        took_us=21_000,
+        created_at=_AT,
+        damaged_at=None,
+        deleted_at=None,
+    )
+    id: str
+    epoch: int
+    step: int
+    sha256: str
+    size_bytes: int
+    took_us: int
+    created_at: datetime
+    damaged_at: datetime | None
+    deleted_at: datetime | None
+
+
+class PlacementOut(Out):
+    """One launch of a task on one device."""
+
+    model_config = example(
+        epoch=2,
+        device_id="local.0",
+        kind="cpu",
+        launched_at=_AT,
+        started_at=_AT,
+        ended_at=None,
+        held_us=4_200_000,
+        first_step=800,
+        last_step=1200,
+        end=None,
+    )
+    epoch: int
+    device_id: str
+    kind: str
+    launched_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+    held_us: int
+    first_step: int | None
+    last_step: int | None
+    end: str | None = Field(description="how it ended: paused, finished, failed, stopped or lost")
+
+
+class EventOut(Out):
+    model_config = example(
+        cursor="MTIzLjQ1",
+        at=_AT,
+        type="task.paused",
+        task_id=_TASK,
+        message="Paused after step 1200 on local.0; no step is lost.",
+        data={"task": "train", "device": "local.0", "step": 1200},
+    )
+    cursor: str = Field(description="reading goes on after this event with `?cursor=` it")
+    at: datetime
+    type: str
+    task_id: str | None
+    message: str
+    data: dict[str, Any]
+
+
+class LogLineOut(Out):
+    model_config = example(
+        cursor="MTI", at=_AT, task_id=_TASK, task="train", epoch=2, stream="stdout", text="loss 0.3"
+    )
+    cursor: str
+    at: datetime
+    task_id: str
+    task: str
+    epoch: int
+    stream: str
+    text: str
+
+
+# --- bundles ------------------------------------------------------------------------------------
+
+
+class BundleOut(Out):
+    model_config = example(
+        sha256=_SHA256,
+        size_bytes=1834,
+        entry_points={"train:Train": "class", "ops:tokenize": "function"},
+        created_at=_AT,
+    )
+    sha256: str
+    size_bytes: int
+    entry_points: dict[str, str] = Field(description="what `run` may name in it")
+    created_at: datetime
+
+
+class BundleStored(BundleOut):
+    model_config = example(
+        **example_of(BundleOut),
+        files=2,
+        unparsed={},
+    )
+    files: int
+    unparsed: dict[str, str] = Field(description="Python files that do not parse, and why")
+
+
+# --- tenants, users, keys -----------------------------------------------------------------------
+
+
+class TenantIn(In):
+    model_config = example(name="vision", weight=2.0)
+    name: Name
+    weight: Weight = 1.0
+    parent_id: str | None = Field(None, description="default: the root of the tree")
+
+
+class TenantPatch(In):
+    model_config = example(weight=3.0)
+    name: Name | None = None
+    weight: Weight | None = None
+    parent_id: str | None = None
+
+
+class TenantOut(Out):
+    model_config = example(
+        id=_TENANT, name="vision", parent_id="platform", weight=2.0, version=1, created_at=_AT
+    )
+    id: str
+    name: str
+    parent_id: str | None
+    weight: float
+    version: int
+    created_at: datetime
+
+
+class UserIn(In):
+    model_config = example(name="ada")
+    name: Name
+    tenant_id: str | None = Field(None, description="default: the caller's tenant")
+
+
+class UserOut(Out):
+    model_config = example(id=_USER, tenant_id=_TENANT, name="ada", created_at=_AT)
+    id: str
+    tenant_id: str
+    name: str
+    created_at: datetime
+
+
+class KeyIn(In):
+    model_config = example(user_id=_USER, role="member", name="laptop")
+    user_id: str
+    role: Role
+    name: Name
+    expires_at: datetime | None = Field(None, strict=False)
+
+
+class KeyOut(Out):
+    model_config = example(
+        id="x7Kq29Zb",
+        user_id=_USER,
+        tenant_id=_TENANT,
+        role="member",
+        name="laptop",
+        created_at=_AT,
+        expires_at=None,
+        revoked_at=None,
+        last_used_at=_AT,
+    )
+    id: str
+    user_id: str
+    tenant_id: str
+    role: Role
+    name: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    last_used_at: datetime | None
+
+
+class KeyMade(KeyOut):
+    model_config = example(
+        **example_of(KeyOut),
+        key="rh_x7Kq29Zb_…",
+    )
+    key: str = Field(description="shown this once and never again")
+
+
+class MeOut(Out):
+    model_config = example(
+        user_id=_USER,
+        user="ada",
+        tenant_id=_TENANT,
+        tenant="vision",
+        role="member",
+        key_id="x7Kq29Zb",
+    )
+    user_id: str
+    user: str
+    tenant_id: str
+    tenant: str
+    role: Role
+    key_id: str
+
+
+# --- islands, hosts, devices, presets -----------------------------------------------------------
+
+
+class IslandOut(Out):
+    model_config = example(name="local", leader="island.local@host", led=True, term=4, devices=2)
+    name: str
+    leader: str | None
+    led: bool = Field(description="its scheduler renewed its lease in time")
+    term: int
+    devices: int
+
+
+class HostOut(Out):
+    model_config = example(name="host-a", island="local", cordoned=False, devices=2, up=2)
+    name: str
+    island: str
+    cordoned: bool
+    devices: int
+    up: int
+
+
+class DevicePatch(In):
+    model_config = example(cost=1.5)
+    cost: Weight
+
+
+class DeviceOut(Out):
+    model_config = example(
+        id="host-a.0",
+        host="host-a",
+        island="local",
+        kind="cpu",
+        up=True,
+        cordoned=False,
+        busy=True,
+        task_id=_TASK,
+        threads=1,
+        memory_bytes=4 * 2**30,
+        cost=1.0,
+        seen_at=_AT,
+        version=1,
+        facts={"sandbox": "bwrap"},
+    )
+    id: str
+    host: str
+    island: str
+    kind: str
+    up: bool
+    cordoned: bool = Field(description="it, or its host, takes no new work")
+    busy: bool = Field(description="a task holds its seat")
+    task_id: str | None = Field(description="that task, if it is one that you may see")
+    threads: int
+    memory_bytes: int
+    cost: float
+    seen_at: datetime | None
+    version: int
+    facts: dict[str, Any]
+
+
+class PresetIn(In):
+    model_config = example(params={"deterministic": True, "threads": 1})
+    params: dict[str, Any]
+
+
+class PresetOut(Out):
+    model_config = example(
+        task_type="train", kind="cpu", params={"deterministic": True}, version=1, updated_at=_AT
+    )
+    task_type: str
+    kind: str
+    params: dict[str, Any]
+    version: int
+    updated_at: datetime

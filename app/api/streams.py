@@ -1,0 +1,306 @@
+"""What happened to a request and what its jobs printed: as pages, and live by server-sent events.
+
+A stream holds no connection to the database between two reads.  It sleeps until somebody says that
+the request changed (`app.changes`) or 15 s went by, then reads on after its cursor, which is the id
+of the last event sent; so a client that comes back with `Last-Event-ID` misses nothing and sees
+nothing twice.  The last event is `end`, sent when the request has ended and all is read.
+
+Events are read in the order (transaction, id) and only below the oldest transaction still running,
+for a row with a smaller id may be committed later.  Rows above that line are looked for again soon.
+Log lines need no such line: one island writes those of a request, one transaction at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Header, Query, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import StreamingResponse
+from fastapi.sse import format_sse_event
+from pydantic import BaseModel
+from sqlalchemy import Text, bindparam, cast, func, literal_column, select, tuple_
+from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
+
+from app.api import cursors
+from app.api.auth import Authed
+from app.api.cursors import Cursor, Limit
+from app.api.edge import v1_router
+from app.api.reach import visible_request
+from app.api.schemas import EventOut, LogLineOut, Page
+from app.changes import LONGEST_WAIT_S, Subscription, changes
+from app.core.lifecycle import ENDED
+from app.db import Db, transaction
+from app.errors import BadInput, NotFound
+from app.models import Event, LogLine, Request, Task, Xid8
+
+READ_AT_ONCE = 500  # rows in one read of a stream
+SOONEST_S, LATEST_S = 0.05, 1.0  # how soon rows above the line are looked for again
+RETRY_MS = 1000  # how soon a browser connects again
+
+router = v1_router("requests", 404)
+
+LastEventId = Annotated[
+    str | None, Header(alias="Last-Event-ID", max_length=200, description="go on after this event")
+]
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Server-sent events", "content": {"text/event-stream": {}}}
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Rows in order; `settled` is False if there may be more that cannot be told yet."""
+
+    items: list[Any]
+    settled: bool = True
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/requests/{id}/events",
+    response_model=Page[EventOut],
+    summary="What happened to it, oldest first",
+    responses={200: {"content": {"text/event-stream": {}}}},
+)
+def list_events(
+    http: HttpRequest,
+    response: Response,
+    id: str,
+    caller: Authed,
+    session: Db,
+    limit: Limit = 200,
+    cursor: Cursor = None,
+    last_event_id: LastEventId = None,
+) -> Any:
+    """With `Accept: text/event-stream` the same as `…/events/stream`."""
+    visible_request(session, caller, id)
+    if "text/event-stream" in http.headers.get("accept", ""):
+        return _event_stream(id, last_event_id or cursor)
+    found = read_events(session, id, cursor, limit + 1).items
+    return cursors.page(http, response, found, limit, [item.cursor for item in found])
+
+
+@router.get(
+    "/requests/{id}/events/stream",
+    summary="What happens to it, live",
+    response_class=StreamingResponse,
+    responses=_STREAMED,
+)
+def stream_events(
+    id: str, caller: Authed, session: Db, last_event_id: LastEventId = None, cursor: Cursor = None
+) -> StreamingResponse:
+    """Server-sent events named by their `type`, from the first on, or after `Last-Event-ID`."""
+    visible_request(session, caller, id)
+    return _event_stream(id, last_event_id or cursor)
+
+
+def _event_stream(request_id: str, after: str | None) -> StreamingResponse:
+    if after is not None:
+        _event_key(after)
+    return _stream(request_id, after, read_events, lambda item: item.type)
+
+
+def read_events(session: Session, request_id: str, after: str | None, limit: int) -> Read:
+    query = _events_above(request_id).limit(limit)
+    if after is not None:
+        txid, id = _event_key(after)
+        key = tuple_(Event.txid, Event.id)
+        query = query.where(key > tuple_(_xid8(txid), bindparam("after_id", id)))
+    rows = session.execute(query).all()
+    items = [
+        EventOut(
+            cursor=cursors.seal(row.txid, row.Event.id),
+            at=row.Event.at,
+            type=row.Event.type,
+            task_id=row.Event.task_id,
+            message=row.Event.message,
+            data=row.Event.data,
+        )
+        for row in rows
+        if row.settled
+    ]
+    return Read(items, settled=len(items) == len(rows))
+
+
+def _events_above(request_id: str) -> Any:
+    line = func.pg_snapshot_xmin(func.pg_current_snapshot())
+    settled = (Event.txid < line).label("settled")
+    return (
+        select(Event, cast(Event.txid, Text).label("txid"), settled)
+        .where(Event.request_id == request_id)
+        .order_by(Event.txid, Event.id)
+    )
+
+
+def _xid8(txid: int) -> Any:
+    return cast(literal_column(f"'{txid:d}'"), Xid8)
+
+
+def _event_key(cursor: str) -> list[int]:
+    return cursors.opened_numbers(cursor, 2)
+
+
+# --- logs ---------------------------------------------------------------------------------------
+
+OfTask = Annotated[str | None, Query(alias="task", description="only this task: its name or id")]
+Tail = Annotated[int | None, Query(ge=1, le=cursors.MAX_LIMIT, description="only the last lines")]
+
+
+@router.get(
+    "/requests/{id}/logs",
+    response_model=Page[LogLineOut],
+    summary="What its jobs printed, oldest first",
+    responses={200: {"content": {"text/event-stream": {}}}},
+)
+def list_logs(
+    http: HttpRequest,
+    response: Response,
+    id: str,
+    caller: Authed,
+    session: Db,
+    task: OfTask = None,
+    tail: Tail = None,
+    limit: Limit = 200,
+    cursor: Cursor = None,
+    last_event_id: LastEventId = None,
+) -> Any:
+    """With `Accept: text/event-stream` the same as `…/logs/stream`."""
+    visible_request(session, caller, id)
+    names = _tasks(session, id, task)
+    if "text/event-stream" in http.headers.get("accept", ""):
+        return _log_stream(id, names, last_event_id or cursor or _before(session, names, tail))
+    if tail is not None:
+        if cursor is not None:
+            raise BadInput.at("?tail", "give either tail or cursor", "both")
+        cursor, limit = _before(session, names, tail), tail
+    found = read_logs(session, names, cursor, limit + 1).items
+    return cursors.page(http, response, found, limit, [item.cursor for item in found])
+
+
+@router.get(
+    "/requests/{id}/logs/stream",
+    summary="What its jobs print, live",
+    response_class=StreamingResponse,
+    responses=_STREAMED,
+)
+def stream_logs(
+    id: str,
+    caller: Authed,
+    session: Db,
+    task: OfTask = None,
+    tail: Tail = None,
+    last_event_id: LastEventId = None,
+    cursor: Cursor = None,
+) -> StreamingResponse:
+    """Server-sent events named `log`, from the first line on, or the last ones with `tail`."""
+    visible_request(session, caller, id)
+    names = _tasks(session, id, task)
+    return _log_stream(id, names, last_event_id or cursor or _before(session, names, tail))
+
+
+def _log_stream(request_id: str, names: dict[str, str], after: str | None) -> StreamingResponse:
+    if after is not None:
+        cursors.opened_numbers(after)
+
+    def read(session: Session, _: str, after: str | None, limit: int) -> Read:
+        return read_logs(session, names, after, limit)
+
+    return _stream(request_id, after, read, lambda _: "log")
+
+
+def _tasks(session: Session, request_id: str, wanted: str | None) -> dict[str, str]:
+    """Name by id of the request's tasks, or of the one wanted by either; raises NotFound."""
+    query = select(Task.id, Task.name).where(Task.request_id == request_id)
+    names = {id: name for id, name in session.execute(query)}
+    if wanted is None:
+        return names
+    found = {id: name for id, name in names.items() if wanted in (id, name)}
+    if not found:
+        raise NotFound("task", wanted)
+    return found
+
+
+def _before(session: Session, names: dict[str, str], tail: int | None) -> str | None:
+    """The cursor after which the last `tail` lines lie."""
+    if tail is None:
+        return None
+    query = select(LogLine.id).where(LogLine.task_id.in_(names)).order_by(LogLine.id.desc())
+    last = session.scalar(query.offset(tail).limit(1))
+    return None if last is None else cursors.seal(last)
+
+
+def read_logs(session: Session, names: dict[str, str], after: str | None, limit: int) -> Read:
+    query = select(LogLine).where(LogLine.task_id.in_(names)).order_by(LogLine.id).limit(limit)
+    if after is not None:
+        query = query.where(LogLine.id > cursors.opened_numbers(after)[0])
+    items = [
+        LogLineOut(
+            cursor=cursors.seal(line.id),
+            at=line.at,
+            task_id=line.task_id,
+            task=names[line.task_id],
+            epoch=line.epoch,
+            stream=line.stream,
+            text=line.text,
+        )
+        for line in session.scalars(query)
+    ]
+    return Read(items)
+
+
+# --- how a stream runs --------------------------------------------------------------------------
+
+Reader = Callable[[Session, str, str | None, int], Read]
+
+
+def _stream(
+    request_id: str, after: str | None, read: Reader, type_of: Callable[[Any], str]
+) -> StreamingResponse:
+    return StreamingResponse(
+        _events(request_id, after, read, type_of),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(
+    request_id: str, after: str | None, read: Reader, type_of: Callable[[Any], str]
+) -> AsyncIterator[bytes]:
+    yield format_sse_event(comment="roundhouse", retry=RETRY_MS)
+    soon_s = SOONEST_S
+    with changes.subscribe(request_id) as news:
+        while not changes.closing:
+            state, found = await run_in_threadpool(_read, request_id, after, read)
+            for item in found.items:
+                after = item.cursor
+                yield _event(type_of(item), item, after)
+            if len(found.items) == READ_AT_ONCE:
+                continue
+            if found.settled and state in ENDED:
+                yield format_sse_event(event="end", data_str=f'{{"state": "{state}"}}')
+                return
+            soon_s = SOONEST_S if found.settled else min(2 * soon_s, LATEST_S)
+            if not await _rest(news, LONGEST_WAIT_S if found.settled else soon_s):
+                yield format_sse_event(comment="still here")
+
+
+async def _rest(news: Subscription, longest_s: float) -> bool:
+    """False if a client has heard nothing for as long as a stream may be silent."""
+    return await news.wait(longest_s) or longest_s < LONGEST_WAIT_S
+
+
+def _read(request_id: str, after: str | None, read: Reader) -> tuple[str, Read]:
+    """The state first: if it has ended, what is read then is all there will be."""
+    with transaction() as session:
+        state = session.scalar(select(Request.state).where(Request.id == request_id))
+        return str(state), read(session, request_id, after, READ_AT_ONCE)
+
+
+def _event(type_: str, item: BaseModel, cursor: str) -> bytes:
+    return format_sse_event(event=type_, data_str=item.model_dump_json(), id=cursor)

@@ -1,0 +1,263 @@
+"""Tasks: how each one stands, why it waits, what it did; pause, resume, save, cancel."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any, get_args
+
+from fastapi import Query, Response
+from fastapi import Request as HttpRequest
+from sqlalchemy import select
+from sqlalchemy.orm import Session, aliased
+
+from app import wishes
+from app.api import cursors
+from app.api.auth import Authed
+from app.api.cursors import Cursor, Limit
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.reach import of_caller, task_to_act_on, visible_task
+from app.api.schemas import (
+    CheckpointOut,
+    Explained,
+    MetricOut,
+    Page,
+    PlacementOut,
+    TaskOut,
+    TaskState,
+)
+from app.core.lifecycle import NOT_STARTED
+from app.db import Db
+from app.errors import BadInput
+from app.models import Checkpoint, Metric, Need, Placement, Task
+
+router = v1_router("tasks", 404)
+
+NOT_LOOKED_AT = {
+    "code": "NOT_LOOKED_AT",
+    "message": "It was accepted; no scheduler has looked at it yet.",
+    "next_action": "wait",
+    "unblocked_by": "",
+}
+
+
+@router.get("/tasks", response_model=Page[TaskOut], summary="List tasks, newest first")
+def list_tasks(
+    http: HttpRequest,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    request_id: str | None = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    query = select(Task).where(of_caller(caller, Task.tenant_id))
+    if state is not None:
+        query = query.where(Task.state.in_(_states(state)))
+    if request_id is not None:
+        query = query.where(Task.request_id == request_id)
+    if cursor is not None:
+        query = query.where(Task.id < cursors.opened(cursor)[0])
+    found = list(session.scalars(query.order_by(Task.id.desc()).limit(limit + 1)))
+    keys = [cursors.seal(task.id) for task in found]
+    return cursors.page(http, response, task_outs(session, found), limit, keys)
+
+
+def _states(text: str) -> list[str]:
+    states = [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := [state for state in states if state not in get_args(TaskState)]:
+        raise BadInput.at("?state", f"{unknown[0]!r} is none of {get_args(TaskState)}", "state")
+    return states
+
+
+@router.get("/tasks/{id}", response_model=TaskOut, summary="Show a task")
+def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    return task_outs(session, [visible_task(session, caller, id)])[0]
+
+
+@router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")
+def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """All that holds it back, the most important reason first (rule F10)."""
+    task = visible_task(session, caller, id)
+    reasons = list(task.reasons)
+    if task.state in NOT_STARTED and not reasons:
+        reasons = [NOT_LOOKED_AT]
+    return {
+        "task_id": task.id,
+        "state": task.state,
+        "place": task.place,
+        "message": reasons[0]["message"] if reasons else _does_not_wait(task),
+        "reasons": reasons,
+    }
+
+
+def _does_not_wait(task: Task) -> str:
+    where = f" on {task.seat}" if task.seat else ""
+    return f"It does not wait: it is {task.state}{where}."
+
+
+# --- what it did --------------------------------------------------------------------------------
+
+
+@router.get(
+    "/tasks/{id}/metrics", response_model=Page[MetricOut], summary="What its steps returned"
+)
+def list_metrics(
+    http: HttpRequest,
+    response: Response,
+    id: str,
+    caller: Authed,
+    session: Db,
+    limit: Limit = 200,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    """Sampled, by step."""
+    task = visible_task(session, caller, id)
+    query = select(Metric).where(Metric.task_id == task.id)
+    if cursor is not None:
+        query = query.where(Metric.step > cursors.opened_numbers(cursor)[0])
+    found = list(session.scalars(query.order_by(Metric.step).limit(limit + 1)))
+    return cursors.page(http, response, found, limit, [cursors.seal(row.step) for row in found])
+
+
+@router.get(
+    "/tasks/{id}/checkpoints",
+    response_model=Page[CheckpointOut],
+    summary="Its durable images, newest first",
+)
+def list_checkpoints(
+    http: HttpRequest,
+    response: Response,
+    id: str,
+    caller: Authed,
+    session: Db,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    task = visible_task(session, caller, id)
+    query = select(Checkpoint).where(Checkpoint.task_id == task.id)
+    if cursor is not None:
+        query = query.where(Checkpoint.id < cursors.opened(cursor)[0])
+    found = list(session.scalars(query.order_by(Checkpoint.id.desc()).limit(limit + 1)))
+    return cursors.page(http, response, found, limit, [cursors.seal(row.id) for row in found])
+
+
+@router.get(
+    "/tasks/{id}/placements",
+    response_model=Page[PlacementOut],
+    summary="Where it ran, newest first",
+)
+def list_placements(
+    http: HttpRequest,
+    response: Response,
+    id: str,
+    caller: Authed,
+    session: Db,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> dict[str, Any]:
+    """One entry a launch; what it held there is what is charged."""
+    task = visible_task(session, caller, id)
+    query = select(Placement).where(Placement.task_id == task.id)
+    if cursor is not None:
+        query = query.where(Placement.epoch < cursors.opened_numbers(cursor)[0])
+    found = list(session.scalars(query.order_by(Placement.epoch.desc()).limit(limit + 1)))
+    return cursors.page(http, response, found, limit, [cursors.seal(row.epoch) for row in found])
+
+
+# --- wishes -------------------------------------------------------------------------------------
+
+
+def _after(session: Session, task: Task) -> TaskOut:
+    session.flush()
+    session.refresh(task)
+    return task_outs(session, [task])[0]
+
+
+@router.post(
+    "/tasks/{id}/pause",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Pause it at its next safe point",
+    responses=declared(403, 409),
+)
+def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """It loses no step, gives its device to others, and stays paused until it is resumed."""
+    task = task_to_act_on(session, caller, id)
+    wishes.pause_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/resume",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Let it go on",
+    responses=declared(403, 409),
+)
+def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    task = task_to_act_on(session, caller, id)
+    wishes.resume_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/checkpoint",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Write a durable image at its next safe point",
+    responses=declared(403, 409),
+)
+def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """It goes on running."""
+    task = task_to_act_on(session, caller, id)
+    wishes.save_task(session, task, by=caller.user_name)
+    return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/cancel",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Cancel it",
+    responses=declared(403),
+)
+def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """What needs it fails, too.  Cancelling twice, or after its end, is no error."""
+    task = task_to_act_on(session, caller, id)
+    wishes.cancel_task(session, task, by=caller.user_name)
+    return _after(session, task)
+
+
+# --- rows to answers ----------------------------------------------------------------------------
+
+
+def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
+    needs = _needs(session, [task.id for task in tasks])
+    return [_task_out(task, needs[task.id]) for task in tasks]
+
+
+def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
+    needed = aliased(Task)
+    query = (
+        select(Need.task_id, needed.name, Need.port, Need.output)
+        .join(needed, needed.id == Need.needs_id)
+        .where(Need.task_id.in_(ids))
+        .order_by(needed.ordinal, Need.port)
+    )
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for task_id, name, port, output in session.execute(query):
+        found[task_id].append({"task": name, "port": port, "output": output})
+    return found
+
+
+def _task_out(task: Task, needs: list[dict[str, str]]) -> TaskOut:
+    shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
+    shown |= {
+        "needs": needs,
+        "cancel_asked": task.cancel_asked_at is not None,
+        "held_us": task.total_held_us + task.held_us,
+    }
+    return TaskOut.model_validate(shown)

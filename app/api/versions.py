@@ -1,0 +1,24 @@
+"""`ETag` and `If-Match`: a change names the version that it was made for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Header
+
+from app.errors import StaleVersion, VersionNeeded
+
+IfMatch = Annotated[str | None, Header(max_length=100, description="the `ETag` that you read")]
+
+
+def etag(version: int) -> str:
+    return f'"{version}"'
+
+
+def check_version(if_match: str | None, version: int) -> None:
+    """Raises VersionNeeded or StaleVersion."""
+    if if_match is None:
+        raise VersionNeeded(f"read it first, and send its ETag, now {etag(version)}, as If-Match")
+    given = {part.strip() for part in if_match.split(",")}
+    if etag(version) not in given and "*" not in given:
+        raise StaleVersion(f"you are changing version {if_match}, but by now it is {etag(version)}")

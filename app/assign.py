@@ -1,0 +1,81 @@
+"""A request's portions -> islands: the first of the two schedulers.
+
+Every task of one request goes to one island, so that what it needs lies near; which one is decided
+by how much of its device kinds is free there for each task already waiting.  The island's own
+scheduler does the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from app.core.lifecycle import ENDED
+from app.models import Device, Task
+
+
+def assign_new(session: Session) -> set[str]:
+    """Give every request that has none an island; returns the islands that got something."""
+    portions = _unassigned(session)
+    if not portions:
+        return set()
+    devices, load = _devices(session), _load(session)
+    touched = set()
+    for request_id, kinds in portions.items():
+        island = choose(kinds, devices, load)
+        if island is None:
+            continue  # no island has such devices now; it is looked at again
+        values = {"island": island}
+        session.execute(update(Task).where(Task.request_id == request_id).values(values))
+        load[island] += sum(kinds.values())
+        touched.add(island)
+    return touched
+
+
+def choose(
+    kinds: Mapping[str, int], devices: Mapping[str, Counter[str]], load: Mapping[str, int]
+) -> str | None:
+    """The island with all these device kinds and the fewest live tasks per device; by name if even.
+
+    `kinds` counts the tasks of the request by device kind, `devices` an island's devices by kind,
+    `load` an island's live tasks.
+    """
+    fitting = [island for island, has in devices.items() if all(has[kind] for kind in kinds)]
+    return min(fitting, key=lambda i: (load[i] / devices[i].total(), i), default=None)
+
+
+def _unassigned(session: Session) -> dict[str, Counter[str]]:
+    query = (
+        select(Task.request_id, Task.kind)
+        .where(Task.island.is_(None), Task.state.not_in(ENDED))
+        .order_by(Task.request_id)
+        .with_for_update(skip_locked=True)
+    )
+    portions: dict[str, Counter[str]] = {}
+    for request_id, kind in session.execute(query):
+        portions.setdefault(request_id, Counter())[kind] += 1
+    return portions
+
+
+def _devices(session: Session) -> dict[str, Counter[str]]:
+    query = select(Device.island, Device.kind, func.count()).group_by(Device.island, Device.kind)
+    return _counted(session.execute(query).tuples())
+
+
+def _load(session: Session) -> Counter[str]:
+    query = (
+        select(Task.island, func.count())
+        .where(Task.island.is_not(None), Task.state.not_in(ENDED))
+        .group_by(Task.island)
+    )
+    return Counter({island: n for island, n in session.execute(query).tuples() if island})
+
+
+def _counted(rows: Iterable[tuple[str, str, int]]) -> dict[str, Counter[str]]:
+    islands: dict[str, Counter[str]] = {}
+    for island, kind, n in rows:
+        islands.setdefault(island, Counter())[kind] = n
+    return islands

@@ -1,0 +1,409 @@
+"""The `roundhouse` command: a few verbs over `app.client`.
+
+What was asked for goes to stdout, as a table, JSON or YAML; everything else (what is being done,
+what went wrong and what to do about it) goes to stderr.  Nothing here ends in a traceback.  Exit
+codes are stable:
+
+    0 ok · 1 the job failed · 2 usage · 3 no access · 4 refused · 5 not found · 6 no answer
+    130 interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+from app import login, telling
+from app.bundling import Bundle, Unreadable, bundle_file, bundle_folder, parse_param
+from app.bundling import read_descriptor as read
+from app.client import JSON, Client, Problem, Unreachable
+from app.terminal import Output, err, facts, out, show, show_line, table
+
+OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
+INTERRUPTED = 130
+
+
+class _Verbs(TyperGroup):
+    """Whatever a verb raises is told in words, with the exit code that belongs to it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Problem as problem:
+            _fail(exit_code(problem), telling.problem(problem))
+        except Unreachable as error:
+            _fail(NO_ANSWER, telling.unreachable(error))
+        except login.NoLogin as error:
+            _fail(NO_ACCESS, Text(str(error)))
+        except Unreadable as error:
+            _fail(USAGE, Text(str(error)))
+        except KeyboardInterrupt:
+            _fail(INTERRUPTED, Text("Interrupted here; what was submitted goes on."))
+
+
+def exit_code(problem: Problem) -> int:
+    """By what is to be done about it: mend the input, the key, the wish, the id, or wait."""
+    if problem.status in (401, 403):
+        return NO_ACCESS
+    if problem.status == 404:
+        return NOT_FOUND
+    if problem.status >= 500:
+        return NO_ANSWER
+    by_type = {"unsatisfiable", "payload-too-large", "conflict-state", "precondition-failed"}
+    return REFUSED if problem.type in by_type or problem.status == 429 else USAGE
+
+
+def _fail(code: int, told: Text) -> NoReturn:
+    err().print(told)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    help="Roundhouse: share a few accelerators between several teams.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+As = Annotated[
+    str | None,
+    typer.Option("--as", envvar="ROUNDHOUSE_AS", help="TENANT[:ROLE] among the keys of `make up`"),
+]
+Format = Annotated[Output, typer.Option("--output", "-o", help="how to print it")]
+Which = Annotated[str, typer.Argument(metavar="ID", help="of a request or task, or a name")]
+Several = Annotated[list[str], typer.Argument(metavar="ID...", help="of requests or tasks")]
+
+
+@app.callback()
+def _common(ctx: typer.Context, as_: As = None) -> None:
+    ctx.obj = as_
+
+
+def _client(ctx: typer.Context, who: login.Login | None = None) -> Client:
+    who = who or login.found(ctx.obj)
+    return Client(who.url, who.key)
+
+
+# --- the service and who you are ------------------------------------------------------------------
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def up(ctx: typer.Context) -> None:
+    """Run the whole system on this machine, until Ctrl-C (options: those of python -m app.up)."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "app.up", *ctx.args])
+
+
+@app.command("login")
+def log_in(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Option(help="address of the service")] = "",
+    key: Annotated[str, typer.Option(help="API key; asked for if not given")] = "",
+) -> None:
+    """Remember where the service is and your key."""
+    url = url or os.environ.get("ROUNDHOUSE_URL") or typer.prompt("Address", err=True)
+    key = key or typer.prompt("API key", hide_input=True, err=True)
+    new = login.Login(url=url.rstrip("/"), key=key.strip(), source="")
+    with _client(ctx, new) as client:
+        me = client.get("/v1/me")
+    file = login.store(new)
+    err().print(f"You are {me['user']} of {me['tenant']} ({me['role']}); kept in {file}.")
+
+
+@app.command()
+def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Who the service takes you for."""
+    who = login.found(ctx.obj)
+    with _client(ctx, who) as client:
+        me = client.get("/v1/me")
+    show(me, output, lambda: facts([*telling.me(me), ("service", who.url), ("key", who.source)]))
+
+
+# --- submit ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def submit(
+    ctx: typer.Context,
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE|FOLDER]", help="a descriptor, or a folder that holds one"),
+    ] = None,
+    job: Annotated[str, typer.Option(help="without a file: the class, as module:Class")] = "",
+    bundle: Annotated[Path | None, typer.Option(help="folder or archive of the code")] = None,
+    param: Annotated[
+        list[str] | None, typer.Option("--param", "-p", help="name=value for the job; repeatable")
+    ] = None,
+    name: Annotated[str, typer.Option(help="of the request")] = "",
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="tell events until it ends")] = False,
+    check: Annotated[bool, typer.Option("--check", help="only check it, submit nothing")] = False,
+    key: Annotated[
+        str, typer.Option("--idempotency-key", help="the same key never submits twice")
+    ] = "",
+    output: Format = Output.table,
+) -> None:
+    """Submit work: a descriptor in YAML or JSON, or one job of a folder of code."""
+    descriptor = _descriptor(source, job, param or [], name)
+    code = _code(descriptor, source, bundle)
+    key = key or str(uuid.uuid4())
+    with _client(ctx) as client:
+        if code is not None:
+            _upload(client, code)
+            descriptor["bundle"] = f"sha256:{code.sha256}"
+        if check:
+            checked = client.post("/v1/requests:validate", descriptor)
+            show(checked, output, lambda: table(checked["tasks"], telling.VALIDATED))
+            return
+        try:
+            request = client.submit(descriptor, key=key)
+        except Unreachable:
+            err().print(
+                f"Whether it arrived is unknown; again with --idempotency-key {key} is safe."
+            )
+            raise
+        if not watch:
+            show(request, output, lambda: telling.accepted(request))
+            return
+        err().print(telling.accepted(request))
+        _watch(client, request["id"], output)
+
+
+def _descriptor(source: Path | None, job: str, params: list[str], name: str) -> JSON:
+    if (source is None) == (not job):
+        raise typer.BadParameter("give either a descriptor (FILE or FOLDER) or --job module:Class")
+    descriptor = read(source) if source is not None else _one_job(job)
+    if name:
+        descriptor["name"] = name
+    if params:
+        _set_params(descriptor, params)
+    return descriptor
+
+
+def _one_job(job: str) -> JSON:
+    task = {"name": "train", "type": "train", "run": {"job": job}}
+    return {"tasks": [task]}
+
+
+def _set_params(descriptor: JSON, params: list[str]) -> None:
+    tasks = descriptor.get("tasks")
+    if not isinstance(tasks, list) or len(tasks) != 1 or not isinstance(tasks[0], dict):
+        raise typer.BadParameter("--param is for a single task; write them into the file")
+    try:
+        given = dict(parse_param(text) for text in params)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    tasks[0]["params"] = {**(tasks[0].get("params") or {}), **given}
+
+
+def _code(descriptor: JSON, source: Path | None, given: Path | None) -> Bundle | None:
+    """The code to send; None if the descriptor names what the service already has."""
+    named = descriptor.get("bundle")
+    if given is not None:
+        place = given
+    elif isinstance(named, str) and not named.startswith("sha256:"):
+        assert source is not None, "only a file can name a bundle"
+        place = (source if source.is_dir() else source.parent) / named
+    elif named is None and source is not None and source.is_dir():
+        place = source
+    else:
+        return None
+    return bundle_file(place) if place.is_file() else bundle_folder(place)
+
+
+def _upload(client: Client, code: Bundle) -> None:
+    err().print(telling.bundle(code))
+    try:
+        sent = client.upload(code.sha256, code.body)
+    except Problem as problem:
+        if problem.status == 413:
+            err().print(telling.too_large(code))
+        raise
+    err().print("  the service has it already" if sent is None else telling.unparsed(sent))
+
+
+# --- look -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def ps(
+    ctx: typer.Context,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="also what has ended")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=200)] = 50,
+    output: Format = Output.table,
+) -> None:
+    """List requests, newest first."""
+    state = None if all_ else "queued,running"
+    with _client(ctx) as client:
+        page = client.get("/v1/requests", state=state, limit=limit)
+    show(page["items"], output, lambda: table(page["items"], telling.REQUESTS))
+    if not page["items"] and not all_:
+        err().print("Nothing is queued or runs; ps -a also lists what has ended.")
+    if page.get("next_cursor"):
+        err().print(f"There are more than {limit}; ask for more with --limit.")
+
+
+@app.command("show")
+def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """Show a request with its tasks, or one task with where it ran."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        value = client.get(f"/v1/{kind}/{id}")
+        if kind == "requests":
+            show(value, output, lambda: telling.request(value))
+            return
+        stays = list(client.items(f"/v1/tasks/{id}/placements"))
+    show({**value, "placements": stays}, output, lambda: telling.task(value, stays))
+
+
+@app.command()
+def why(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """Why it waits, and what would let it start."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else _open_tasks(client, id)
+        told = [{"task": t["name"], **client.get(f"/v1/tasks/{t['id']}/explain")} for t in tasks]
+    show(told, output, lambda: telling.explained(told))
+
+
+def _open_tasks(client: Client, request_id: str) -> list[JSON]:
+    tasks = client.get(f"/v1/requests/{request_id}")["tasks"]
+    return [task for task in tasks if task["state"] not in telling.ENDED] or tasks
+
+
+@app.command()
+def logs(
+    ctx: typer.Context,
+    id: Which,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="until it ends")] = False,
+    output: Format = Output.table,
+) -> None:
+    """What a request or task printed."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        path, task = f"/v1/requests/{id}/logs", None
+        if kind == "tasks":
+            found = client.get(f"/v1/tasks/{id}")
+            path, task = f"/v1/requests/{found['request_id']}/logs", found["name"]
+        for line in _lines(client, path, task, follow):
+            show_line(line, output, partial(telling.log_line, line))
+
+
+def _lines(client: Client, path: str, task: str | None, follow: bool) -> Iterator[JSON]:
+    if not follow:
+        yield from client.items(path, task=task)
+        return
+    params = {} if task is None else {"task": task}
+    for event in client.stream(path, **params):
+        if event.type != "end":
+            yield event.data
+
+
+def _watch(client: Client, request_id: str, output: Output) -> None:
+    """Tells events until the request has ended; exits with JOB_FAILED if it did not end well."""
+    for event in client.stream(f"/v1/requests/{request_id}/events"):
+        if event.type != "end":
+            show_line(event.data, output, partial(telling.event, event.data))
+    request = client.get(f"/v1/requests/{request_id}")
+    err().print(telling.ended(request))
+    if request["state"] != "done":
+        raise typer.Exit(JOB_FAILED)
+
+
+# --- change ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def cancel(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
+    """End it at its next safe point; what it computed is gone."""
+    _wish(ctx, ids, {"requests": "cancel", "tasks": "cancel"}, output)
+
+
+@app.command()
+def pause(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
+    """Give its device to others; it loses no step and waits until it is resumed."""
+    _wish(ctx, ids, {"requests": "hold", "tasks": "pause"}, output)
+
+
+@app.command()
+def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
+    """Let it go on, where it was paused."""
+    _wish(ctx, ids, {"requests": "release", "tasks": "resume"}, output)
+
+
+def _wish(ctx: typer.Context, ids: list[str], verbs: dict[str, str], output: Output) -> None:
+    """All of them are tried; the first problem is the one that is told in the end."""
+    done, first = [], None
+    with _client(ctx) as client:
+        for given in ids:
+            try:
+                kind, id = _resolve(client, given)
+                done.append(client.post(f"/v1/{kind}/{id}/{verbs[kind]}"))
+            except Problem as problem:
+                first = first or problem
+                err().print(Text.assemble(f"{given}: ", telling.problem(problem)))
+    if done:
+        show(done, output, lambda: table(done, telling.WISHED))
+    if first is not None:
+        raise typer.Exit(exit_code(first))
+
+
+def _resolve(client: Client, given: str) -> tuple[str, str]:
+    """("requests" or "tasks", id); a name means the newest request of that name."""
+    for prefix, kind in (("req_", "requests"), ("tsk_", "tasks")):
+        if given.startswith(prefix):
+            return kind, given
+    named = client.get("/v1/requests", name=given, limit=1)["items"]
+    if not named:
+        told = f"no request is called {given!r}; ids begin with req_ or tsk_"
+        raise Problem(404, {"type": "not-found", "title": "There is nothing here", "detail": told})
+    return "requests", named[0]["id"]
+
+
+# --- shares and devices ---------------------------------------------------------------------------
+
+
+@app.command()
+def usage(
+    ctx: typer.Context,
+    by: Annotated[str, typer.Option(help="of tenant, user, kind, bucket; with commas")] = (
+        "tenant,user"
+    ),
+    days: Annotated[float, typer.Option(min=0.001, help="how far back")] = 1.0,
+    interval: Annotated[str, typer.Option(help="of a bucket: 10s, 1m, 10m, 1h or 1d")] = "1h",
+    output: Format = Output.table,
+) -> None:
+    """What was used, and what your share is now."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - days * 86400))
+    with _client(ctx) as client:
+        report = client.get("/v1/usage", group_by=by, since=since, interval=interval)
+        if output == Output.table:
+            out().print(telling.shares(client.get("/v1/fair-share")))
+    columns = telling.usage_columns(report["group_by"])
+    show(report["items"], output, lambda: table(report["items"], columns))
+
+
+@app.command()
+def devices(ctx: typer.Context, output: Format = Output.table) -> None:
+    """The devices: which are up, which are free, what runs there."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/devices"))
+    show(found, output, lambda: table(found, telling.DEVICES))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

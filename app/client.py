@@ -1,0 +1,234 @@
+"""A thin client of the Roundhouse API, for the command line, notebooks and tests.
+
+Three things always hold.  A call that may have arrived is made again only if making it twice is
+harmless: everything but a POST is, and a POST carries an `Idempotency-Key`.  An answer that is a
+problem becomes a `Problem` with everything the service said.  A stream that breaks is taken up
+where it broke, by `Last-Event-ID`, so that nothing is missed or shown twice.
+
+Answers are the service's JSON as dictionaries; nothing is renamed or remembered here.
+
+ClientError
+├── Problem         the service said no, and why
+└── Unreachable     it said nothing, however often it was asked
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+JSON = dict[str, Any]
+
+TIMEOUT_S = 30.0
+FIRST_PAUSE_S = 0.2  # doubled after each attempt
+LONGEST_PAUSE_S = 5.0
+SILENCE_S = 45.0  # the service sends a comment every 15 s into a stream that says nothing
+_BUSY = frozenset({429, 502, 503, 504})
+
+
+class ClientError(Exception):
+    """What a caller of this module has to expect."""
+
+
+class Problem(ClientError):
+    """`type` is the stable word for what is wrong; `errors` are {pointer, detail, code}."""
+
+    def __init__(self, status: int, body: JSON, *, retry_after_s: float | None = None) -> None:
+        self.status = status
+        self.url = str(body.get("type", "about:blank"))
+        self.type = self.url.rstrip("/").rsplit("/", 1)[-1]
+        self.title = str(body.get("title") or f"HTTP status {status}")
+        self.detail = str(body.get("detail") or "")
+        self.errors: list[JSON] = list(body.get("errors") or [])
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{self.title}: {self.detail}" if self.detail else self.title)
+
+
+class Unreachable(ClientError):
+    def __init__(self, url: str, cause: Exception) -> None:
+        self.url, self.cause = url, cause
+        super().__init__(f"{url} does not answer: {cause or type(cause).__name__}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEvent:
+    """One event of a stream; `id` is where to go on after it."""
+
+    type: str
+    id: str
+    data: JSON
+
+
+class Client:
+    """Calls one service with one key.  Not for use by several threads at once.
+
+    `patience_s` is how long a call is made again and again while nobody answers.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        patience_s: float = 10.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url, self.patience_s, self._sleep = url.rstrip("/"), patience_s, sleep
+        self._http = httpx2.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=TIMEOUT_S,
+        )
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # --- what one asks for ---
+
+    def submit(self, descriptor: JSON, *, key: str | None = None) -> JSON:
+        """The request, accepted.  The same `key` again gives the same request, not a second one."""
+        return self.post("/v1/requests", descriptor, key=key)
+
+    def upload(self, sha256: str, body: bytes) -> JSON | None:
+        """Makes sure that the service has a bundle; what it found in it, or None if it had it."""
+        path = f"/v1/bundles/{sha256}"
+        if self._call("HEAD", path, expect=(404,)).status_code != 404:
+            return None
+        headers = {"Content-Type": "application/octet-stream"}
+        return _body(self._call("PUT", path, content=body, headers=headers))
+
+    # --- how one asks ---
+
+    def get(self, path: str, **params: Any) -> JSON:
+        given = {name: value for name, value in params.items() if value is not None}
+        return _body(self._call("GET", path, params=given))
+
+    def post(self, path: str, body: JSON | None = None, *, key: str | None = None) -> JSON:
+        headers = {"Idempotency-Key": key or str(uuid.uuid4())}
+        how: JSON = {} if body is None else {"json": body}
+        return _body(self._call("POST", path, headers=headers, **how))
+
+    def items(self, path: str, **params: Any) -> Iterator[JSON]:
+        """Every item of a list, page after page."""
+        while True:
+            page = self.get(path, **params)
+            yield from page["items"]
+            if not page.get("next_cursor"):
+                return
+            params["cursor"] = page["next_cursor"]
+
+    def stream(self, path: str, *, last_id: str = "", **params: Any) -> Iterator[StreamEvent]:
+        """Events until one of type `end`; a stream that breaks goes on after its last event.
+
+        Raises Unreachable after `patience_s` without an answer.
+        """
+        retries = self._retries()
+        while True:
+            opened_s = time.monotonic()
+            try:
+                for event in self._connect(path, last_id, params):
+                    last_id, retries = event.id or last_id, self._retries()
+                    yield event
+                    if event.type == "end":
+                        return
+                why: ClientError = Unreachable(self.url, EOFError("the stream ended early"))
+            except httpx2.TransportError as error:
+                why = Unreachable(self.url, error)
+            except Problem as problem:
+                if not _passes(problem):
+                    raise
+                why = problem
+            if time.monotonic() - opened_s > self.patience_s:  # it was open, only silent
+                retries = self._retries()
+            retries.wait(why)
+
+    def _connect(self, path: str, last_id: str, params: JSON) -> Iterator[StreamEvent]:
+        headers = {"Last-Event-ID": last_id} if last_id else {}
+        timeout = httpx2.Timeout(TIMEOUT_S, read=SILENCE_S)
+        with self._http.sse(path, params=params, headers=headers, timeout=timeout) as source:
+            if source.response.is_error:
+                source.response.read()
+                raise _problem(source.response)
+            for event in source:
+                if event.data:  # one without is no event; httpx2 hands out a bare `retry` as one
+                    yield StreamEvent(type=event.event, id=event.id, data=json.loads(event.data))
+
+    def _call(
+        self, method: str, path: str, *, expect: tuple[int, ...] = (), **how: Any
+    ) -> httpx2.Response:
+        retries = self._retries()
+        while True:
+            try:
+                response = self._http.request(method, path, **how)
+            except httpx2.TransportError as error:
+                retries.wait(Unreachable(self.url, error))
+                continue
+            if response.is_success or response.status_code in expect:
+                return response
+            problem = _problem(response)
+            if not _passes(problem):
+                raise problem
+            retries.wait(problem)
+
+    def _retries(self) -> _Retries:
+        return _Retries(self.patience_s, self._sleep)
+
+
+class _Retries:
+    """Pauses between attempts, ever longer, until the patience is used up."""
+
+    def __init__(self, patience_s: float, sleep: Callable[[float], None]) -> None:
+        self.left_s, self.next_s, self.sleep = patience_s, FIRST_PAUSE_S, sleep
+
+    def wait(self, otherwise: ClientError) -> None:
+        """Sleeps, or raises `otherwise` when that would be too long."""
+        pause_s = max(self.next_s, getattr(otherwise, "retry_after_s", None) or 0.0)
+        if pause_s > self.left_s:
+            raise otherwise
+        self.left_s -= pause_s
+        self.next_s = min(self.next_s * 2, LONGEST_PAUSE_S)
+        self.sleep(pause_s)
+
+
+def _passes(problem: Problem) -> bool:
+    """Whether asking again may help: the service is busy, or still works on the same key."""
+    return problem.status in _BUSY or problem.type == "idempotency-in-progress"
+
+
+def _body(response: httpx2.Response) -> JSON:
+    """What was answered; raises Problem if it is not the JSON that this service speaks."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        detail = f"{response.request.url} answers {response.text[:80]!r}"
+        raise Problem(502, {"title": "This is no Roundhouse service", "detail": detail})
+    return body
+
+
+def _problem(response: httpx2.Response) -> Problem:
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):  # somebody between us and the service spoke
+        body = {"title": response.reason_phrase, "detail": response.text[:200]}
+    return Problem(response.status_code, body, retry_after_s=_seconds(response))
+
+
+def _seconds(response: httpx2.Response) -> float | None:
+    after = response.headers.get("Retry-After", "")
+    return float(after) if after.isdigit() else None

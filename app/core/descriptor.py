@@ -1,0 +1,552 @@
+"""A task descriptor: what a tenant writes, read once, and every fault of it told at once.
+
+`parse` turns plain JSON values into frozen ones with all defaults filled in, or raises
+BadDescriptor with a JSON Pointer for each fault.  `as_json` writes a task down again in full, so
+that `parse` reads back the same.
+
+Whether the tasks fit together, and whether they can ever run here, is `core.graph`'s to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from typing import Any
+
+JSON = dict[str, Any]
+
+TIERS = ("premium", "standard", "basic")
+ENDS = ("done", "failed", "cancelled")
+RUNS = ("job", "function", "command")
+
+MAX_TASKS = 1000
+MAX_FAULTS = 100  # more are counted, not listed
+MAX_DEPTH = 32  # lists and objects inside each other
+MAX_PARAMS_BYTES = 256 * 1024  # of one task, as JSON
+MAX_LABELS = 64
+MAX_MEMORY_BYTES = 2**50
+MAX_DURATION_S = 365 * 86400.0
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_BUNDLE = re.compile(r"sha256:[0-9a-f]{64}")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+_URL = re.compile(r"https?://[^\s/]+\S*")
+
+_NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
+_WORD_RULE = "1 to 63 letters, digits and '_', not beginning with a digit"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong with the input: where (a JSON Pointer), what, and a stable code."""
+
+    pointer: str
+    detail: str
+    code: str = "invalid"
+
+
+class BadDescriptor(Exception):
+    """What was sent is no descriptor; `faults` says all that is wrong with it."""
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self.faults = faults
+        super().__init__("; ".join(f"{fault.pointer or '/'}: {fault.detail}" for fault in faults))
+
+
+# --- the values ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command."""
+
+    kind: str
+    entry: str = ""
+    argv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where an input comes from: `output` of the task `name`, or the datablock `name`."""
+
+    kind: str  # "task" or "datablock"
+    name: str
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start conditions beyond the inputs; `not_before_s` is seconds since 1970."""
+
+    after: tuple[str, ...] = ()
+    not_before_s: float | None = None
+    hold: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """From `min` to `max` devices of one kind, each with at least `memory_bytes`."""
+
+    kind: str = "cpu"
+    min: int = 1
+    max: int = 1
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    every_s: float = 60.0
+    keep: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notify:
+    webhook: str
+    on: tuple[str, ...] = ENDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDescriptor:
+    """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes."""
+
+    name: str
+    type: str
+    run: Run
+    params: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Source] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    start: Start = field(default_factory=Start)
+    world_size: int = 1
+    devices: Devices = field(default_factory=Devices)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    retry_max: int = 0
+    max_duration_s: float = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptor:
+    """One request.  `name` is None if the tenant gave none; `bundle` is "sha256:<hex>" or None."""
+
+    name: str | None
+    tier: str
+    priority: int
+    tasks: tuple[TaskDescriptor, ...]
+    bundle: str | None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    notify: Notify | None = None
+
+
+# --- from JSON ----------------------------------------------------------------------------------
+
+
+def parse(body: object) -> Descriptor:
+    """Read a request; raises BadDescriptor with all its faults."""
+    faults = list(_not_plain(body))
+    if faults:
+        raise BadDescriptor(_shortened(faults))
+    fields = _Fields(body, "", faults)
+    descriptor = Descriptor(
+        name=fields.text("name", None, _NAME, _NAME_RULE),
+        tier=fields.one_of("tier", TIERS, "standard"),
+        priority=fields.integer("priority", 0, least=-100, most=100),
+        tasks=_tasks(fields),
+        bundle=fields.text("bundle", None, _BUNDLE, '"sha256:" and 64 hexadecimal digits'),
+        labels=_labels(fields),
+        notify=_notify(fields),
+    )
+    fields.close()
+    if fields.body.get("bundle") is None and any(task.run.entry for task in descriptor.tasks):
+        faults.append(Fault("/bundle", "a job or function needs the bundle it lies in", "missing"))
+    if faults:
+        raise BadDescriptor(_shortened(faults))
+    return descriptor
+
+
+def _tasks(fields: _Fields) -> tuple[TaskDescriptor, ...]:
+    found = fields.items("tasks", least=1, most=MAX_TASKS)
+    tasks = tuple(_task(_Fields(body, where, fields.faults)) for where, body in found)
+    seen: set[str] = set()
+    for (where, _), task in zip(found, tasks, strict=True):
+        if task.name in seen:
+            fields.faults.append(
+                Fault(f"{where}/name", f"a task before this is called {task.name!r} too", "twice")
+            )
+        seen.add(task.name or where)
+    return tasks
+
+
+def _task(fields: _Fields) -> TaskDescriptor:
+    fields.require("name", "run")
+    name = fields.text("name", "", _NAME, _NAME_RULE)
+    world_size = fields.integer("world_size", 1, least=1, most=100_000)
+    task = TaskDescriptor(
+        name=name,
+        type=fields.text("type", "default", _NAME, _NAME_RULE),
+        run=_run(fields.inside("run")),
+        params=_params(fields),
+        inputs=_inputs(fields),
+        outputs=fields.texts("outputs", _WORD, _WORD_RULE),
+        start=_start(fields.inside("start")),
+        world_size=world_size,
+        devices=_devices(fields.inside("devices"), world_size),
+        checkpoint=_checkpoint(fields.inside("checkpoint")),
+        retry_max=_retry(fields.inside("retry")),
+        max_duration_s=fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S),
+    )
+    fields.close()
+    return task
+
+
+def _run(fields: _Fields) -> Run:
+    given = [kind for kind in RUNS if kind in fields.body]
+    if fields.given and len(given) != 1:
+        said = ", ".join(given) or "none of them"
+        fields.fault("", f"give exactly one of {', '.join(RUNS)}; this gives {said}")
+    rule = 'of the form "module:Name"'
+    entries = {kind: fields.text(kind, "", _ENTRY, rule) for kind in ("job", "function")}
+    argv = fields.texts("command", None, "") if "command" in fields.body else ()
+    if fields.body.get("command") == []:
+        fields.fault("command", "a command needs at least one word", "missing")
+    fields.close()
+    if len(given) != 1:
+        return Run(kind="job")
+    return Run(kind=given[0], entry=entries.get(given[0], ""), argv=argv)
+
+
+def _params(fields: _Fields) -> JSON:
+    params = fields.mapping("params")
+    size = len(json.dumps(params).encode())
+    if size > MAX_PARAMS_BYTES:
+        told = f"{size} bytes; at most {MAX_PARAMS_BYTES}: put data into a file of the bundle"
+        fields.fault("params", told, "range")
+    for name in params:
+        if not _WORD.fullmatch(name):
+            fields.fault(f"params/{escaped(name)}", f"a parameter's name is {_WORD_RULE}")
+    return params
+
+
+def _inputs(fields: _Fields) -> dict[str, Source]:
+    sources = {}
+    for port, said in fields.mapping("inputs").items():
+        where = f"inputs/{escaped(port)}"
+        if not _WORD.fullmatch(port):
+            fields.fault(where, f"an input's name is {_WORD_RULE}")
+        source = _source(said) if isinstance(said, str) else None
+        if source is None:
+            fields.fault(where, 'an input is "TASK.OUTPUT" or "datablock:NAME"')
+        else:
+            sources[port] = source
+    return sources
+
+
+def _source(said: str) -> Source | None:
+    if said.startswith("datablock:"):
+        name = said.removeprefix("datablock:")
+        return Source(kind="datablock", name=name) if _NAME.fullmatch(name) else None
+    name, _, output = said.rpartition(".")
+    if not _NAME.fullmatch(name) or not _WORD.fullmatch(output):
+        return None
+    return Source(kind="task", name=name, output=output)
+
+
+def _start(fields: _Fields) -> Start:
+    start = Start(
+        after=fields.texts("after", _NAME, _NAME_RULE),
+        not_before_s=fields.time("not_before"),
+        hold=fields.flag("hold", False),
+    )
+    fields.close()
+    return start
+
+
+def _devices(fields: _Fields, world_size: int) -> Devices:
+    least = fields.integer("min", 1, least=1, most=world_size)
+    most = fields.integer("max", world_size, least=1, most=world_size)
+    if least > most:
+        fields.fault("min", f"min is {least} and max is {most}", "range")
+    devices = Devices(
+        kind=fields.text("kind", "cpu", _NAME, _NAME_RULE),
+        min=least,
+        max=most,
+        memory_bytes=fields.integer("memory_bytes", 0, least=0, most=MAX_MEMORY_BYTES),
+    )
+    fields.close()
+    return devices
+
+
+def _checkpoint(fields: _Fields) -> Checkpointing:
+    checkpoint = Checkpointing(
+        every_s=fields.number("every_s", 60.0, above=0, most=MAX_DURATION_S),
+        keep=fields.integer("keep", 3, least=1, most=1000),
+    )
+    fields.close()
+    return checkpoint
+
+
+def _retry(fields: _Fields) -> int:
+    retry_max = fields.integer("max", 0, least=0, most=100)
+    fields.close()
+    return retry_max
+
+
+def _labels(fields: _Fields) -> dict[str, str]:
+    labels = fields.mapping("labels")
+    if len(labels) > MAX_LABELS:
+        fields.fault("labels", f"{len(labels)} labels; at most {MAX_LABELS}", "range")
+    for name, value in labels.items():
+        where = f"labels/{escaped(name)}"
+        if not _LABEL.fullmatch(name):
+            fields.fault(where, "a label's name is 1 to 63 letters, digits, '.', '_', '/' and '-'")
+        if not isinstance(value, str) or len(value) > 255:
+            fields.fault(where, "a label's value is a text of at most 255 characters", "type")
+    return labels
+
+
+def _notify(fields: _Fields) -> Notify | None:
+    inside = fields.inside("notify")
+    if not inside.given:
+        return None
+    inside.require("webhook")
+    notify = Notify(
+        webhook=inside.text("webhook", "", _URL, "an http or https address"),
+        on=inside.texts("on", re.compile("|".join(ENDS)), f"of {', '.join(ENDS)}") or ENDS,
+    )
+    inside.close()
+    return notify
+
+
+# --- to JSON ------------------------------------------------------------------------------------
+
+
+def as_json(task: TaskDescriptor) -> JSON:
+    """The task in full, every default written out; `parse` reads the same task from it."""
+    run: Any = list(task.run.argv) if task.run.kind == "command" else task.run.entry
+    return {
+        "name": task.name,
+        "type": task.type,
+        "run": {task.run.kind: run},
+        "params": dict(task.params),
+        "inputs": {port: _said(source) for port, source in task.inputs.items()},
+        "outputs": list(task.outputs),
+        "start": {
+            "after": list(task.start.after),
+            "not_before": _rfc3339(task.start.not_before_s),
+            "hold": task.start.hold,
+        },
+        "world_size": task.world_size,
+        "devices": {
+            "kind": task.devices.kind,
+            "min": task.devices.min,
+            "max": task.devices.max,
+            "memory_bytes": task.devices.memory_bytes,
+        },
+        "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
+        "retry": {"max": task.retry_max},
+        "max_duration_s": task.max_duration_s,
+    }
+
+
+def _said(source: Source) -> str:
+    if source.kind == "datablock":
+        return f"datablock:{source.name}"
+    return f"{source.name}.{source.output}"
+
+
+def _rfc3339(at_s: float | None) -> str | None:
+    return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat()
+
+
+# --- how fields are read ------------------------------------------------------------------------
+
+
+class _Fields:
+    """One object of the input: each field is read once, faults are gathered, the rest is unknown.
+
+    A field that is missing, null or wrong reads as its default, so that reading goes on.
+    """
+
+    def __init__(self, body: object, pointer: str, faults: list[Fault], given: bool = True) -> None:
+        self.pointer, self.faults = pointer, faults
+        self.given = given and isinstance(body, dict)
+        self.body: JSON = body if isinstance(body, dict) else {}
+        self._known: list[str] = []
+        if given and not self.given:
+            self.fault("", f"an object is wanted here, this is {_kind(body)}", "type")
+
+    def fault(self, key: str, detail: str, code: str = "invalid") -> None:
+        where = f"{self.pointer}/{key}" if key else self.pointer
+        self.faults.append(Fault(where, detail, code))
+
+    def require(self, *keys: str) -> None:
+        for key in keys:
+            if self.given and self.body.get(key) is None:
+                self.fault(key, f"{key} is missing", "missing")
+
+    def close(self) -> None:
+        """Every field that nobody read is unknown."""
+        for key in self.body:
+            if key in self._known:
+                continue
+            near = get_close_matches(key, self._known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self._known)}"
+            self.fault(escaped(key), f"unknown field {key!r}; {hint}", "unknown-field")
+
+    def text(self, key: str, default: Any, pattern: re.Pattern[str], rule: str) -> Any:
+        """A text, or `default` (which may be None)."""
+        value = self._read(key, str, "a text")
+        if value is None:
+            return default
+        if not pattern.fullmatch(value):
+            self.fault(key, f"{_shown(value)} is not {rule}")
+            return default
+        return value
+
+    def texts(self, key: str, pattern: re.Pattern[str] | None, rule: str) -> tuple[str, ...]:
+        """Texts, no two of them equal if they are to match a pattern."""
+        good: list[str] = []
+        for n, value in enumerate(self._read(key, list, "a list") or []):
+            if not isinstance(value, str):
+                self.fault(f"{key}/{n}", f"a text is wanted here, this is {_kind(value)}", "type")
+            elif pattern is not None and not pattern.fullmatch(value):
+                self.fault(f"{key}/{n}", f"{_shown(value)} is not {rule}")
+            elif pattern is not None and value in good:
+                self.fault(f"{key}/{n}", f"{value!r} is here twice", "twice")
+            else:
+                good.append(value)
+        return tuple(good)
+
+    def integer(self, key: str, default: int, *, least: int, most: int) -> int:
+        """A whole number, also one written as 8e9."""
+        value = self._read(key, (int, float), "a whole number")
+        if value is None:
+            return default
+        if isinstance(value, float) and not value.is_integer():
+            self.fault(key, f"{value} is not a whole number", "type")
+        elif not least <= value <= most:
+            self.fault(key, f"{value} does not lie from {least} to {most}", "range")
+        else:
+            return int(value)
+        return default
+
+    def number(self, key: str, default: float, *, above: float, most: float) -> float:
+        value = self._read(key, (int, float), "a number")
+        if value is None:
+            return default
+        if not above < value <= most:
+            self.fault(key, f"{value} does not lie above {above:g} and up to {most:g}", "range")
+            return default
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._read(key, bool, "true or false")
+        return default if value is None else bool(value)
+
+    def one_of(self, key: str, words: tuple[str, ...], default: str) -> str:
+        value = self._read(key, str, "a text")
+        if value is None or value in words:
+            return value or default
+        self.fault(key, f"{_shown(value)} is none of {', '.join(words)}")
+        return default
+
+    def time(self, key: str) -> float | None:
+        """An RFC 3339 time with its offset, as seconds since 1970."""
+        value = self._read(key, str, "a text")
+        if value is None:
+            return None
+        try:
+            at = datetime.fromisoformat(value)
+            if at.tzinfo is not None and "T" in value.upper():
+                return at.timestamp()
+        except (ValueError, OverflowError):
+            pass  # told below, like a time without an offset
+        self.fault(key, f"{_shown(value)} is no time like 2026-01-31T18:00:00+01:00")
+        return None
+
+    def mapping(self, key: str) -> JSON:
+        value: JSON = self._read(key, dict, "an object") or {}
+        return value
+
+    def items(self, key: str, *, least: int, most: int) -> list[tuple[str, object]]:
+        """The items of a list with their pointers."""
+        value = self._read(key, list, "a list")
+        if value is None and self.given and self.body.get(key) is None:
+            self.fault(key, f"{key} is missing", "missing")
+        elif value is not None and not least <= len(value) <= most:
+            self.fault(key, f"{len(value)} {key}; from {least} to {most} are allowed", "range")
+        return [(f"{self.pointer}/{key}/{n}", item) for n, item in enumerate((value or [])[:most])]
+
+    def inside(self, key: str) -> _Fields:
+        """The object under `key`; one that was not given reads as all defaults."""
+        self._known.append(key)
+        given = self.body.get(key) is not None
+        return _Fields(self.body.get(key), f"{self.pointer}/{key}", self.faults, given)
+
+    def _read(self, key: str, kind: type | tuple[type, ...], wanted: str) -> Any:
+        """The value under `key`, or None if it is missing, null or of another kind."""
+        self._known.append(key)
+        value = self.body.get(key)
+        if value is None:
+            return None
+        if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+            return value
+        self.fault(key, f"{wanted} is wanted here, this is {_kind(value)}", "type")
+        return None
+
+
+def _not_plain(body: object) -> Iterator[Fault]:
+    """What JSON in Postgres cannot hold, or what is nested too deep to be meant."""
+    stack: list[tuple[str, object, int]] = [("", body, 0)]
+    while stack:
+        where, value, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            yield Fault(where, f"nested deeper than {MAX_DEPTH} levels", "range")
+        elif isinstance(value, dict):
+            stack += [(f"{where}/{escaped(key)}", item, depth + 1) for key, item in value.items()]
+            stack += [(f"{where}/{escaped(key)}", key, depth + 1) for key in value]
+        elif isinstance(value, list):
+            stack += [(f"{where}/{n}", item, depth + 1) for n, item in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Fault(where, f"{value} is not a number that JSON knows")
+        elif isinstance(value, str) and not _storable(value):
+            yield Fault(where, "a text holds a NUL or half a surrogate pair")
+
+
+def _storable(text: str) -> bool:
+    return "\x00" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _shortened(faults: list[Fault]) -> tuple[Fault, ...]:
+    if len(faults) <= MAX_FAULTS:
+        return tuple(faults)
+    more = Fault("", f"{len(faults) - MAX_FAULTS} more faults are not listed", "more")
+    return (*faults[:MAX_FAULTS], more)
+
+
+_KINDS: tuple[tuple[type, str], ...] = (
+    (bool, "true or false"),
+    (int, "a number"),
+    (float, "a number"),
+    (str, "a text"),
+    (list, "a list"),
+    (dict, "an object"),
+)
+
+
+def _kind(value: object) -> str:
+    return next((name for kind, name in _KINDS if isinstance(value, kind)), "null")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def escaped(key: str) -> str:
+    """A key as one token of a JSON Pointer."""
+    return str(key).replace("~", "~0").replace("/", "~1")

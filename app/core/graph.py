@@ -1,0 +1,157 @@
+"""A request's tasks as a graph: is it sound, what needs what, and can it ever run here?
+
+Nodes are tasks.  An edge is a start condition: `after` (order alone) or an input (order and data).
+Nothing here knows of time or devices at work; when an edge is met is `core.decide`'s to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from app.core.descriptor import Descriptor, Fault, Run, TaskDescriptor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """One edge into a task: it starts when `task` is done; `port` takes its `output`.
+
+    Both are "" for an edge of `after`.
+    """
+
+    task: str
+    port: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a deployment has of one device kind: how many, and the memory of the largest."""
+
+    devices: int
+    memory_bytes: int
+
+
+def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
+    """The edges into each task, those of `after` first; datablocks are no edges."""
+    return {task.name: tuple(need for _, need in _edges(task)) for task in descriptor.tasks}
+
+
+def order(descriptor: Descriptor) -> tuple[str, ...]:
+    """The tasks so that each stands behind what it needs, else as written; cycles are left out."""
+    waits = {name: {need.task for need in edges} for name, edges in needs(descriptor).items()}
+    wanted_by: dict[str, list[str]] = {name: [] for name in waits}
+    for name, needed in waits.items():
+        for other in needed:
+            wanted_by.setdefault(other, []).append(name)
+    ready = [name for name in waits if not waits[name]]
+    for name in ready:  # grows while it is walked
+        for follower in wanted_by[name]:
+            waits[follower].discard(name)
+            if not waits[follower]:
+                ready.append(follower)
+    return tuple(ready)
+
+
+# --- is it sound? -------------------------------------------------------------------------------
+
+
+def check(descriptor: Descriptor) -> tuple[Fault, ...]:
+    """Unknown tasks and outputs, and cycles; empty if the graph is sound."""
+    tasks = {task.name: task for task in descriptor.tasks}
+    faults = [fault for n, task in enumerate(descriptor.tasks) for fault in _loose(n, task, tasks)]
+    return tuple(faults) or tuple(_cycle(descriptor))
+
+
+def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
+    """(where it is written below the task, the edge)"""
+    for n, name in enumerate(task.start.after):
+        yield f"start/after/{n}", Need(task=name)
+    for port, source in task.inputs.items():
+        if source.kind == "task":
+            yield f"inputs/{port}", Need(task=source.name, port=port, output=source.output)
+
+
+def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) -> Iterator[Fault]:
+    """Edges of the n-th task that lead nowhere."""
+    for where, need in _edges(task):
+        pointer = f"/tasks/{n}/{where}"
+        if need.task == task.name:
+            yield Fault(pointer, f"{task.name!r} needs itself", "cycle")
+        elif need.task not in tasks:
+            hint = _hint(need.task, tasks)
+            yield Fault(pointer, f"this request has no task {need.task!r}{hint}", "unknown-task")
+        elif need.port and need.output not in tasks[need.task].outputs:
+            hint = _hint(need.output, tasks[need.task].outputs)
+            told = f"task {need.task!r} does not name {need.output!r} in its outputs{hint}"
+            yield Fault(pointer, told, "unknown-output")
+
+
+def _hint(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
+    """One cycle by name, if there is any: walk back along needs that never come up in `order`."""
+    sound = set(order(descriptor))
+    edges = needs(descriptor)
+    stuck = [task.name for task in descriptor.tasks if task.name not in sound]
+    if not stuck:
+        return
+    path = [stuck[0]]
+    while path[-1] not in path[:-1]:
+        path.append(next(need.task for need in edges[path[-1]] if need.task not in sound))
+    ring = path[path.index(path[-1]) :]
+    n = next(n for n, task in enumerate(descriptor.tasks) if task.name == ring[0])
+    yield Fault(f"/tasks/{n}", f"a cycle of needs: {' needs '.join(ring)}", "cycle")
+
+
+# --- can it ever run here? ----------------------------------------------------------------------
+
+
+def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
+    """What can never run in a deployment that offers `kinds`, and what is not built yet."""
+    faults = [
+        Fault(f"/tasks/{n}/{where}", told, "unsatisfiable")
+        for n, task in enumerate(descriptor.tasks)
+        for where, told in (*_too_much(task, kinds), *_not_yet(task))
+    ]
+    if descriptor.notify is not None:
+        told = "webhooks are not sent yet; watch GET /v1/requests/{id}/events"
+        faults.append(Fault("/notify/webhook", told, "unsatisfiable"))
+    return tuple(faults)
+
+
+def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tuple[str, str]]:
+    wanted = task.devices
+    offer = kinds.get(wanted.kind)
+    if offer is None:
+        known = ", ".join(sorted(kinds)) or "none at all"
+        yield "devices/kind", f"there is no device of kind {wanted.kind!r} here; there is: {known}"
+        return
+    if wanted.memory_bytes > offer.memory_bytes:
+        told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
+        yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are wanted, {told}"
+    if wanted.min > offer.devices:
+        told = f"there are {offer.devices} {wanted.kind} devices here, {wanted.min} are wanted"
+        yield "devices/min", told
+
+
+def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
+    one = "a task runs one rank on one device until splicing is there"
+    if task.world_size > 1:
+        yield "world_size", f"{one}; leave it at 1"
+    if task.devices.min > 1:
+        yield "devices/min", f"{one}; leave it at 1"
+    if task.run.kind == "command":
+        yield "run/command", _instead(task.run)
+    for port, source in task.inputs.items():
+        if source.kind == "datablock":
+            told = "datablocks are not kept yet; put the data into the bundle or a task's outputs"
+            yield f"inputs/{port}", told
+
+
+def _instead(run: Run) -> str:
+    return f"{run.argv[0]!r}: commands are not run yet; give a job or a function of the bundle"

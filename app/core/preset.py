@@ -1,0 +1,102 @@
+"""Presets: the parameters configured on a device for a type of task, before its first step.
+
+Only what is listed here can be set, within its range.  Whoever applies a preset reads every value
+back; `differences` says where the device did not take it.  `workers.preset` does the applying.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from app.core.descriptor import Fault, escaped
+
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One thing that may be set: a value of `kind`, in `words` or from `least` to `most`.
+
+    `on` names the device kinds that know it; empty means every kind.
+    """
+
+    kind: type
+    default: Any
+    words: tuple[str, ...] = ()
+    least: int = 0
+    most: int = 0
+    on: tuple[str, ...] = ()
+
+
+PARAMETERS: dict[str, Parameter] = {
+    "threads": Parameter(kind=int, default=1, least=1, most=1024),
+    "interop_threads": Parameter(kind=int, default=1, least=1, most=1024),
+    "deterministic": Parameter(kind=bool, default=True),
+    "float32_matmul_precision": Parameter(
+        kind=str, default="highest", words=("highest", "high", "medium")
+    ),
+    "flush_denormal": Parameter(kind=bool, default=False),
+    "cudnn_benchmark": Parameter(kind=bool, default=False, on=("cuda",)),
+}
+
+
+def defaults(kind: str, *, threads: int = 1) -> JSON:
+    """Every parameter that a device of `kind` knows; `threads` is what the device has."""
+    known = {
+        name: parameter.default
+        for name, parameter in PARAMETERS.items()
+        if not parameter.on or kind in parameter.on
+    }
+    return {**known, "threads": threads}
+
+
+def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault, ...]:
+    """What is wrong with parameters for a device of `kind`; they need not name all of them."""
+    if not isinstance(params, dict):
+        return (Fault(pointer, "an object of parameters is wanted here", "type"),)
+    known = defaults(kind)
+    faults = []
+    for name, value in params.items():
+        fault = _wrong(PARAMETERS[name], value) if name in known else _unknown(name, kind)
+        if fault:
+            faults.append(Fault(f"{pointer}/{escaped(name)}", *fault))
+    return tuple(faults)
+
+
+def _unknown(name: str, kind: str) -> tuple[str, str]:
+    known = list(defaults(kind))
+    near = get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"a {kind} device has no parameter {name!r}; {hint}", "unknown-field"
+
+
+def _wrong(parameter: Parameter, value: object) -> tuple[str, str] | None:
+    if type(value) is not parameter.kind:
+        return f"{value!r} is not of type {parameter.kind.__name__}", "type"
+    if parameter.words and value not in parameter.words:
+        return f"{value!r} is none of {', '.join(parameter.words)}", "invalid"
+    if isinstance(value, int) and parameter.most and not parameter.least <= value <= parameter.most:
+        return f"{value} does not lie from {parameter.least} to {parameter.most}", "range"
+    return None
+
+
+def sha256(params: Mapping[str, Any]) -> str:
+    """The content's name: equal parameters have equal names, in whatever order."""
+    text = json.dumps(dict(params), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(wanted: Mapping[str, Any], read_back: Mapping[str, Any]) -> list[str]:
+    """A sentence for each parameter that the device did not take; empty if it took them all."""
+    return [
+        f"{name}: wanted {value!r}, the device says {read_back[name]!r}"
+        if name in read_back
+        else f"{name}: wanted {value!r}, the device does not say"
+        for name, value in sorted(wanted.items())
+        if name not in read_back or (type(read_back[name]), read_back[name]) != (type(value), value)
+    ]

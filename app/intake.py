@@ -1,0 +1,257 @@
+"""A request becomes rows: checked as a whole, then written in the caller's transaction.
+
+What is accepted is durable when the API answers.  An `Idempotency-Key` is a row of the same
+transaction, so a twin that comes meanwhile waits for the first and gets the first one's answer.
+Every task starts `blocked` and on no island; control assigns it, and the island does the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import uuid_utils
+from sqlalchemy import func, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app import outbox
+from app.changes import changes
+from app.core import descriptor as descriptors
+from app.core import graph
+from app.core.descriptor import BadDescriptor, Descriptor, Fault, TaskDescriptor
+from app.core.messages import JSON
+from app.db import after_commit
+from app.errors import AppError, BadInput, KeyReused, Unsatisfiable
+from app.models import Bundle, Device, Event, Idempotency, Need, Request, Task
+
+_SORT_OF = {"job": "class", "function": "function"}
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """On whose behalf a request is taken in."""
+
+    tenant_id: str
+    user_id: str
+    user_name: str
+
+
+# --- checking -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A descriptor that could run here."""
+
+    descriptor: Descriptor
+
+    def shown(self) -> JSON:
+        """The request with every default filled in."""
+        needs = graph.needs(self.descriptor)
+        tasks = [
+            {
+                "name": task.name,
+                "type": task.type,
+                "kind": task.devices.kind,
+                "needs": [
+                    {"task": n.task, "port": n.port, "output": n.output} for n in needs[task.name]
+                ],
+                "descriptor": descriptors.as_json(task),
+            }
+            for task in self.descriptor.tasks
+        ]
+        return {"name": self.descriptor.name or "", "tasks": tasks}
+
+
+def checked(session: Session, owner: Owner, body: JSON) -> Checked:
+    """Raises BadInput or Unsatisfiable with everything that is wrong, never only the first."""
+    try:
+        descriptor = descriptors.parse(body)
+    except BadDescriptor as error:
+        raise _refused(BadInput, error.faults) from error
+    if faults := [*graph.check(descriptor), *_entry_faults(session, owner, descriptor)]:
+        raise _refused(BadInput, faults)
+    if faults := [*graph.unsatisfiable(descriptor, _offers(session))]:
+        raise _refused(Unsatisfiable, faults)
+    return Checked(descriptor)
+
+
+def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
+    return kind(first + more, errors=tuple(faults))
+
+
+def _entry_faults(session: Session, owner: Owner, descriptor: Descriptor) -> list[Fault]:
+    """What `run` names and the bundle does not hold."""
+    if descriptor.bundle is None:
+        return []
+    sha256 = descriptor.bundle.removeprefix("sha256:")
+    bundle = session.get(Bundle, (owner.tenant_id, sha256))
+    if bundle is None:
+        told = f"your tenant has no such bundle; upload it with PUT /v1/bundles/{sha256}"
+        return [Fault("/bundle", told, "unknown-bundle")]
+    found = (_entry_fault(n, task, bundle) for n, task in enumerate(descriptor.tasks))
+    return [fault for fault in found if fault is not None]
+
+
+def _entry_fault(n: int, task: TaskDescriptor, bundle: Bundle) -> Fault | None:
+    wanted = _SORT_OF.get(task.run.kind)
+    if wanted is None:
+        return None
+    pointer = f"/tasks/{n}/run/{task.run.kind}"
+    sort = bundle.entry_points.get(task.run.entry)
+    if sort == wanted:
+        return None
+    if sort is not None:
+        told = f"{task.run.entry} is a {sort}, and a {task.run.kind} must be a {wanted}"
+        return Fault(pointer, told, "unknown-entry-point")
+    there = [name for name, sort in bundle.entry_points.items() if sort == wanted]
+    listed = ", ".join(there[:10]) or "none (a job is a top-level class with a step method)"
+    told = f"the bundle has no {wanted} {task.run.entry}; it has: {listed}"
+    return Fault(pointer, told, "unknown-entry-point")
+
+
+def _offers(session: Session) -> dict[str, graph.Offer]:
+    """What there is of each device kind, whether it is up at this moment or not."""
+    query = select(Device.kind, func.count(), func.max(Device.memory_bytes)).group_by(Device.kind)
+    return {
+        kind: graph.Offer(devices=devices, memory_bytes=memory_bytes)
+        for kind, devices, memory_bytes in session.execute(query)
+    }
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def submit(session: Session, owner: Owner, body: JSON) -> Request:
+    """Raises BadInput or Unsatisfiable; control hears of it after the commit."""
+    descriptor = checked(session, owner, body).descriptor
+    request = _request(session, owner, descriptor, body)
+    ids = {task.name: _new_id("tsk") for task in descriptor.tasks}
+    for ordinal, task in enumerate(descriptor.tasks):
+        session.add(_task(request, task, ids[task.name], ordinal))
+    session.flush()
+    for name, needs in graph.needs(descriptor).items():
+        for need in needs:
+            session.add(
+                Need(
+                    task_id=ids[name],
+                    needs_id=ids[need.task],
+                    port=need.port,
+                    output=need.output,
+                )
+            )
+    n = len(ids)
+    session.add(
+        Event(
+            tenant_id=owner.tenant_id,
+            request_id=request.id,
+            type="request.submitted",
+            message=f"{owner.user_name} submitted {request.name}: {n} task{'s' * (n > 1)}.",
+        )
+    )
+    session.flush()
+    after_commit(session, outbox.nudge_control)
+    after_commit(session, lambda: changes.tell(request.tenant_id, request.id))
+    return request
+
+
+def _request(session: Session, owner: Owner, descriptor: Descriptor, body: JSON) -> Request:
+    id = _new_id("req")
+    request = Request(
+        id=id,
+        tenant_id=owner.tenant_id,
+        user_id=owner.user_id,
+        name=descriptor.name or f"{descriptor.tasks[0].name}-{id[-6:]}",
+        state="queued",
+        tier=descriptor.tier,
+        priority=descriptor.priority,
+        labels=dict(descriptor.labels),
+        descriptor=body,
+        submitted_at=func.now(),
+    )
+    session.add(request)
+    session.flush()
+    return request
+
+
+def _task(request: Request, task: TaskDescriptor, id: str, ordinal: int) -> Task:
+    not_before_s = task.start.not_before_s
+    return Task(
+        id=id,
+        request_id=request.id,
+        tenant_id=request.tenant_id,
+        user_id=request.user_id,
+        ordinal=ordinal,
+        name=task.name,
+        type=task.type,
+        kind=task.devices.kind,
+        descriptor=descriptors.as_json(task),
+        memory_bytes=task.devices.memory_bytes,
+        priority=request.priority,
+        hold="user" if task.start.hold else "",
+        not_before=None if not_before_s is None else datetime.fromtimestamp(not_before_s, UTC),
+        retry_max=task.retry_max,
+    )
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid_utils.uuid7().hex}"
+
+
+# --- once only ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A call that is to be done once; without a key it is done each time."""
+
+    user_id: str
+    key: str | None
+    route: str
+    body: JSON
+
+    @property
+    def body_sha256(self) -> str:
+        return hashlib.sha256(json.dumps(self.body, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: JSON
+    location: str
+
+
+def replay(session: Session, once: Once) -> Answer | None:
+    """The answer given before, or None: then do it, and `remember` the answer.
+
+    Waits for a twin that is being done at this moment.  Raises KeyReused.
+    """
+    if once.key is None:
+        return None
+    row = insert(Idempotency).values(
+        user_id=once.user_id, key=once.key, route=once.route, body_sha256=once.body_sha256
+    )
+    made = session.execute(row.on_conflict_do_nothing().returning(Idempotency.key)).one_or_none()
+    if made is not None:
+        return None
+    before = session.get_one(Idempotency, (once.user_id, once.key), populate_existing=True)
+    if (before.route, before.body_sha256) != (once.route, once.body_sha256):
+        told = "this Idempotency-Key came with another body before; take a new key for new work"
+        raise KeyReused.at("Idempotency-Key:", told, "reused")
+    assert before.status is not None, "a key is committed together with its answer"
+    return Answer(before.status, before.response or {}, before.location or "")
+
+
+def remember(session: Session, once: Once, answer: Answer) -> None:
+    if once.key is None:
+        return
+    this = (Idempotency.user_id == once.user_id, Idempotency.key == once.key)
+    values = {"status": answer.status, "response": answer.body, "location": answer.location}
+    session.execute(update(Idempotency).where(*this).values(**values))

@@ -1,0 +1,143 @@
+"""The API process: puts the routers, the pages and the edge together.
+
+    uvicorn app.main:app --timeout-graceful-shutdown 3
+
+Nothing is decided and nothing is read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.concurrency import run_in_threadpool
+
+from app import pages
+from app.api import auth, meta, problems, streams
+from app.api import bundles as bundle_routes
+from app.api import devices as device_routes
+from app.api import presets as preset_routes
+from app.api import requests as request_routes
+from app.api import shares as share_routes
+from app.api import tasks as task_routes
+from app.api import tenants as tenant_routes
+from app.api.edge import BodyLimit, RequestId
+from app.changes import changes
+from app.db import engine
+from app.settings import settings
+
+log = logging.getLogger(__name__)
+
+
+def create_app() -> FastAPI:
+    app = FastAPI(
+        title="Roundhouse",
+        version="1",
+        summary="Many torch jobs of many teams share a few devices, and lose no step.",
+        description="Every error is `application/problem+json`; its `type` opens a page.",
+        openapi_tags=meta.TAGS,
+        docs_url=None,
+        redoc_url=None,
+        generate_unique_id_function=_operation_id,
+        lifespan=_lifespan,
+    )
+    problems.install(app)
+    for router in _routers():
+        app.include_router(router)
+    pages.mount(app)
+    app.add_middleware(BodyLimit, limit_of=_body_limit)
+    app.add_middleware(RequestId)  # added last, so it comes first
+    return app
+
+
+def _routers() -> list[Any]:
+    return [
+        request_routes.router,
+        streams.router,
+        task_routes.router,
+        bundle_routes.router,
+        share_routes.router,
+        tenant_routes.tenants,
+        tenant_routes.users,
+        device_routes.router,
+        preset_routes.router,
+        meta.router,
+        problems.router,
+    ]
+
+
+def _operation_id(route: APIRoute) -> str:
+    first, *rest = route.name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def _body_limit(path: str) -> int:
+    if re.fullmatch(r"/v1/bundles/[^/]+", path):
+        return settings().bundle_limit_bytes
+    return settings().body_limit_bytes
+
+
+# --- while it runs ------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    changes.start(engine())
+    writing = asyncio.create_task(_write_uses())
+    try:
+        with _streams_ended_by_signals():
+            yield
+    finally:
+        writing.cancel()
+        await run_in_threadpool(_write_uses_once)
+        await run_in_threadpool(changes.stop)
+        await run_in_threadpool(engine().dispose)
+
+
+async def _write_uses() -> None:
+    while True:
+        await asyncio.sleep(auth.USES_EVERY_S)
+        await run_in_threadpool(_write_uses_once)
+
+
+def _write_uses_once() -> None:
+    try:
+        auth.write_uses()
+    except SQLAlchemyError as error:
+        log.warning("when keys were last used could not be written: %s", error)
+
+
+class _streams_ended_by_signals:
+    """uvicorn waits for open streams before it ends the lifespan, so a signal must end them."""
+
+    def __enter__(self) -> None:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.getsignal(number)
+                signal.signal(number, self._end)
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _end(self, number: int, frame: Any) -> None:
+        changes.close()
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+app = create_app()

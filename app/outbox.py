@@ -1,0 +1,107 @@
+"""Sends what was committed: nudges to workers, orders to devices.
+
+Nothing here decides or moves a state.  A message may be lost: orders stay in the table until the
+device shows that it took them in, and are sent again after `order_resend_s`; a nudge lost is a
+tick later.  Nothing is sent inside a transaction, and the API never waits for Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import lru_cache
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from sqlalchemy import func, or_, select, update
+from sqlalchemy.orm import Session
+
+from app import broker
+from app.core.messages import JSON
+from app.models import Order
+from app.settings import settings
+
+log = logging.getLogger(__name__)
+
+
+@lru_cache
+def celery() -> Celery:
+    """A bare client: it sends by name and imports no worker."""
+    return broker.make_celery("roundhouse", settings().redis_url.get_secret_value())
+
+
+class Nudger(threading.Thread):
+    """Publishes one nudge for any number of wishes, outside the request that made them."""
+
+    def __init__(self, name: str, queue: str) -> None:
+        super().__init__(name=f"nudge {queue}", daemon=True)
+        self.message, self.queue = name, queue
+        self.wanted = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            self.wanted.wait()
+            self.wanted.clear()
+            hint(self.message, self.queue)
+
+
+@lru_cache
+def _nudger(message: str, queue: str) -> Nudger:
+    nudger = Nudger(message, queue)
+    nudger.start()
+    return nudger
+
+
+def nudge_control() -> None:
+    """Tell control that something was submitted or asked for; returns at once."""
+    _nudger(broker.CONTROL_NUDGE, broker.CONTROL_QUEUE).wanted.set()
+
+
+def nudge_island(island: str) -> None:
+    """Tell an island to look again; returns at once."""
+    _nudger(broker.ISLAND_NUDGE, broker.island_queue(island)).wanted.set()
+
+
+def hint(message: str, queue: str, *args: JSON) -> bool:
+    """Publish one message; False if Redis did not take it, which only delays its effect."""
+    try:
+        broker.send(celery(), message, queue, *args)
+    except (OperationalError, OSError) as error:
+        log.warning("could not send %s to %s: %s", message, queue, error)
+        return False
+    return True
+
+
+def reachable() -> bool:
+    """Does Redis answer?  While it does not, silence says nothing about devices."""
+    try:
+        with celery().connection_for_write() as connection:
+            connection.ensure_connection(max_retries=1, timeout=1)
+    except (OperationalError, OSError):
+        return False
+    return True
+
+
+def unsent(session: Session, island_devices: list[str], *, resend_s: float) -> list[Order]:
+    """Orders of live devices that were never sent, or sent long ago without an answer; in order."""
+    stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
+    due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
+    query = select(Order).where(Order.answered_at.is_(None), Order.device_id.in_(island_devices))
+    return list(session.scalars(query.where(due).order_by(Order.id)))
+
+
+def send_orders(orders: list[Order]) -> list[int]:
+    """Publish; returns the ids of those that Redis took.  Call it outside any transaction."""
+    sent = []
+    for order in orders:
+        queue = broker.device_queue(order.device_id)
+        if not hint(broker.DEVICE_ORDER, queue, order.body):
+            break  # order matters, and the rest would wait for the same time-out
+        sent.append(order.id)
+    return sent
+
+
+def mark_sent(session: Session, ids: list[int]) -> None:
+    if ids:
+        values = {"sent_at": func.now(), "sends": Order.sends + 1}
+        session.execute(update(Order).where(Order.id.in_(ids)).values(values))

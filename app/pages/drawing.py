@@ -1,0 +1,224 @@
+"""Values in the shape that templates and charts want them: words, columns, lengths.  Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from app.reports import Curve, Stay, UsageRow
+
+COLOURS = 8  # series that can be told apart; roundhouse.css names them
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def duration(span: timedelta | float) -> str:
+    """Two units at most: "340 ms", "12.3 s", "4 min 05 s", "3 h 20 min", "2 d"."""
+    seconds = max(0.0, span.total_seconds() if isinstance(span, timedelta) else float(span))
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if 0 < seconds < 10 else f"{int(seconds)} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if seconds < 3600:
+        return f"{minutes} min {int(seconds % 60):02} s"
+    if seconds < 86400:
+        return f"{hours} h {minutes % 60:02} min"
+    return f"{hours // 24} d" + (f" {hours % 24} h" if hours % 24 else "")
+
+
+def held(us: float) -> str:
+    """Micro-device-seconds as a duration."""
+    return duration(us / 1e6)
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, as descriptors ask for them."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
+
+
+def figure(value: Any) -> str:
+    """A number of the tenant's with four digits; anything else as it is, cut short."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)[:40]
+
+
+def utc(at: datetime) -> str:
+    return at.astimezone(UTC).strftime("%d %b %H:%M:%S UTC")
+
+
+# --- usage over time ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """How far back a chart looks, and in steps of which `app.reports.INTERVALS`."""
+
+    words: str
+    span_s: int
+    interval: str
+    interval_words: str
+
+
+WINDOWS = {
+    "15m": Window(words="15 minutes", span_s=900, interval="10s", interval_words="10 seconds"),
+    "1h": Window(words="hour", span_s=3600, interval="1m", interval_words="a minute"),
+    "24h": Window(words="day", span_s=86400, interval="10m", interval_words="10 minutes"),
+    "7d": Window(words="week", span_s=7 * 86400, interval="1h", interval_words="an hour"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    name: str
+    held_us: int
+    charged_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageChart:
+    """Mean number of devices held in each whole interval, one column a name, most used first."""
+
+    by: str
+    names: tuple[str, ...]
+    totals: tuple[Total, ...]
+    rows: tuple[tuple[datetime, tuple[float, ...]], ...]
+
+    def colour(self, name: str) -> int:
+        return self.names.index(name) % COLOURS
+
+
+REST = "all others"
+
+
+def usage_chart(
+    rows: Sequence[UsageRow], *, by: str, since: datetime, until: datetime, interval_s: int
+) -> UsageChart:
+    """`rows` are grouped by bucket and `by`.  The interval that is still open is left out of the
+    columns (it would look like a fall), but not out of the totals."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rows:
+        sums[getattr(row, by)][0] += row.held_us
+        sums[getattr(row, by)][1] += row.charged_us
+    ranked = sorted(sums, key=lambda name: (-sums[name][1], name))
+    shown = ranked if len(ranked) <= COLOURS else [*ranked[: COLOURS - 1], REST]
+    column = {name: shown.index(name) if name in shown else COLOURS - 1 for name in ranked}
+    cells: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(shown))
+    totals = [[0, 0] for _ in shown]
+    for row in rows:
+        assert row.bucket is not None
+        place = column[getattr(row, by)]
+        cells[int(row.bucket.timestamp())][place] += row.held_us / 1e6 / interval_s
+        totals[place][0] += row.held_us
+        totals[place][1] += row.charged_us
+    first, last = (int(at.timestamp()) // interval_s * interval_s for at in (since, until))
+    return UsageChart(
+        by=by,
+        names=tuple(shown),
+        totals=tuple(
+            Total(name=name, held_us=held_us, charged_us=charged_us)
+            for name, (held_us, charged_us) in zip(shown, totals, strict=True)
+        ),
+        rows=tuple(
+            (datetime.fromtimestamp(at, UTC), tuple(cells[at]))
+            for at in range(first, last, interval_s)
+        ),
+    )
+
+
+# --- what steps returned ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveChart:
+    """One number of several tasks, by step; None where a task has no value."""
+
+    name: str
+    tasks: tuple[str, ...]
+    rows: tuple[tuple[int, tuple[float | None, ...]], ...]
+
+
+def curve_charts(curves: Sequence[Curve], *, most: int = 6) -> list[CurveChart]:
+    by_name: dict[str, list[Curve]] = defaultdict(list)
+    for curve in curves:
+        by_name[curve.name].append(curve)
+    return [_curve_chart(name, lines) for name, lines in list(by_name.items())[:most]]
+
+
+def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
+    values = [dict(line.points) for line in lines]
+    steps = sorted(set().union(*values))
+    return CurveChart(
+        name=name,
+        tasks=tuple(line.task for line in lines),
+        rows=tuple((step, tuple(value.get(step) for value in values)) for step in steps),
+    )
+
+
+# --- where a task was, when ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One stay as a length: `x` and `width` in percent of the line."""
+
+    x: float
+    width: float
+    colour: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    task: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLine:
+    since: datetime
+    until: datetime
+    devices: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+
+
+def time_line(stays: Sequence[Stay], *, now: datetime) -> TimeLine:
+    """One lane a task, one part a stay, coloured by device."""
+    since = min((stay.launched_at for stay in stays), default=now)
+    until = max((stay.ended_at or now for stay in stays), default=now)
+    devices = tuple(sorted({stay.device for stay in stays}))
+    lanes: dict[str, list[Part]] = defaultdict(list)
+    for stay in stays:
+        lanes[stay.task].append(_part(stay, since, until, devices, now))
+    return TimeLine(
+        since=since,
+        until=until,
+        devices=devices,
+        lanes=tuple(Lane(task=task, parts=tuple(parts)) for task, parts in lanes.items()),
+    )
+
+
+def _part(
+    stay: Stay, since: datetime, until: datetime, devices: Sequence[str], now: datetime
+) -> Part:
+    whole_s = max((until - since).total_seconds(), 1e-3)
+    begun, ended = stay.started_at or stay.launched_at, stay.ended_at or now
+    x = 100 * (begun - since).total_seconds() / whole_s
+    width = 100 * (ended - begun).total_seconds() / whole_s
+    return Part(
+        x=round(x, 3),
+        width=round(max(width, 0.2), 3),
+        colour=devices.index(stay.device) % COLOURS,
+        words=f"{stay.device}, launch {stay.epoch}, {duration(ended - begun)}, "
+        f"{stay.end or 'still there'}",
+    )

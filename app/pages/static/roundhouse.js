@@ -1,0 +1,160 @@
+// Three small things around htmx: the badge of the live stream, the theme, and charts that are
+// drawn from the tables beside them.  Nothing here fetches; without it every page still reads.
+// It is loaded before htmx, so as to hear of the stream's first connection.
+"use strict";
+
+// --- live ---------------------------------------------------------------------------------------
+
+const badge = document.getElementById("stream");
+let leaving = false;
+
+function say(state) {
+  if (badge.dataset.state === state) return;
+  badge.dataset.state = state;
+  badge.textContent = state;
+}
+
+addEventListener("pagehide", () => { leaving = true; });
+badge.addEventListener("htmx:sse:after:connection", () => say("live"));
+for (const trouble of ["htmx:sse:error", "htmx:sse:close"])
+  badge.addEventListener(trouble, () => { if (!leaving) say("reconnecting"); });
+badge.addEventListener("htmx:sse:before:connection", event => {
+  if (event.detail.connection.attempt > 0 && !document.hidden) say("reconnecting");
+});
+
+// What changed is read out at most every five seconds.
+const announcer = document.getElementById("announce");
+let announced = document.querySelector("[data-announce]")?.textContent.trim();
+let nextAnnouncement = 0;
+
+function announce() {
+  const words = document.querySelector("[data-announce]")?.textContent.trim();
+  if (!words || words === announced || Date.now() < nextAnnouncement) return;
+  announcer.textContent = announced = words;
+  nextAnnouncement = Date.now() + 5000;
+}
+
+// --- theme --------------------------------------------------------------------------------------
+
+const root = document.documentElement;
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+const isDark = () => (root.dataset.theme ?? (systemDark.matches ? "dark" : "light")) === "dark";
+
+document.getElementById("theme").addEventListener("click", () => {
+  root.dataset.theme = isDark() ? "light" : "dark";
+  try { localStorage.setItem("theme", root.dataset.theme); } catch { /* storage is switched off */ }
+  draw(true);
+});
+systemDark.addEventListener("change", () => draw(true));
+
+// --- charts -------------------------------------------------------------------------------------
+
+const plots = new Map(); // element -> {chart, shape}
+
+function read(table) {
+  const heads = [...table.tHead.rows[0].cells].slice(1);
+  const rows = [...table.tBodies[0].rows];
+  return {
+    names: heads.map(cell => cell.textContent),
+    colours: heads.map(cell => cell.dataset.series),
+    xs: rows.map(row => Number(row.cells[0].dataset.x)),
+    ys: heads.map((_, i) => rows.map(row => {
+      const text = row.cells[i + 1].textContent;
+      return text === "" ? null : Number(text);
+    })),
+  };
+}
+
+function stacked(ys) {
+  const sums = ys[0].map(() => 0);
+  return ys.map(line => line.map((y, i) => (sums[i] += y ?? 0)));
+}
+
+function colour(name) {
+  const probe = document.createElement("i");
+  probe.className = name;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+function options(table, data, width) {
+  const stack = table.dataset.plot === "stack";
+  const quiet = colour("quiet"), rule = isDark() ? "#343942" : "#e4e1da";
+  const axis = { stroke: quiet, grid: { stroke: rule, width: 1 }, ticks: { stroke: rule, width: 1 }, font: "12px system-ui, sans-serif" };
+  const dates = stack && data.xs.at(-1) - data.xs[0] > 2 * 86400;
+  const time = (_, splits) => splits.map(at => new Date(at * 1000).toLocaleString([], dates ? { day: "numeric", month: "short" } : { hour: "2-digit", minute: "2-digit", hour12: false }));
+  const paths = stack ? uPlot.paths.stepped({ align: 1 }) : undefined;
+  return {
+    width, height: 210,
+    padding: [10, 8, 0, 0],
+    legend: { show: !stack && data.names.length > 1, live: false },
+    cursor: { y: false, points: { show: !stack } },
+    scales: { x: { time: stack }, y: stack ? { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } : {} },
+    axes: [stack ? { ...axis, values: time, size: 34 } : { ...axis, size: 34 }, { ...axis, size: 48 }],
+    // the topmost sum is drawn first, so that each lower one covers its own part
+    series: [{}, ...data.names.map((label, i) => {
+      const stroke = colour(`series-${data.colours[i]}`);
+      return { label, stroke, width: 1.5, paths, points: { show: !stack && data.xs.length < 40, size: 5 }, fill: stack ? stroke : undefined, spanGaps: true };
+    })],
+  };
+}
+
+function chart(element, table, afresh) {
+  const data = read(table);
+  if (!data.xs.length) return;
+  const stack = table.dataset.plot === "stack";
+  const order = data.names.map((_, i) => i);
+  if (stack) order.reverse();
+  const pick = list => order.map(i => list[i]);
+  const lines = stack ? stacked(data.ys) : data.ys;
+  const columns = [data.xs, ...pick(lines)];
+  const shown = { ...data, names: pick(data.names), colours: pick(data.colours) };
+  const shape = JSON.stringify([shown.names, shown.colours]);
+  const width = element.clientWidth;
+  const known = plots.get(element);
+  if (known && !afresh && known.shape === shape) {
+    if (known.chart.width !== width) known.chart.setSize({ width, height: 210 });
+    known.chart.setData(columns);
+    return;
+  }
+  known?.chart.destroy();
+  plots.set(element, { shape, chart: new uPlot(options(table, shown, width), columns, element) });
+}
+
+function draw(afresh = false) {
+  for (const [element, { chart }] of plots) {
+    if (element.isConnected) continue;
+    chart.destroy();
+    plots.delete(element);
+  }
+  for (const element of document.querySelectorAll(".plot")) {
+    const table = document.getElementById(element.dataset.of);
+    if (table) chart(element, table, afresh);
+  }
+}
+
+let resized;
+addEventListener("resize", () => {
+  cancelAnimationFrame(resized);
+  resized = requestAnimationFrame(() => draw());
+});
+
+// --- after each renewal -------------------------------------------------------------------------
+
+const atEnd = log => log.scrollHeight - log.scrollTop - log.clientHeight < 8;
+let follow = true;
+
+function toEnd() {
+  const log = document.querySelector("[data-follow]");
+  if (log && follow) log.scrollTop = log.scrollHeight;
+}
+
+document.addEventListener("htmx:before:swap", () => {
+  const log = document.querySelector("[data-follow]");
+  follow = !log || atEnd(log);
+});
+document.addEventListener("htmx:after:swap", () => { draw(); toEnd(); announce(); });
+draw();
+toEnd();

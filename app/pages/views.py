@@ -1,0 +1,304 @@
+"""Signing in, and the pages: each asks `app.reports` for values and hands them to a template.
+
+A page is answered whole, or, when htmx asks for it again after a change, as its live part only; so
+one transaction stands behind everything that a page says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Cookie, Depends, Form, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+from fastapi.templating import Jinja2Templates
+from markupsafe import Markup, escape
+
+from app import reports
+from app.api.auth import COOKIE, Caller, caller_of_cookie, from_our_origin, sign_in, sign_out
+from app.changes import ALL, changes
+from app.db import Db
+from app.errors import Forbidden, NotFound, Unauthenticated
+from app.models import REQUEST_STATES
+from app.pages import STATIC, drawing
+from app.settings import settings
+
+HOME = "/ui/"
+CHANGED_EVERY_S = 1.0  # a page hears of changes at most this often
+QUEUE_SHOWN = 50
+REQUESTS_SHOWN = 50
+
+router = APIRouter(include_in_schema=False)
+templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
+templates.env.trim_blocks = templates.env.lstrip_blocks = True
+templates.env.filters.update(
+    duration=drawing.duration,
+    held=drawing.held,
+    size=drawing.size,
+    figure=drawing.figure,
+    part=reports.number,
+    breakable=lambda code: Markup(str(escape(code)).replace("_", "_<wbr>")),
+    utc=drawing.utc,
+)
+
+
+@lru_cache
+def asset(name: str) -> str:
+    """A static file's address; it changes with the file, so no browser keeps an old one."""
+    return f"/static/{name}?v={hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:10]}"
+
+
+templates.env.globals["asset"] = asset
+
+
+# --- who looks ----------------------------------------------------------------------------------
+
+
+class NotSignedIn(Exception):
+    """A page was asked for without a browser session."""
+
+
+def visitor(session: Db, cookie: Annotated[str | None, Cookie(alias=COOKIE)] = None) -> Caller:
+    if cookie is None:
+        raise NotSignedIn
+    try:
+        return caller_of_cookie(session, cookie)
+    except Unauthenticated as error:
+        raise NotSignedIn from error
+
+
+Visitor = Annotated[Caller, Depends(visitor, scope="function")]
+
+
+def to_the_door(request: Request, error: Exception) -> Response:
+    if "hx-request" in request.headers:
+        return Response(status_code=200, headers={"HX-Refresh": "true"})
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    door = request.url_for("show_door").include_query_params(next=path)
+    return RedirectResponse(f"{door.path}?{door.query}", status_code=303)
+
+
+@router.get("/ui/login")
+def show_door(request: Request, next: str = HOME) -> Response:
+    return _door(request, next)
+
+
+@router.post("/ui/login")
+def open_door(
+    request: Request,
+    session: Db,
+    key: Annotated[str, Form()] = "",
+    next: Annotated[str, Form()] = HOME,
+) -> Response:
+    if not from_our_origin(request):
+        raise Forbidden("sign in from the page of this service")
+    try:
+        _, cookie = sign_in(session, key.strip())
+    except Unauthenticated as error:
+        return _door(request, next, wrong=f"{error.detail[0].upper()}{error.detail[1:]}")
+    answer = RedirectResponse(_own(next), status_code=303)
+    answer.set_cookie(
+        COOKIE,
+        cookie,
+        max_age=int(settings().web_session_s),
+        httponly=True,
+        samesite="lax",
+        secure=request.url.scheme == "https",
+    )
+    return answer
+
+
+@router.post("/ui/logout")
+def leave(
+    request: Request, session: Db, cookie: Annotated[str | None, Cookie(alias=COOKIE)] = None
+) -> Response:
+    if not from_our_origin(request):
+        raise Forbidden("sign out from the page of this service")
+    if cookie is not None:
+        sign_out(session, cookie)
+    answer = RedirectResponse("/ui/login", status_code=303)
+    answer.delete_cookie(COOKIE)
+    return answer
+
+
+def _door(request: Request, next: str, wrong: str = "") -> Response:
+    return templates.TemplateResponse(
+        request,
+        "login.html",
+        {"next": _own(next), "wrong": wrong},
+        status_code=401 if wrong else 200,
+    )
+
+
+def _own(path: str) -> str:
+    """`path`, if it is one of the pages; a link must not lead elsewhere through our door."""
+    return path if path.startswith(HOME) and "\\" not in path else HOME
+
+
+# --- the pages ----------------------------------------------------------------------------------
+
+
+@router.get("/")
+def to_home() -> Response:
+    return RedirectResponse(HOME)
+
+
+@router.get(HOME)
+def overview(request: Request, session: Db, caller: Visitor, window: str = "15m") -> Response:
+    now = reports.clock(session)
+    tenant = None if caller.sees_all else caller.tenant_id
+    shares = reports.fair_share(session, now)
+    mine = next((share for share in shares if share.id == tenant), None)
+    queue = reports.queue(session, tenant, limit=QUEUE_SHOWN)
+    window = window if window in drawing.WINDOWS else "15m"
+    return _page(
+        request,
+        "overview.html",
+        caller,
+        now=now,
+        section="overview",
+        verdict=reports.verdict(mine) if mine else reports.verdict_of_all(shares),
+        half_life=drawing.duration(settings().half_life_s) if settings().half_life_s else "",
+        shares=shares if caller.sees_all else [],
+        mine=mine,
+        rest=reports.others(shares, caller.tenant_id),
+        busy=sum(1 for share in shares if share.held or share.waiting),
+        queue=queue,
+        waiting=mine.waiting if mine else sum(share.waiting for share in shares),
+        oldest=min((item.since for item in queue if item.state == "waiting"), default=None),
+        running=reports.running(session, tenant),
+        devices=reports.devices(session, tenant, now),
+        happened=reports.events(session, tenant, limit=20),
+        **_usage(session, tenant, window, now),
+    )
+
+
+def _usage(session: Db, tenant: str | None, window: str, now: datetime) -> dict[str, Any]:
+    """What the overview says of usage: a chart by user (for all: by tenant), totals, the day."""
+    look = drawing.WINDOWS[window]
+    by = "user" if tenant else "tenant"
+    since, interval_s = now - timedelta(seconds=look.span_s), reports.INTERVALS[look.interval]
+    rows = reports.usage(
+        session,
+        tenant,
+        since=since,
+        until=now,
+        group_by=("bucket", by),
+        interval_s=interval_s,
+    )
+    day = reports.usage(
+        session, tenant, since=now - timedelta(days=1), until=now, group_by=(), interval_s=86400
+    )
+    return {
+        "window": window,
+        "windows": {name: each.words for name, each in drawing.WINDOWS.items()},
+        "interval_words": look.interval_words,
+        "chart": drawing.usage_chart(rows, by=by, since=since, until=now, interval_s=interval_s),
+        "csv": f"/v1/usage?format=csv&group_by=bucket,{by}&interval={look.interval}"
+        f"&since={since.isoformat(timespec='seconds').replace('+00:00', 'Z')}",
+        "day_us": sum(row.held_us for row in day),
+    }
+
+
+@router.get("/ui/requests")
+def list_requests(
+    request: Request, session: Db, caller: Visitor, state: str = "", before: str = ""
+) -> Response:
+    state = state if state in REQUEST_STATES else ""
+    found = reports.requests(
+        session,
+        None if caller.sees_all else caller.tenant_id,
+        state=state or None,
+        before=before or None,
+        limit=REQUESTS_SHOWN + 1,
+    )
+    return _page(
+        request,
+        "requests.html",
+        caller,
+        now=reports.clock(session),
+        section="requests",
+        requests=found[:REQUESTS_SHOWN],
+        more=len(found) > REQUESTS_SHOWN,
+        state=state,
+        states=REQUEST_STATES,
+    )
+
+
+@router.get("/ui/requests/{id}")
+def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Response:
+    found = reports.request(session, None if caller.sees_all else caller.tenant_id, id)
+    if found is None:
+        said = NotFound("request", id).detail
+        return _page(
+            request, "message.html", caller, status=404, heading="There is nothing here", said=said
+        )
+    now = reports.clock(session)
+    stays = reports.stays(session, id)
+    return _page(
+        request,
+        "request.html",
+        caller,
+        now=now,
+        section="requests",
+        topic=id,
+        item=found,
+        tasks=reports.tasks(session, id),
+        curves=drawing.curve_charts(reports.curves(session, id)),
+        stays=stays,
+        line=drawing.time_line(stays, now=now),
+        log=reports.log_tail(session, id),
+        happened=reports.events(session, None, request=id, limit=100),
+    )
+
+
+def _page(
+    request: Request, template: str, caller: Caller, *, status: int = 200, **values: Any
+) -> Response:
+    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    context = {
+        "caller": caller,
+        "everyone": caller.sees_all,
+        "partial": "hx-request" in request.headers,
+        "here": here,
+        **values,
+    }
+    answer = templates.TemplateResponse(request, template, context, status_code=status)
+    answer.headers["Cache-Control"] = "no-store"
+    answer.headers["Vary"] = "HX-Request"
+    return answer
+
+
+# --- live ---------------------------------------------------------------------------------------
+
+
+@router.get("/ui/stream")
+def stream(session: Db, caller: Visitor, request: str = "") -> Response:
+    """Says "changed" whenever there may be something new for the page that listens."""
+    tenant = None if caller.sees_all else caller.tenant_id
+    if request and reports.request(session, tenant, request) is None:
+        raise NotFound("request", request)
+    return StreamingResponse(
+        _changed(request or tenant or ALL),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _changed(topic: str) -> AsyncIterator[str]:
+    with changes.subscribe(topic) as news:
+        yield CHANGED  # whatever happened between the page and this stream
+        while not changes.closing:
+            if await news.wait():
+                yield CHANGED
+                await asyncio.sleep(CHANGED_EVERY_S)
+            else:
+                yield ": still here\n\n"
+
+
+CHANGED = "event: changed\ndata:\n\n"

@@ -1,0 +1,327 @@
+"""The words of the `roundhouse` command: which facts of an answer a person sees, and how.
+
+One function or list of columns for each kind of answer.  Nothing is asked or printed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from app.bundling import IGNORE_FILE, Bundle
+from app.client import JSON, Problem, Unreachable
+from app.terminal import Column, ago, clock, facts, seconds, size, state, table, words
+
+ENDED = frozenset({"done", "failed", "cancelled"})
+
+# --- requests -------------------------------------------------------------------------------------
+
+REQUESTS = [
+    Column("ID", lambda r: r["id"]),
+    Column("NAME", lambda r: r["name"]),
+    Column("STATE", lambda r: state(r["state"])),
+    Column("TENANT", lambda r: r["tenant"]),
+    Column("USER", lambda r: r["user"]),
+    Column("TASKS", lambda r: _counted(r["task_states"])),
+    Column("SUBMITTED", lambda r: ago(r["submitted_at"])),
+]
+
+VALIDATED = [
+    Column("TASK", lambda t: t["name"]),
+    Column("TYPE", lambda t: t["type"]),
+    Column("DEVICE", lambda t: t["kind"]),
+    Column("NEEDS", lambda t: ", ".join(need["task"] for need in t["needs"])),
+]
+
+#: A request or a task that was asked to change.
+WISHED = [
+    Column("ID", lambda x: x["id"]),
+    Column("NAME", lambda x: x["name"]),
+    Column("STATE", lambda x: state(x["state"])),
+    Column("ASKED", lambda x: _asked(x)),
+]
+
+
+def accepted(request: JSON) -> Text:
+    text = words(f"Accepted as {request['id']}: {request['name']}, {request['state']}.")
+    return text.append(f"\n  roundhouse why {request['id']}\n  roundhouse logs -f {request['id']}")
+
+
+def ended(request: JSON) -> RenderableType:
+    held = sum(task["held_us"] for task in request["tasks"])
+    pauses = sum(task["pauses"] for task in request["tasks"])
+    lost = sum(task["lost_steps"] for task in request["tasks"])
+    counts = f"{_times(pauses, 'pause')}, {_times(lost, 'lost step')}"
+    told = Text.assemble(
+        words(f"{request['name']} is "),
+        state(request["state"]),
+        f": {seconds(held)} of device time, {counts}.",
+    )
+    return Group(told, *(failure(task) for task in request["tasks"] if task["state"] == "failed"))
+
+
+def request(value: JSON) -> RenderableType:
+    head = facts(
+        [
+            ("request", value["id"]),
+            ("name", value["name"]),
+            ("state", state(value["state"])),
+            ("owner", f"{value['user']} of {value['tenant']}"),
+            ("priority", value["priority"] or None),
+            ("labels", value["labels"]),
+            ("bundle", value["bundle"]),
+            ("submitted", ago(value["submitted_at"])),
+            ("ended", ago(value["ended_at"])),
+        ]
+    )
+    tasks = value["tasks"]
+    failures = [failure(task) for task in tasks if task["state"] == "failed"]
+    return Group(head, Text(), table(tasks, TASKS), *failures)
+
+
+def _asked(changed: JSON) -> str:
+    """What was asked of a request or task and is written down, though perhaps not yet done."""
+    tasks = [task for task in changed.get("tasks", [changed]) if task["state"] not in ENDED]
+    if any(task["cancel_asked"] for task in tasks):
+        return "cancel"
+    if holders := {task["hold"] for task in tasks} - {""}:
+        return f"held by {', '.join(sorted(holders))}"
+    return ""
+
+
+def _counted(states: JSON) -> str:
+    return ", ".join(f"{count} {name}" for name, count in states.items())
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+TASKS = [
+    Column("TASK", lambda t: t["name"]),
+    Column("ID", lambda t: t["id"]),
+    Column("STATE", lambda t: _task_state(t)),
+    Column("DEVICE", lambda t: t["seat"] or (t["image_on"] and f"({t['image_on']})")),
+    Column("STEP", lambda t: t["step"], right=True),
+    Column("HELD", lambda t: seconds(t["held_us"]), right=True),
+    Column("PAUSES", lambda t: t["pauses"], right=True),
+    Column("LOST", lambda t: t["lost_steps"], right=True),
+    Column("METRICS", lambda t: t["result"] or t["metrics"]),
+]
+
+PLACEMENTS = [
+    Column("EPOCH", lambda p: p["epoch"], right=True),
+    Column("DEVICE", lambda p: p["device_id"]),
+    Column("LAUNCHED", lambda p: clock(p["launched_at"])),
+    Column("HELD", lambda p: seconds(p["held_us"]), right=True),
+    Column("STEPS", lambda p: _steps(p)),
+    Column("END", lambda p: p["end"] or "is there"),
+]
+
+
+def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
+    head = facts(
+        [
+            ("task", value["id"]),
+            ("of", value["request_id"]),
+            ("name", value["name"]),
+            ("state", _task_state(value)),
+            ("device", value["seat"]),
+            ("image in the memory of", value["image_on"]),
+            ("place", value["place"]),
+            ("needs", [need["task"] for need in value["needs"]] or None),
+            ("step", value["step"]),
+            ("held", seconds(value["held_us"])),
+            ("pauses", value["pauses"]),
+            ("steps lost", value["lost_steps"]),
+            ("metrics", value["metrics"]),
+            ("result", value["result"]),
+            ("outputs", ", ".join(value["outputs"])),
+            ("can be", ", ".join(value["capabilities"])),
+            ("preset", value["preset"]),
+        ]
+    )
+    parts: list[RenderableType] = [head]
+    if stays:
+        parts += [Text(), table(stays, PLACEMENTS)]
+    if value["cause"]:
+        parts.append(failure(value))
+    return Group(*parts)
+
+
+def failure(task: JSON) -> Text:
+    """Why its last attempt failed, with the traceback of the job."""
+    text = Text("\n").append_text(
+        words(f"{task['name']}: {task['cause']}: {task['message']}", "red")
+    )
+    for line in (task["detail"] or "").splitlines():
+        text.append("\n  ").append_text(words(line))
+    return text
+
+
+def _task_state(task: JSON) -> Text:
+    name = "paused" if task["state"] == "waiting" and task["step"] else task["state"]
+    asked = _asked(task)
+    return words(f"{name}, {asked}", "yellow") if asked else state(name)
+
+
+def _steps(stay: JSON) -> str:
+    if stay["first_step"] is None:
+        return ""
+    return f"{stay['first_step']} to {stay['last_step']}"
+
+
+# --- why ------------------------------------------------------------------------------------------
+
+_WHAT_TO_DO = {
+    "wait": "Nothing to do but wait",
+    "change_request": "You can change that",
+    "ask_admin": "Ask an administrator",
+}
+
+
+def explained(tasks: Iterable[JSON]) -> RenderableType:
+    return Group(*(_explained(task) for task in tasks))
+
+
+def _explained(task: JSON) -> Text:
+    place = f", place {task['place']} of its island" if task["place"] else ""
+    text = Text.assemble(words(task["task"], "bold"), " is ", state(task["state"]), place)
+    if not task["reasons"]:
+        return text.append("\n  ").append_text(words(task["message"]))
+    for reason in task["reasons"]:
+        text.append("\n  ").append_text(words(f"{reason['code']}  ", "dim"))
+        text.append_text(words(reason["message"]))
+        text.append("\n      ").append_text(words(_next(reason)))
+    return text
+
+
+def _next(reason: JSON) -> str:
+    if reason["code"] == "HELD_BY_USER":
+        return "roundhouse resume lets it go on."
+    what = _WHAT_TO_DO.get(reason["next_action"], reason["next_action"])
+    if not reason["unblocked_by"]:
+        return f"{what}."
+    return f"{what}; it ends when: {reason['unblocked_by']}."
+
+
+# --- events and logs ------------------------------------------------------------------------------
+
+
+def event(value: JSON) -> Text:
+    name = value["data"].get("task", "")
+    head = words(f"{clock(value['at'])}  {name:12}  ", "dim")
+    return head.append_text(words(value["message"]))
+
+
+def log_line(value: JSON) -> Text:
+    """As it was printed, so that a script can read it again."""
+    return Text(value["text"])
+
+
+# --- shares and devices ---------------------------------------------------------------------------
+
+DEVICES = [
+    Column("DEVICE", lambda d: d["id"]),
+    Column("KIND", lambda d: d["kind"]),
+    Column("STATE", lambda d: _device_state(d)),
+    Column("TASK", lambda d: d["task_id"] or ("another's" if d["busy"] else "free")),
+    Column("THREADS", lambda d: d["threads"], right=True),
+    Column("MEMORY", lambda d: size(d["memory_bytes"]), right=True),
+    Column("COST", lambda d: d["cost"], right=True),
+    Column("HEARD", lambda d: ago(d["seen_at"])),
+]
+
+_SHARES = [
+    Column("TENANT", lambda t: t["tenant"]),
+    Column("WEIGHT", lambda t: t["weight"], right=True),
+    Column("SHARE", lambda t: f"{t['share']:.0%}", right=True),
+    Column("FAIR NOW", lambda t: t["fair"], right=True),
+    Column("HOLDS", lambda t: t["held"], right=True),
+    Column("WAITING", lambda t: t["waiting"], right=True),
+    Column("USAGE", lambda t: seconds(t["usage_us"]), right=True),
+]
+
+
+def shares(value: JSON) -> RenderableType:
+    tenants = value["tenants"] + ([value["others"]] if value["others"] else [])
+    return Group(words(value["verdict"]), Text(), table(tenants, _SHARES), Text())
+
+
+def usage_columns(groups: Sequence[str]) -> list[Column]:
+    columns = [Column(name.upper(), itemgetter(name)) for name in groups]
+    return [
+        *columns,
+        Column("HELD", lambda row: seconds(row["held_us"]), right=True),
+        Column("CHARGED", lambda row: seconds(row["charged_us"]), right=True),
+    ]
+
+
+def _device_state(device: JSON) -> Text:
+    if not device["up"]:
+        return state("down")
+    return state("cordoned") if device["cordoned"] else words("up")
+
+
+def me(value: JSON) -> list[tuple[str, object]]:
+    return [("user", value["user"]), ("tenant", value["tenant"]), ("role", value["role"])]
+
+
+# --- what is sent, and what goes wrong ------------------------------------------------------------
+
+
+def bundle(code: Bundle) -> Text:
+    many = f"{len(code.files)} file{'' if len(code.files) == 1 else 's'}"
+    return words(f"bundle {code.folder}: {many}, {size(len(code.body))}, {code.sha256[:12]}…")
+
+
+def unparsed(found: JSON) -> Text:
+    """Python files in the bundle that do not parse, if there are any."""
+    text = Text("  sent")
+    for name, why in found.get("unparsed", {}).items():
+        text.append("\n  ").append_text(words(f"{name} does not parse: {why}", "yellow"))
+    return text
+
+
+def too_large(code: Bundle) -> Text:
+    text = Text("  The biggest of its files:")
+    for name, count in code.biggest():
+        text.append("\n    ").append_text(words(f"{size(count):>10}  {name}"))
+    return text.append(f"\n  Name what the job does not need in {IGNORE_FILE}.")
+
+
+def problem(error: Problem) -> Text:
+    """Title, detail, each pointer, and where it is explained."""
+    text = words(error.title, "bold red")
+    if not error.errors and error.detail != error.title:  # else each of them says more
+        text.append("\n  ").append_text(words(error.detail))
+    for entry in error.errors:
+        where = entry.get("pointer") or "(the whole)"
+        text.append("\n  ").append_text(words(f"{where}: ", "bold"))
+        text.append_text(words(str(entry.get("detail", ""))))
+    if action := _ACTIONS.get(error.type):
+        text.append(f"\n  {action}")
+    return text
+
+
+_ACTIONS = {
+    "validation-error": "Nothing was changed; mend it and try again.",
+    "unsatisfiable": "roundhouse devices shows what there is.",
+    "idempotency-key-reused": "Take another --idempotency-key for another request.",
+    "unauthenticated": "roundhouse login, or set ROUNDHOUSE_KEY.",
+    "insufficient-scope": "roundhouse whoami shows your role.",
+    "not-found": "roundhouse ps -a lists what is yours.",
+    "unavailable": "Nothing is lost; try again in a moment.",
+    "internal": "It is our mistake; an administrator finds it in the log of the API.",
+}
+
+
+def unreachable(error: Unreachable) -> Text:
+    text = words(f"{error.url} does not answer", "bold red")
+    text.append("\n  ").append_text(words(f"{error.cause or type(error.cause).__name__}"))
+    return text.append("\n  Is it running (make up)?  Is the address right (roundhouse whoami)?")

@@ -1,0 +1,386 @@
+"""The whole system on one machine, from one command, until Ctrl-C.
+
+    python -m app.up [--home FOLDER] [--devices N] [--port PORT]
+
+Embedded Postgres and Redis (`app.embedded`; DATABASE_URL and REDIS_URL win), then the schema and
+first keys (`app.seed`), then the API, control, one island scheduler and N CPU devices, each a
+process that is started again when it dies and that ends with this one (`app.supervisor`).
+
+HOME/run/up.json says what runs: address, process ids, where keys and logs are.  `running` does the
+same for tests, the demo and benchmarks, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app import embedded
+from app.embedded import CannotStart
+from app.settings import settings
+from app.supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
+
+ROOT = Path(__file__).parent.parent  # where the packages `app` and `workers` lie
+HOST_NAME = "local"  # of the host whose devices we start
+DEVICE_GRACE_S = 15.0  # they pause what they hold and write it down
+SEED_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 90.0
+LOOK_S = 0.05
+
+Env = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    home: Path
+    devices: int = 2
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+
+    @property
+    def up_file(self) -> Path:
+        return self.home / "run" / "up.json"
+
+    @property
+    def keys_file(self) -> Path:
+        return self.home / "keys.json"
+
+    @property
+    def device_names(self) -> list[str]:
+        return [f"{HOST_NAME}.{n}" for n in range(self.devices)]
+
+
+# --- up, until somebody says stop -----------------------------------------------------------------
+
+
+def up(wanted: Wanted, say: Callable[[str], None]) -> None:
+    """Runs the system until SIGINT, SIGTERM or SIGHUP; raises CannotStart or NotReady."""
+    embedded.prepare(wanted.home)
+    with embedded.locked(wanted.home):
+        port = wanted.port or _free_port(wanted.host)
+        state = _State(wanted, f"http://{wanted.host}:{port}")
+        supervisor = Supervisor(wanted.home / "logs", changed=state.write, say=say)
+        state.supervisor = supervisor
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: supervisor.ask_to_stop())
+        try:
+            _start(wanted, state, port)
+            say(_welcome(wanted, state))
+            supervisor.watch()
+        except StopAsked:
+            pass  # while it was starting: what has started is stopped below
+        finally:
+            say("stopping")
+            supervisor.stop()
+            wanted.up_file.unlink(missing_ok=True)
+            embedded.leave_sockets(wanted.home)
+
+
+def _start(wanted: Wanted, state: _State, port: int) -> None:
+    supervisor = state.supervisor
+    # 1. The two servers, unless the environment names others.
+    state.database_url = settings().database_url.get_secret_value()
+    state.redis_url = settings().redis_url.get_secret_value()
+    if not state.database_url:
+        supervisor.start(embedded.postgres(wanted.home))
+        state.database_url = embedded.postgres_url(wanted.home)
+    if not state.redis_url:
+        supervisor.start(embedded.redis_server(wanted.home))
+        state.redis_url = embedded.redis_url(wanted.home)
+    # 2. The schema, three tenants and their keys.
+    env = _env(wanted, state, port)
+    _seed(wanted, env)
+    # 3. What is ours.  Devices end first, so that the island still hears what they paused.
+    supervisor.start(_api(env, wanted.host, port), *_schedulers(wanted, env))
+    supervisor.start(*(_device(env, wanted, n) for n in range(wanted.devices)))
+    why = f"{state.url}/readyz and {supervisor.logs} say why"
+    supervisor.wait_until(
+        lambda: answers(state.url, "/readyz" if wanted.devices else "/livez"),
+        lambda: f"the system is not ready after {READY_TIMEOUT_S:g} s: {why}",
+        timeout_s=READY_TIMEOUT_S,
+    )
+    state.ready = True
+    state.write()
+
+
+class _State:
+    """What HOME/run/up.json says."""
+
+    def __init__(self, wanted: Wanted, url: str) -> None:
+        self.wanted, self.url, self.began_s = wanted, url, time.monotonic()
+        self.supervisor: Supervisor
+        self.database_url = self.redis_url = ""
+        self.ready = False
+
+    def write(self) -> None:
+        file = self.wanted.up_file
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        new = file.with_suffix(".new")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            json.dump(self._facts(), out, indent=2)
+        new.replace(file)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "ready": self.ready,
+            "url": self.url,
+            "home": str(self.wanted.home),
+            "keys": str(self.wanted.keys_file),
+            "logs": str(self.supervisor.logs),
+            "database_url": self.database_url,
+            "redis_url": self.redis_url,
+            "devices": self.wanted.device_names,
+            "pids": self.supervisor.pids(),
+        }
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+def _env(wanted: Wanted, state: _State, port: int) -> Env:
+    return {
+        **os.environ,
+        "DATABASE_URL": state.database_url,
+        "REDIS_URL": state.redis_url,
+        "ROUNDHOUSE_HOME": str(wanted.home),
+        "ROUNDHOUSE_HOST": wanted.host,
+        "ROUNDHOUSE_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _seed(wanted: Wanted, env: Env) -> None:
+    words = ("-m", "app.seed", "--tenants", str(wanted.keys_file))
+    spec = Spec(name="seed", command=(sys.executable, *words), env=env)
+    run = subprocess.run(
+        leashed(spec), env=env, cwd=ROOT, capture_output=True, text=True, timeout=SEED_TIMEOUT_S
+    )
+    if run.returncode != 0:
+        raise CannotStart(f"the database could not be prepared:\n{run.stdout}{run.stderr}")
+
+
+def _api(env: Env, host: str, port: int) -> Spec:
+    # Without the timeout a browser that follows a stream would keep the server from ending.
+    options = ("--timeout-graceful-shutdown", "3", "--no-access-log", "--log-level", "warning")
+    words = ("-m", "uvicorn", "app.main:app", "--host", host, "--port", str(port), *options)
+    return Spec(name="api", command=(sys.executable, *words), env=env, folder=ROOT)
+
+
+def _schedulers(wanted: Wanted, env: Env) -> list[Spec]:
+    island = settings().island
+    return [
+        _celery("control", "workers.control", "control", wanted, env),
+        _celery("island", "workers.island", f"island.{island}", wanted, env),
+    ]
+
+
+def _device(env: Env, wanted: Wanted, n: int) -> Spec:
+    device = wanted.device_names[n]
+    without_password = {k: v for k, v in env.items() if k != "DATABASE_URL"}
+    return _celery(
+        f"device.{n}",
+        "workers.device",
+        f"device.{device}",
+        wanted,
+        {**without_password, "ROUNDHOUSE_DEVICE": device},
+        grace_s=DEVICE_GRACE_S,
+    )
+
+
+def _celery(
+    name: str, module: str, queue: str, wanted: Wanted, env: Env, *, grace_s: float = 8.0
+) -> Spec:
+    node = f"{name}@{embedded.name_of(wanted.home)}"
+    words = ("-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2", "-Q", queue)
+    quiet = ("--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "WARNING")
+    return Spec(
+        name=name,
+        command=(sys.executable, *words, "-n", node, *quiet),
+        env=env,
+        folder=ROOT,
+        grace_s=grace_s,
+    )
+
+
+def answers(url: str, path: str) -> bool:
+    """Whether the API answers with 200 by now."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5.0)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):  # not there yet, or just going
+        return False
+    finally:
+        connection.close()
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _welcome(wanted: Wanted, state: _State) -> str:
+    took_s = time.monotonic() - state.began_s
+    lines = [
+        f"Roundhouse is up after {took_s:.1f} s, with {wanted.devices} CPU devices",
+        f"  pages  {state.url}/ui/",
+        f"  API    {state.url}/docs",
+        f"  logs   {state.supervisor.logs}",
+        f"  keys   {wanted.keys_file}",
+    ]
+    for tenant, keys in json.loads(wanted.keys_file.read_text()).items():
+        lines += [f"    {tenant:9} {role:15} {key}" for role, key in keys.items()]
+    return "\n".join([*lines, "Ctrl-C stops everything."])
+
+
+# --- for tests, the demo and benchmarks -----------------------------------------------------------
+
+
+class Handle:
+    """A system that runs in a process of its own."""
+
+    def __init__(self, wanted: Wanted, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.wanted, self.process, self.output = wanted, process, output
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What up.json says now; empty before it is there."""
+        try:
+            facts: dict[str, Any] = json.loads(self.wanted.up_file.read_text())
+        except FileNotFoundError:
+            return {}
+        return facts if facts["pid"] == self.process.pid else {}  # else of the time before
+
+    @property
+    def url(self) -> str:
+        return str(self.facts["url"])
+
+    @property
+    def keys(self) -> dict[str, dict[str, str]]:
+        """{tenant: {role: key}}"""
+        keys: dict[str, dict[str, str]] = json.loads(self.wanted.keys_file.read_text())
+        return keys
+
+    def pids(self) -> dict[str, int]:
+        return dict(self.facts["pids"])
+
+    def kill(self, name: str) -> int:
+        """`kill -9`; returns the process id that is no more."""
+        pid = self.pids()[name]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Waits until all has started and the API says it is ready; raises CannotStart."""
+        until_s = time.monotonic() + timeout_s
+        while not self._is_ready():
+            if self.process.poll() is not None or time.monotonic() > until_s:
+                said = self.output.read_text(errors="replace")
+                raise CannotStart(
+                    f"Roundhouse on {self.wanted.home} is not ready; it said:\n{said}"
+                )
+            time.sleep(LOOK_S)
+
+    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = 30.0) -> int:
+        """Waits for another process of this name; returns its id."""
+        until_s = time.monotonic() + timeout_s
+        while (pid := self.pids().get(name, old_pid)) == old_pid:
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{name} was not started again within {timeout_s} s")
+            time.sleep(LOOK_S)
+        return pid
+
+    def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 60.0) -> int:
+        """Asks it to stop, as Ctrl-C does; returns its exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+    def _is_ready(self) -> bool:
+        facts = self.facts
+        return bool(facts.get("ready")) and answers(facts["url"], "/readyz")
+
+
+@contextmanager
+def running(
+    home: Path, *, devices: int = 2, env: Mapping[str, str] | None = None
+) -> Iterator[Handle]:
+    """The system on `home`, ready, until the context ends; call it from a long-lived thread."""
+    wanted = Wanted(home=home, devices=devices)
+    embedded.prepare(home)
+    output = home / "up.log"
+    words = ("-m", "app.up", "--home", str(home), "--devices", str(devices))
+    spec = Spec(
+        name="up",
+        command=(sys.executable, *words),
+        env={**os.environ, **(env or {})},
+        death=signal.SIGTERM,
+    )
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            leashed(spec),
+            env=dict(spec.env),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    handle = Handle(wanted, process, output)
+    try:
+        handle.wait_ready()
+        yield handle
+    finally:
+        try:
+            handle.stop()
+        finally:
+            process.kill()  # its children die with it; nothing happens if it has ended
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = _arguments(arguments)
+    wanted = Wanted(
+        home=asked.home.absolute(), devices=asked.devices, host=asked.host, port=asked.port
+    )
+    try:
+        up(wanted, _say)
+    except (CannotStart, NotReady) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m app.up", description=__doc__)
+    home, port = settings().home, int(os.environ.get("ROUNDHOUSE_PORT", "0"))
+    parser.add_argument("--home", type=Path, default=home, help=f"data folder ({home})")
+    parser.add_argument("--devices", type=int, default=2, help="how many CPU devices (2)")
+    parser.add_argument("--host", default=settings().host, help="address to listen on")
+    parser.add_argument("--port", type=int, default=port, help="port of the API (any free one)")
+    return parser.parse_args(arguments)
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError):  # nobody reads any more: no reason to end
+        sys.stdout.write(f"{sentence}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""What people ask for after they submitted: cancel, hold, release, save, another priority.
+
+A wish is written down and answered at once; the island acts on it and writes the state.  Asking
+twice changes nothing more.  Each wish that changes something leaves an event that says who asked.
+After the commit the open streams and the island (or control, if no island has the task yet) hear of
+it; both hints may be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app import outbox
+from app.changes import changes
+from app.core.lifecycle import ENDED, ON_A_DEVICE
+from app.db import after_commit
+from app.errors import Conflict, Forbidden
+from app.models import Event, Request, Task
+
+ADMIN_HOLD, USER_HOLD = "admin", "user"
+
+
+# --- about a request ----------------------------------------------------------------------------
+
+
+def cancel_request(session: Session, request: Request, *, by: str) -> None:
+    if _each(session, request, _wish_cancel):
+        _tell(session, request, None, "request.cancel_asked", f"{by} asked to cancel it.")
+
+
+def hold_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
+    hold = ADMIN_HOLD if as_admin else USER_HOLD
+    if _each(session, request, lambda task: _wish_hold(task, hold)):
+        _tell(session, request, None, "request.hold_asked", f"{by} holds it.")
+
+
+def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
+    if _each(session, request, lambda task: _wish_release(task, as_admin)):
+        _tell(session, request, None, "request.release_asked", f"{by} released it.")
+
+
+def change_request(
+    session: Session,
+    request: Request,
+    *,
+    priority: int | None,
+    labels: dict[str, str] | None,
+    by: str,
+) -> None:
+    """Raises Conflict if the priority of something ended is to change."""
+    if priority is not None and priority != request.priority:
+        if request.state in ENDED:
+            raise Conflict(f"it is {request.state}, so its priority means nothing any more")
+        _each(session, request, lambda task: _set(task, "priority", priority))
+        request.priority = priority
+        told = f"{by} set its priority to {priority}."
+        _tell(session, request, None, "request.priority_set", told)
+    if labels is not None:
+        request.labels = labels
+
+
+# --- about a task -------------------------------------------------------------------------------
+
+
+def cancel_task(session: Session, task: Task, *, by: str) -> None:
+    if _one(session, task, _wish_cancel):
+        _tell(session, task, task, "task.cancel_asked", f"{by} asked to cancel it.")
+
+
+def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
+    _check_live(task, "paused")
+    hold = ADMIN_HOLD if as_admin else USER_HOLD
+    if _one(session, task, lambda task: _wish_hold(task, hold)):
+        _tell(session, task, task, "task.hold_asked", f"{by} asked to pause it.")
+
+
+def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
+    _check_live(task, "resumed")
+    if _one(session, task, lambda task: _wish_release(task, as_admin)):
+        _tell(session, task, task, "task.release_asked", f"{by} asked to resume it.")
+
+
+def save_task(session: Session, task: Task, *, by: str) -> None:
+    """Raises Conflict unless the task sits on a device."""
+    if task.state not in ON_A_DEVICE:
+        raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
+    if _one(session, task, lambda task: _set(task, "save_asked", True)):
+        _tell(session, task, task, "task.save_asked", f"{by} asked for a checkpoint.")
+
+
+def _check_live(task: Task, wished: str) -> None:
+    if task.state in ENDED:
+        raise Conflict(f"it is {task.state} and cannot be {wished} any more")
+
+
+# --- how a wish is written ----------------------------------------------------------------------
+
+Wish = Callable[[Task], bool]
+
+
+def _each(session: Session, request: Request, wish: Wish) -> bool:
+    """Wish it of all tasks that have not ended; locked by id, as the island locks them."""
+    query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
+    return _wish(session, session.scalars(query.order_by(Task.id).with_for_update()), wish)
+
+
+def _one(session: Session, task: Task, wish: Wish) -> bool:
+    session.refresh(task, with_for_update=True)
+    return _wish(session, [] if task.state in ENDED else [task], wish)
+
+
+def _wish(session: Session, tasks: Iterable[Task], wish: Wish) -> bool:
+    changed = [task for task in tasks if wish(task)]
+    for island in sorted({task.island or "" for task in changed}):
+        after_commit(session, lambda island=island: _nudge(island))  # type: ignore[misc]
+    return bool(changed)
+
+
+def _wish_cancel(task: Task) -> bool:
+    if task.cancel_asked_at is not None:
+        return False
+    task.cancel_asked_at = func.now()
+    return True
+
+
+def _wish_hold(task: Task, hold: str) -> bool:
+    return task.hold != ADMIN_HOLD and _set(task, "hold", hold)
+
+
+def _wish_release(task: Task, as_admin: bool) -> bool:
+    if task.hold == ADMIN_HOLD and not as_admin:
+        raise Forbidden("an administrator of the platform holds it, and only they release it")
+    return _set(task, "hold", "")
+
+
+def _set(task: Task, wish: str, value: Any) -> bool:
+    if getattr(task, wish) == value:
+        return False
+    setattr(task, wish, value)
+    return True
+
+
+def _nudge(island: str) -> None:
+    if island:
+        outbox.nudge_island(island)
+    else:
+        outbox.nudge_control()
+
+
+def _tell(
+    session: Session, about: Request | Task, task: Task | None, type_: str, message: str
+) -> None:
+    tenant_id = about.tenant_id
+    request_id = about.request_id if isinstance(about, Task) else about.id
+    session.add(
+        Event(
+            tenant_id=tenant_id,
+            request_id=request_id,
+            task_id=task.id if task else None,
+            type=type_,
+            message=message,
+            data={"task": task.name} if task else {},
+        )
+    )
+    after_commit(session, lambda: changes.tell(tenant_id, request_id))

@@ -1,0 +1,58 @@
+"""What the system costs when nobody asks for anything: CPU time of all its processes.
+
+python -m benchmarks.idle [--quick]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import psutil
+
+from app.embedded import temporary_home
+from app.up import Handle, running
+from benchmarks import Target, quick, report
+
+SETTLE_S = 5.0
+BOUND_PERCENT = 5.0
+
+
+def main() -> int:
+    watch_s = 10.0 if quick() else 60.0
+    with temporary_home() as home, running(home) as system:
+        time.sleep(SETTLE_S)
+        before = cpu_s(system)
+        time.sleep(watch_s)
+        after = cpu_s(system)
+    percent = {name: 100 * (after[name] - before.get(name, 0.0)) / watch_s for name in after}
+    targets = [
+        Target(
+            name="the idle system",
+            value=round(sum(percent.values()), 2),
+            unit="% of a core",
+            op="<=",
+            bound=BOUND_PERCENT,
+        )
+    ]
+    return report("idle", targets, {name: round(value, 2) for name, value in percent.items()})
+
+
+def cpu_s(system: Handle) -> dict[str, float]:
+    """CPU seconds used so far by each process of the system and all that descend from it."""
+    found = {name: family_s(pid) for name, pid in system.pids().items()}
+    return {"supervisor": own_s(psutil.Process(system.process.pid)), **found}
+
+
+def family_s(pid: int) -> float:
+    process = psutil.Process(pid)
+    return sum(own_s(one) for one in [process, *process.children(recursive=True)])
+
+
+def own_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Jobs to try Roundhouse with, and the demo that runs them."""

@@ -1,0 +1,295 @@
+"""Three tenants share two devices: real training, one `kill -9`, and a judgment at the end.
+
+    make demo        (or: python -m examples.demo)
+
+Ends by itself in a few minutes, with status 0 only if every promise held.  The data goes to a
+temporary folder, or to ROUNDHOUSE_HOME if that is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from app.bundling import bundle_folder
+from app.client import Client
+from app.embedded import CannotStart, temporary_home
+from app.up import ROOT, Handle, running
+from examples import judge
+from examples.judge import Kill, Life, Sample
+from examples.view import ENDED, View, summary, verdicts
+
+JSON = dict[str, Any]
+
+DEVICES = 2
+DEMAND_S = 90.0  # what all jobs together would take on both devices, were nothing else going on
+LEAST_WINDOW_S = 45.0  # shorter, and the shares would prove little
+GIVE_UP_S = 270.0  # five minutes are promised
+LOOK_S = 1.0
+PLAIN_WIDTH = 120  # columns, where the terminal does not say
+KILLED = "device.1"
+KILL_AT = 1 / 3  # of all steps
+CHECKPOINT_EVERY_S = 5.0
+
+ENV = {
+    "ROUNDHOUSE_DEVICE_THREADS": "1",
+    "ROUNDHOUSE_SLICE_MAX_S": "3",  # many turns in short time, for the onlooker
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Burst:
+    """What a tenant submits: `count` times the class in examples/FOLDER, with another seed each."""
+
+    tenant: str
+    folder: str
+    count: int
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One accepted job, as it was asked for."""
+
+    tenant: str
+    name: str
+    folder: str
+    params: Mapping[str, Any]
+
+
+BURSTS = (
+    Burst(tenant="alpha", folder="digits", count=4, params={"width": 16, "work": 4}),
+    Burst(tenant="beta", folder="digits", count=4, params={"width": 16, "work": 4}),
+    Burst(tenant="gamma", folder="chars", count=4, params={"width": 48, "work": 1}),
+)
+WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
+
+
+def main() -> int:
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    console, began_s = Console(highlight=False, width=width), time.monotonic()
+    console.print("Roundhouse: three tenants share two devices, by weight 1 : 1 : 2")
+    try:
+        with home() as folder, running(folder, devices=DEVICES, env=ENV) as system:
+            console.print(f"up after {time.monotonic() - began_s:.1f} s; while this runs:")
+            console.print(places(system), markup=False, soft_wrap=True)
+            found = Demo(console, system, began_s).run()
+    except CannotStart as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    broken = [verdict for verdict in found if not verdict.held]
+    took_s = time.monotonic() - began_s
+    console.print(f"{len(found) - len(broken)} of {len(found)} promises held, in {took_s:.0f} s")
+    console.print("`make up` keeps the same system running and prints its addresses and keys")
+    return 1 if broken else 0
+
+
+class Demo:
+    """One run of it; `jobs` are the accepted ones, by task id."""
+
+    def __init__(self, console: Console, system: Handle, began_s: float) -> None:
+        self.console, self.system, self.began_s = console, system, began_s
+        self.admin = Client(system.url, system.keys["platform"]["platform_admin"], patience_s=30)
+        self.jobs: dict[str, Job] = {}
+        self.samples: list[Sample] = []
+        self.kill: Kill | None = None
+
+    def run(self) -> list[judge.Verdict]:
+        # 1. How long does a step take here?  So that the demo is as long on any machine.
+        steps = {tenant: steps_of(tenant, ms) for tenant, ms in step_times_ms().items()}
+        # 2. The burst.
+        for burst in BURSTS:
+            self._submit(burst, steps[burst.tenant])
+        told = ", ".join(f"{tenant} {count}" for tenant, count in steps.items())
+        self.console.print(f"{len(self.jobs)} jobs accepted; steps of each job: {told}")
+        # 3. Watch, and kill a device worker on the way.
+        with View(self.console, WEIGHTS, self.system.facts["devices"]) as view:
+            self._watch(view)
+        # 4. Judge.
+        return self._judge([self._life(id, job) for id, job in self.jobs.items()])
+
+    # --- submit ---
+
+    def _submit(self, burst: Burst, steps: int) -> None:
+        bundle = bundle_folder(folder_of(burst.folder))
+        with Client(self.system.url, self.system.keys[burst.tenant]["member"]) as client:
+            client.upload(bundle.sha256, bundle.body)
+            for n in range(burst.count):
+                name = f"{burst.folder}-{n + 1}"
+                params = {**burst.params, "steps": steps, "seed": n}
+                request = client.submit(descriptor(name, bundle.sha256, params))
+                self.jobs[request["tasks"][0]["id"]] = Job(
+                    tenant=burst.tenant, name=name, folder=burst.folder, params=params
+                )
+
+    # --- watch ---
+
+    def _watch(self, view: View) -> None:
+        total_steps = sum(job.params["steps"] for job in self.jobs.values())
+        while True:
+            at_s = time.monotonic() - self.began_s
+            tasks = self._look(view, at_s)
+            if all(task["state"] in ENDED for task in tasks):
+                return
+            if self.kill is None and sum(task["step"] for task in tasks) > KILL_AT * total_steps:
+                self._kill(view, at_s)
+            if at_s > GIVE_UP_S:
+                view.note(at_s, "this takes too long: giving up")
+                return
+            time.sleep(LOOK_S)
+
+    def _look(self, view: View, at_s: float) -> list[JSON]:
+        """Takes a sample, shows it, and returns our tasks as they are now."""
+        shares = self.admin.get("/v1/fair-share")["tenants"]
+        total_us = {share["tenant"]: share["total_us"] for share in shares}
+        used_us = {tenant: total_us[tenant] for tenant in WEIGHTS}
+        found = [t for t in self.admin.items("/v1/tasks", limit=100) if t["id"] in self.jobs]
+        tasks: dict[str, list[JSON]] = {tenant: [] for tenant in WEIGHTS}
+        for task in found:
+            tasks[self.jobs[task["id"]].tenant].append(task)
+        unfinished = {
+            tenant: sum(task["state"] not in ENDED for task in own) for tenant, own in tasks.items()
+        }
+        self.samples.append(Sample(at_s=at_s, used_us=used_us, unfinished=unfinished))
+        view.show(at_s, tasks, used_us)
+        return found
+
+    def _kill(self, view: View, at_s: float) -> None:
+        device = self.system.facts["devices"][int(KILLED.split(".")[1])]
+        pid = self.system.kill(KILLED)
+        self.kill = Kill(device=device, at=datetime.now(UTC))
+        view.note(at_s, f"kill -9 {pid}: that was the worker of {device}, and all it held")
+        again = self.system.wait_restarted(KILLED, pid)
+        view.note(at_s, f"it was started again, as process {again}")
+
+    # --- judge ---
+
+    def _life(self, id: str, job: Job) -> Life:
+        def oldest_first(what: str) -> list[JSON]:
+            return list(self.admin.items(f"/v1/tasks/{id}/{what}", limit=100))[::-1]
+
+        return Life(
+            tenant=job.tenant,
+            name=f"{job.tenant}/{job.name}",
+            task=self.admin.get(f"/v1/tasks/{id}"),
+            placements=oldest_first("placements"),
+            checkpoints=oldest_first("checkpoints"),
+        )
+
+    def _judge(self, lives: Sequence[Life]) -> list[judge.Verdict]:
+        window = judge.saturated(self.samples)
+        self.console.print(summary(window, WEIGHTS, lives))
+        for life in lives:
+            if life.task["state"] != "done":
+                self.console.print(why(life), markup=False, soft_wrap=True)
+        kill = self.kill or Kill(device="nothing", at=datetime.now(UTC))
+        chosen = judge.most_disturbed(lives)
+        self.console.print(f"now {chosen.name} once more, alone, to compare the bits")
+        job = self.jobs[chosen.task["id"]]
+        found = [
+            judge.all_done(lives),
+            judge.shares_follow_weights(window, WEIGHTS, least_s=LEAST_WINDOW_S),
+            judge.ledger_adds_up(lives, self._booked()),
+            judge.pauses_lose_nothing(lives, kill),
+            judge.kill_costs_little(lives, kill),
+            judge.same_bits(chosen, alone(job.folder, job.params, chosen.task["preset"])),
+        ]
+        self.console.print(verdicts(found))
+        return found
+
+    def _booked(self) -> dict[str, int]:
+        rows = self.admin.get("/v1/usage", group_by="tenant")["items"]
+        booked = {row["tenant"]: row["held_us"] for row in rows}
+        return {tenant: booked.get(tenant, 0) for tenant in WEIGHTS}
+
+
+def why(life: Life) -> str:
+    """What a job that did not get done has to say."""
+    said = life.task["message"] or life.task["reasons"]
+    return f"{life.name} is {life.task['state']}: {said}\n{life.task['detail'] or ''}"
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def descriptor(name: str, bundle: str, params: Mapping[str, Any]) -> JSON:
+    task = {
+        "name": name,
+        "type": "train",
+        "run": {"job": "train:Train"},
+        "params": dict(params),
+        "checkpoint": {"every_s": CHECKPOINT_EVERY_S},
+    }
+    return {"name": name, "bundle": f"sha256:{bundle}", "tasks": [task]}
+
+
+def step_times_ms() -> dict[str, float]:
+    """How long a step takes, by tenant, with as many jobs at once as there will be."""
+    kinds = {burst.folder: burst for burst in BURSTS}
+    with ThreadPoolExecutor(DEVICES) as pool:
+        times = dict(zip(kinds, pool.map(step_ms, kinds.values()), strict=True))
+    return {burst.tenant: times[burst.folder] for burst in BURSTS}
+
+
+def step_ms(burst: Burst) -> float:
+    words = ("-m", "examples.pace", str(folder_of(burst.folder)), json.dumps(dict(burst.params)))
+    return float(run_python(*words).splitlines()[-1])
+
+
+def steps_of(tenant: str, each_ms: float) -> int:
+    """So many that every tenant's work is its share of DEMAND_S on all devices."""
+    burst = next(burst for burst in BURSTS if burst.tenant == tenant)
+    seconds = DEVICES * DEMAND_S * WEIGHTS[tenant] / sum(WEIGHTS.values())
+    return round(1e3 * seconds / burst.count / each_ms)
+
+
+def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:
+    """The result of a job that runs in a process of its own, with nobody else's hands on it."""
+    words = (str(folder_of(folder)), "train:Train", "--params", json.dumps(dict(params)))
+    said = run_python("-m", "workers.job", *words, "--preset", json.dumps(preset))
+    result: JSON = json.loads(said.splitlines()[-1])["result"]
+    return result
+
+
+def run_python(*words: str) -> str:
+    """What it printed; what it complained about goes where our complaints go."""
+    command, env = [sys.executable, *words], {**os.environ, **ENV}
+    return subprocess.run(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+def folder_of(name: str) -> Path:
+    return Path(__file__).parent / name
+
+
+@contextmanager
+def home() -> Iterator[Path]:
+    """ROUNDHOUSE_HOME, which stays, or a folder that goes away again."""
+    if named := os.environ.get("ROUNDHOUSE_HOME"):
+        yield Path(named).absolute()
+        return
+    with temporary_home() as folder:
+        yield folder
+
+
+def places(system: Handle) -> str:
+    keys = [f"    sign in as {tenant}: {system.keys[tenant]['tenant_admin']}" for tenant in WEIGHTS]
+    return "\n".join([f"  pages {system.url}/ui/", *keys, f"  API   {system.url}/docs"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

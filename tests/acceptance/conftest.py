@@ -1,0 +1,134 @@
+"""The whole system, started once for all acceptance tests, and hands to touch it with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+
+from app.bundling import bundle_folder
+from app.client import Client
+from app.embedded import temporary_home
+from app.up import Handle, running
+
+JSON = dict[str, Any]
+
+JOBS = Path(__file__).parent / "jobs"
+SETTLE_S = 30.0
+ENDED = ("done", "failed", "cancelled")
+SUMS = """
+    select (select coalesce(sum(held_us), 0)::bigint from placements),
+           (select coalesce(sum(held_us), 0)::bigint from usage),
+           (select coalesce(sum(charged_us), 0)::bigint from placements),
+           (select coalesce(sum(charged_us), 0)::bigint from usage),
+           (select coalesce(sum(total_us), 0)::bigint from accounts)
+"""
+
+
+class TenantClient(Client):
+    """A member of a tenant, who has the test jobs at hand; patient while something is restarted."""
+
+    def __init__(self, url: str, key: str) -> None:
+        super().__init__(url, key, patience_s=60.0)
+        self._bundle = ""
+
+    @property
+    def bundle(self) -> str:
+        """The test jobs, uploaded."""
+        if not self._bundle:
+            found = bundle_folder(JOBS)
+            self.upload(found.sha256, found.body)
+            self._bundle = f"sha256:{found.sha256}"
+        return self._bundle
+
+    def submit_job(self, entry: str, *, name: str, params: JSON | None = None, **task: Any) -> str:
+        """Submits one task that runs this class; returns the request's id."""
+        job = {"name": "job", "type": "train", "run": {"job": entry}, "params": params or {}}
+        request = {"name": name.lower(), "bundle": self.bundle, "tasks": [{**job, **task}]}
+        return str(self.submit(request)["id"])
+
+    def request(self, id: str) -> JSON:
+        return self.get(f"/v1/requests/{id}")
+
+    def wait(self, id: str, *, timeout_s: float) -> JSON:
+        """The request, once it has ended."""
+        return self.wait_until(id, lambda request: request["state"] in ENDED, timeout_s=timeout_s)
+
+    def wait_until(self, id: str, what: Any, *, timeout_s: float) -> JSON:
+        """The request, once `what(request)` is true."""
+        until_s = time.monotonic() + timeout_s
+        while not what(request := self.request(id)):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"after {timeout_s} s: {request}")
+            time.sleep(0.1)
+        return request
+
+    def log_text(self, task_id: str) -> list[str]:
+        """The lines that a task printed."""
+        request_id = self.get(f"/v1/tasks/{task_id}")["request_id"]
+        lines = self.items(f"/v1/requests/{request_id}/logs", task=task_id, limit=200)
+        return [line["text"] for line in lines]
+
+
+class System:
+    def __init__(self, handle: Handle) -> None:
+        self.handle, self.url, self.keys = handle, handle.url, handle.keys
+
+    def client(self, tenant: str, role: str = "member") -> TenantClient:
+        return TenantClient(self.url, self.keys[tenant][role])
+
+    def wait_running(self, client: TenantClient, id: str, timeout_s: float = 60.0) -> None:
+        """Waits until a task of this request has made a step."""
+
+        def steps(request: JSON) -> bool:
+            return any(task["state"] == "running" and task["step"] for task in request["tasks"])
+
+        client.wait_until(id, steps, timeout_s=timeout_s)
+
+    def kill(self, victim: str) -> None:
+        """`kill -9` of a process of the system, by its name in up.json, or of a "resident"."""
+        if victim == "resident":
+            os.kill(self.resident(), signal.SIGKILL)
+            return
+        pid = self.handle.kill(victim)
+        self.handle.wait_restarted(victim, pid)
+
+    def resident(self) -> int:
+        """The process id of a job that computes now."""
+        until_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < until_s:
+            before = {process: sum(process.cpu_times()[:2]) for process in self._jobs()}
+            time.sleep(0.5)
+            used_s = {p: sum(p.cpu_times()[:2]) - before[p] for p in before if p.is_running()}
+            busiest = max(used_s, key=lambda p: used_s[p], default=None)
+            if busiest is not None and used_s[busiest] > 0:
+                return int(busiest.pid)
+        raise TimeoutError(f"no job computes within {SETTLE_S} s")
+
+    def _jobs(self) -> list[psutil.Process]:
+        """device worker -> zygote -> (keeper ->) resident: the last in each line, but no zygote."""
+        devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
+        zygotes = [child for pid in devices for child in psutil.Process(pid).children()]
+        below = [child for zygote in zygotes for child in zygote.children(recursive=True)]
+        return [process for process in below if not process.children()]
+
+    def check_ledger(self) -> None:
+        """What placements, usage and accounts say must be the same, to the microsecond."""
+        url = self.handle.facts["database_url"].replace("postgresql+psycopg", "postgresql", 1)
+        with psycopg.connect(url) as connection:
+            held, booked, charged, booked_charges, accounts = connection.execute(SUMS).fetchone()
+        assert held == booked
+        assert charged == booked_charges == accounts
+
+
+@pytest.fixture(scope="session")
+def system() -> Iterator[System]:
+    with temporary_home() as home, running(home) as handle:
+        yield System(handle)

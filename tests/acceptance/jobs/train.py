@@ -1,0 +1,91 @@
+"""Jobs for the acceptance tests: small, exact, and talkative about when they ran."""
+
+import hashlib
+import os
+import random
+import time
+
+import torch
+
+
+def say(what, step):
+    print(what, time.monotonic_ns(), os.getpid(), step, flush=True)
+
+
+class Train:
+    """A small net with dropout, momentum and three sources of chance.
+
+    Every step says when it began and ended, so that a reader of the log can tell whether two
+    processes ever ran the same task at once.
+    """
+
+    def __init__(self, ctx, *, steps=100, seed=0, step_s=0.02):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.steps, self.step_s, self.done = steps, step_s, 0
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+        ).to(ctx.device)
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, ctx):
+        say("begin", ctx.step)
+        time.sleep(self.step_s)  # the weight of a real step, without the heat
+        x = torch.randn(8, 16) + random.random()
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        self.done += 1
+        say("end", ctx.step)
+        if ctx.step == self.steps:
+            ctx.finish({"done": self.done, "parameters": digest(self.net)})
+        return {"loss": loss.item()}
+
+
+def digest(net):
+    found = hashlib.sha256()
+    for value in net.state_dict().values():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+class Raises:
+    def __init__(self, ctx):
+        self.count = 0
+
+    def step(self, ctx):
+        self.count += 1
+        if self.count == 3:
+            raise ValueError("the third step is cursed")
+
+
+class Hangs:
+    def __init__(self, ctx):
+        self.count = 0
+
+    def step(self, ctx):
+        self.count += 1
+        if self.count == 2:
+            while True:
+                time.sleep(0.1)
+
+
+class Uncapturable:
+    def __init__(self, ctx):
+        self.data = {"source": [self.batches()]}
+
+    def batches(self):
+        while True:
+            yield torch.zeros(1)
+
+    def step(self, ctx):
+        next(self.data["source"][0])
+
+
+def make(ctx, *, n):
+    return {"numbers": torch.arange(n)}
+
+
+def total(ctx, *, numbers, scale):
+    return {"total": int(numbers.sum()) * scale}

@@ -1,0 +1,113 @@
+"""The README's first session, word for word, on the whole system."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from app import cli
+from app.settings import settings
+
+pytestmark = pytest.mark.acceptance
+
+ROOT = Path(__file__).parents[2]
+JOBS = Path(__file__).parent / "jobs"
+
+OPS = """
+import torch
+
+def tokenize(ctx):
+    return {"tokens": torch.arange(10)}
+"""
+TRAIN = """
+class Train:
+    def __init__(self, ctx, *, lr):
+        self.tokens, self.lr = ctx.inputs["tokens"], lr
+
+    def step(self, ctx):
+        print("lr", self.lr)
+        if ctx.step == 3:
+            ctx.finish({"sum": int(self.tokens.sum())})
+"""
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs the command as one who typed `make up` in another terminal."""
+    for name in ("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ROUNDHOUSE_HOME", str(system.handle.wanted.home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    settings.cache_clear()
+    yield lambda *words: CliRunner().invoke(cli.app, [str(word) for word in words])
+    settings.cache_clear()
+
+
+def shown(run: Run, id: str) -> dict[str, Any]:
+    """The one task of a request."""
+    request = json.loads(run("show", id, "-o", "json").stdout)
+    return {**request["tasks"][0], "request_state": request["state"]}
+
+
+def until(run: Run, id: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    until_s = time.monotonic() + 60.0
+    while not holds(task := shown(run, id)):
+        assert time.monotonic() < until_s, task
+        time.sleep(0.1)
+    return task
+
+
+def test_submit_pause_why_resume_and_follow(run: Run) -> None:
+    words = ("submit", "--job", "train:Train", "--bundle", JOBS, "-p", "steps=150", "-o", "json")
+    accepted = run(*words)
+    assert accepted.exit_code == 0, accepted.output
+    id = json.loads(accepted.stdout)["id"]
+    until(run, id, lambda task: task["step"] > 5)
+
+    assert run("pause", id).exit_code == 0
+    paused = until(run, id, lambda task: task["state"] == "blocked")
+    assert 5 < paused["step"] < 150
+    assert "HELD_BY_USER" in run("why", id).stdout
+    assert shown(run, id)["step"] == paused["step"]
+
+    assert run("resume", id).exit_code == 0
+    followed = run("logs", "-f", id)
+    assert followed.exit_code == 0, followed.output
+    steps = [int(n) for n in re.findall(r"^end \d+ \d+ (\d+)$", followed.stdout, re.MULTILINE)]
+    assert steps == list(range(1, 151))
+    ended = shown(run, id)
+    assert (ended["request_state"], ended["lost_steps"], ended["attempts"]) == ("done", 0, 0)
+    assert ended["pauses"] >= 1
+    assert "alpha" in run("usage").stdout
+
+
+def test_watching_a_job_that_raises_shows_its_traceback(run: Run) -> None:
+    watched = run("submit", "--job", "train:Raises", "--bundle", JOBS, "--watch")
+    assert watched.exit_code == 1, watched.output
+    assert "ValueError: the third step is cursed" in watched.stderr
+    assert "in step" in watched.stderr
+
+
+def test_the_readmes_request_runs(run: Run, tmp_path: Path) -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "request.yaml").write_text(text)
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "ops.py").write_text(OPS)
+    (code / "train.py").write_text(TRAIN)
+    watched = run("submit", tmp_path / "request.yaml", "--watch")
+    assert watched.exit_code == 0, watched.output
+    request = json.loads(run("show", "sweep-7", "-o", "json").stdout)
+    prep, train = request["tasks"]
+    assert list(prep["outputs"]) == ["tokens"]
+    assert train["result"] == {"sum": 45}
+    assert run("logs", train["id"]).stdout == "lr 0.001\n" * 3

@@ -1,0 +1,181 @@
+"""A world with two tenants, and clients that speak as the people in it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sqlalchemy import func, text
+from sqlalchemy.orm import Session
+
+from app.api import auth
+from app.db import transaction
+from app.main import create_app
+from app.models import Base, Device, Host, Island, Tenant, User
+
+JOB = """
+class Train:
+    def __init__(self, ctx, *, steps=3):
+        self.steps = steps
+
+    def step(self, ctx):
+        if ctx.step == self.steps:
+            ctx.finish({"steps": ctx.step})
+
+
+def encode(ctx, x):
+    return {"h": x}
+
+
+class NoJob:
+    pass
+"""
+
+
+def zipped(**files: str | bytes) -> bytes:
+    """A zip of files; `__` in a name stands for `/`, and `.py` is added."""
+    return zipped_as({f"{name.replace('__', '/')}.py": body for name, body in files.items()})
+
+
+def zipped_as(files: dict[str, str | bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in files.items():
+            archive.writestr(name, body)
+    return out.getvalue()
+
+
+def sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+BUNDLE = zipped(train=JOB)
+
+
+def descriptor(**more: Any) -> dict[str, Any]:
+    """One task that runs `train:Train` of BUNDLE."""
+    tasks = [{"name": "train", "run": {"job": "train:Train"}}]
+    return {"tasks": tasks, "bundle": f"sha256:{sha256(BUNDLE)}", **more}
+
+
+@dataclass
+class World:
+    """Keys and users by name: `root`, and `<tenant>.<role>` of the tenants red and blue."""
+
+    keys: dict[str, str] = field(default_factory=dict)
+    users: dict[str, str] = field(default_factory=dict)
+    tenants: dict[str, str] = field(default_factory=dict)
+
+
+def people(session: Session) -> World:
+    world = World()
+    session.add(Tenant(id="ten_root", name="platform"))
+    session.flush()
+    world.tenants["platform"] = "ten_root"
+    _person(session, world, "root", "ten_root", "platform_admin")
+    for name in ("red", "blue"):
+        id = world.tenants[name] = f"ten_{name}"
+        session.add(Tenant(id=id, name=name, parent_id="ten_root"))
+        session.flush()
+        for role in ("tenant_admin", "member", "viewer"):
+            _person(session, world, f"{name}.{role}", id, role)
+    _person(session, world, "red.other", "ten_red", "member")
+    session.add(Island(name="isle"))
+    session.flush()
+    session.add(Host(name="h", island="isle"))
+    session.flush()
+    lease = func.now() + timedelta(hours=1)
+    for n in (0, 1):
+        facts = {"sandbox": "off"}
+        session.add(
+            Device(
+                id=f"h.{n}", host="h", island="isle", kind="cpu", memory_bytes=2**30,
+                lease_until=lease, facts=facts,
+            )
+        )  # fmt: skip
+    return world
+
+
+def _person(session: Session, world: World, name: str, tenant_id: str, role: str) -> None:
+    id = world.users[name] = f"usr_{name}"
+    session.add(User(id=id, tenant_id=tenant_id, name=name))
+    session.flush()
+    world.keys[name] = auth.new_key(session, id, role, "a test")
+
+
+@pytest.fixture
+def world(session: Session) -> World:
+    with transaction() as its:
+        return people(its)
+
+
+@pytest.fixture(scope="session")
+def app() -> FastAPI:
+    return create_app()
+
+
+Speaker = Callable[[str], TestClient]
+
+
+@pytest.fixture
+def as_(app: FastAPI, world: World) -> Speaker:
+    """`as_("red.member").get(...)`; `as_("")` is anonymous."""
+
+    def speaker(name: str) -> TestClient:
+        headers = {"Authorization": f"Bearer {world.keys[name]}"} if name else {}
+        return TestClient(app, headers=headers, follow_redirects=False)
+
+    return speaker
+
+
+@pytest.fixture
+def red(as_: Speaker) -> TestClient:
+    """A member of red, who has uploaded BUNDLE."""
+    client = as_("red.member")
+    assert client.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE).status_code == 201
+    return client
+
+
+@pytest.fixture
+def submitted(red: TestClient) -> dict[str, Any]:
+    """A request of red's member."""
+    answer = red.post("/v1/requests", json=descriptor())
+    assert answer.status_code == 202, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.fixture
+def rows(session: Session) -> Callable[[], dict[str, str]]:
+    """A fingerprint of every table, to compare before and after."""
+    return lambda: fingerprints(session)
+
+
+def fingerprints(session: Session) -> dict[str, str]:
+    digest = "count(*) || ' ' || md5(coalesce(string_agg(t::text, ',' order by t::text), ''))"
+    tables = [table.name for table in Base.metadata.sorted_tables]
+    found = {name: session.scalar(text(f"select {digest} from {name} t")) for name in tables}
+    return found
+
+
+def problem(answer: Any, status: int, type_: str, pointer: str | None = None) -> dict[str, Any]:
+    """Checks that the answer is this problem, pointing there; returns its body."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body: dict[str, Any] = answer.json()
+    assert body["type"] == f"/problems/{type_}"
+    assert body["status"] == status
+    assert body["request_id"] == answer.headers["x-request-id"]
+    if pointer is not None:
+        assert pointer in [error["pointer"] for error in body.get("errors", [])], body
+    return body
+
+

@@ -1,0 +1,513 @@
+"""The command against the real API and a real Postgres; the test plays island and device."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from app import cli
+from app.client import Client
+from app.embedded import embedded_postgres, temporary_home
+from app.settings import settings
+
+ROOT = Path(__file__).parents[2]
+
+JOB = """
+class Train:
+    def __init__(self, ctx, *, steps=10): ...
+    def step(self, ctx): ...
+
+def tokenize(ctx): ...
+"""
+
+
+class Service:
+    """An API process on a database of its own; `sql` is the hand of island and device."""
+
+    def __init__(self, home: Path, database_url: str) -> None:
+        self.home, self.port = home, _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.env = {
+            **os.environ,
+            "DATABASE_URL": database_url,
+            "REDIS_URL": f"unix://{home}/nobody-listens.sock",
+            "ROUNDHOUSE_HOME": str(home),
+            "ROUNDHOUSE_PORT": str(self.port),
+        }
+        words = ("-m", "app.seed", "--tenants", str(home / "keys.json"))
+        subprocess.run([sys.executable, *words], env=self.env, cwd=ROOT, check=True)
+        self.keys = json.loads((home / "keys.json").read_text())
+        self.postgres = psycopg.connect(
+            database_url.replace("postgresql+psycopg", "postgresql"), autocommit=True
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = ("-m", "uvicorn", "app.main:app", "--port", str(self.port), "--log-level", "error")
+        self.process = subprocess.Popen([sys.executable, *words], env=self.env, cwd=ROOT)
+        _until(self._answers, "the API answers")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def sql(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        cursor = self.postgres.execute(statement, values)
+        return cursor.fetchall() if cursor.description else []
+
+    def add_device(self) -> None:
+        self.sql("insert into islands (name) values ('local')")
+        self.sql("insert into hosts (name, island) values ('local', 'local')")
+        self.sql(
+            "insert into devices (id, host, island, kind, memory_bytes, seen_at, lease_until)"
+            " values ('local.0', 'local', 'local', 'cpu', 4e9, now(), now() + interval '1 day')"
+        )
+
+    def task_of(self, request_id: str) -> str:
+        [(task_id,)] = self.sql("select id from tasks where request_id = %s", request_id)
+        return str(task_id)
+
+    def says(self, request_id: str, type_: str, message: str) -> None:
+        self.sql(
+            "insert into events (tenant_id, request_id, type, message, data)"
+            """ select tenant_id, id, %s, %s, '{"task": "train"}' from requests where id = %s""",
+            type_,
+            message,
+            request_id,
+        )
+        self._notify(request_id)
+
+    def prints(self, request_id: str, *lines: str) -> None:
+        task_id = self.task_of(request_id)
+        for text in lines:
+            self.sql(
+                "insert into logs (task_id, epoch, line, stream, text)"
+                " select %s, 1, count(*), 'stdout', %s from logs where task_id = %s",
+                task_id,
+                text,
+                task_id,
+            )
+        self._notify(request_id)
+
+    def ends(self, request_id: str, state: str, **task: Any) -> None:
+        sets = "".join(f", {name} = %s" for name in task)
+        where = "where request_id = %s"
+        self.sql(f"update tasks set state = %s{sets} {where}", state, *task.values(), request_id)
+        self.sql(
+            "update requests set state = %s, ended_at = now() where id = %s", state, request_id
+        )
+        self._notify(request_id)
+
+    def _notify(self, request_id: str) -> None:
+        self.sql("select pg_notify('roundhouse', tenant_id || ' ' || id) from requests"
+                 " where id = %s", request_id)  # fmt: skip
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/livez")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _until(holds: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    until_s = time.monotonic() + timeout_s
+    while not (found := holds()):
+        assert time.monotonic() < until_s, f"waited {timeout_s} s in vain until {what}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    with temporary_home() as home, embedded_postgres(home) as url:
+        service = Service(home, url)
+        service.start()
+        service.add_device()
+        try:
+            yield service
+        finally:
+            service.kill()
+            service.postgres.close()
+
+
+@pytest.fixture
+def run(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Result]]:
+    """Runs the command as a member of alpha, in an empty folder."""
+    monkeypatch.delenv("ROUNDHOUSE_KEY", raising=False)
+    monkeypatch.setenv("ROUNDHOUSE_URL", service.url)
+    monkeypatch.setenv("ROUNDHOUSE_HOME", str(service.home))
+    monkeypatch.setenv("ROUNDHOUSE_PORT", str(service.port))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    settings.cache_clear()
+    yield lambda *words, **how: CliRunner().invoke(cli.app, [str(w) for w in words], **how)
+    settings.cache_clear()
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "train.py").write_text(JOB)
+    return folder
+
+
+@pytest.fixture
+def submitted(run: Callable[..., Result], code: Path) -> str:
+    """The id of a request with one task, which waits."""
+    result = run("submit", "--job", "train:Train", "--bundle", code, "-o", "json")
+    assert result.exit_code == 0, result.output
+    return str(json.loads(result.stdout)["id"])
+
+
+# --- who one is ---
+
+
+class TestLogin:
+    def test_after_make_up_one_is_somebody_without_asking(self, run):
+        result = run("whoami")
+        assert result.exit_code == 0
+        assert "member" in result.stdout
+        assert "alpha" in result.stdout
+
+    def test_a_login_is_checked_and_then_kept(self, run, service):
+        wrong = run("login", "--url", service.url, "--key", "rh_nonsense")
+        assert (wrong.exit_code, wrong.stdout) == (3, "")
+        key = service.keys["beta"]["viewer"]
+        result = run("login", "--url", service.url, input=f"{key}\n")
+        assert result.exit_code == 0, result.output
+        assert key not in result.output
+        assert "viewer of beta" in result.stderr
+        assert json.loads(run("whoami", "-o", "json").stdout)["tenant"] == "beta"
+
+    def test_no_key_at_all_is_told_with_what_to_do(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_URL", "https://elsewhere.example")
+        result = run("ps")
+        assert result.exit_code == 3
+        assert "roundhouse login" in result.stderr
+
+    def test_a_service_that_is_not_there_is_told_in_words(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_URL", f"http://127.0.0.1:{_free_port()}")
+        monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_x")
+        monkeypatch.setattr("app.client.FIRST_PAUSE_S", 100.0)  # more than its patience
+        result = run("ps")
+        assert result.exit_code == 6
+        assert "does not answer" in result.stderr
+        assert "Traceback" not in result.output
+
+
+# --- submitting ---
+
+
+class TestSubmit:
+    def test_one_job_of_a_folder(self, run, code, service):
+        result = run(
+            *("submit", "--job", "train:Train", "--bundle", code, "--name", "mine"),
+            *("-p", "steps=200", "-p", "lr=1e-3", "-p", "opt=adamw", "-o", "yaml"),
+        )
+        assert result.exit_code == 0, result.output
+        request = yaml.safe_load(result.stdout)
+        assert (request["name"], request["state"]) == ("mine", "queued")
+        [(params,)] = service.sql(
+            "select descriptor->'params' from tasks where request_id = %s", request["id"]
+        )
+        assert params == {"steps": 200, "lr": 0.001, "opt": "adamw"}
+
+    def test_a_file_whose_bundle_lies_beside_it_wherever_one_stands(
+        self, run, code, tmp_path, monkeypatch
+    ):
+        descriptor = {
+            "name": "two",
+            "bundle": "./code",
+            "tasks": [
+                {"name": "prep", "run": {"function": "train:tokenize"}, "outputs": ["tokens"]},
+                {
+                    "name": "train",
+                    "run": {"job": "train:Train"},
+                    "inputs": {"tokens": "prep.tokens"},
+                },
+            ],
+        }
+        (tmp_path / "two.yaml").write_text(yaml.safe_dump(descriptor))
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        result = run("submit", "../two.yaml", "-o", "json")
+        assert result.exit_code == 0, result.output
+        request = json.loads(result.stdout)
+        assert request["bundle"].startswith("sha256:")
+        assert [need["task"] for need in request["tasks"][1]["needs"]] == ["prep"]
+        explained = run("why", "two")
+        assert "train is blocked" in explained.stdout
+
+    def test_a_folder_with_its_descriptor_is_code_and_request_in_one(self, run, code):
+        (code / "roundhouse.yaml").write_text(
+            "name: whole\ntasks: [{name: t, run: {job: 'train:Train'}}]\n"
+        )
+        result = run("submit", code)
+        assert result.exit_code == 0, result.output
+        assert "Accepted as req_" in result.stdout
+        assert "2 files" in result.stderr
+
+    def test_the_same_code_is_sent_once(self, run, code):
+        (code / "unique.py").write_text(f"# {time.time_ns()}\n")
+        words = ("submit", "--job", "train:Train", "--bundle", code)
+        assert "sent" in run(*words).stderr
+        assert "has it already" in run(*words).stderr
+
+    def test_the_same_key_is_the_same_request(self, run, code):
+        words = ("submit", "--job", "train:Train", "--bundle", code, "-o", "json")
+        first, again, other = (
+            json.loads(run(*words, "--idempotency-key", key).stdout)["id"]
+            for key in ("k1", "k1", "k2")
+        )
+        assert first == again != other
+
+    def test_checking_submits_nothing(self, run, code, service):
+        before = service.sql("select count(*) from requests")
+        result = run("submit", "--job", "train:Train", "--bundle", code, "--check")
+        assert result.exit_code == 0, result.output
+        assert "train" in result.stdout
+        assert service.sql("select count(*) from requests") == before
+
+    def test_python_that_does_not_parse_is_told(self, run, code):
+        (code / "other.py").write_text(f"def ({time.time_ns()}:\n")
+        result = run("submit", "--job", "train:Train", "--bundle", code)
+        assert result.exit_code == 0, result.output
+        assert "other.py does not parse" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "code_", "said"),
+        [
+            (("--job", "train:Trian"), 2, "/tasks/0/run/job: "),
+            (("--job", "train:Train", "-p", "steps"), 2, "is not name=value"),
+            ((), 2, "give either a descriptor"),
+            (("nowhere.yaml", "--job", "a:B"), 2, "give either a descriptor"),
+            (("nowhere.yaml",), 2, "nowhere.yaml: cannot be read"),
+            (("--job", "train:Train", "--bundle", "nowhere"), 2, "no such folder"),
+            (("--job", "train:Train", "--name", "Not A Name"), 2, "/name: "),
+        ],
+    )
+    def test_what_is_wrong_with_it_is_told_with_its_place(self, run, code, words, code_, said):
+        bundle = () if "--bundle" in words else ("--bundle", code)
+        result = run("submit", *words, *bundle)
+        assert result.exit_code == code_, result.output
+        assert said in result.stderr
+        assert result.stdout == ""
+
+    def test_what_can_never_run_here_is_refused(self, run, code, tmp_path):
+        task = {"name": "t", "run": {"job": "train:Train"}, "devices": {"kind": "tpu"}}
+        (tmp_path / "r.json").write_text(json.dumps({"bundle": "code", "tasks": [task]}))
+        result = run("submit", "r.json")
+        assert result.exit_code == 4, result.output
+        assert "/tasks/0/devices/kind" in result.stderr
+        assert "roundhouse devices" in result.stderr
+
+    def test_a_viewer_may_not_submit(self, run, code):
+        result = run("--as", "alpha:viewer", "submit", "--job", "train:Train", "--bundle", code)
+        assert result.exit_code == 3, result.output
+
+
+# --- looking ---
+
+
+class TestLooking:
+    def test_ps_lists_what_is_live_and_with_a_what_has_ended(self, run, service, submitted):
+        assert submitted in run("ps").stdout
+        service.ends(submitted, "done")
+        assert submitted not in run("ps").stdout
+        assert submitted in run("ps", "-a").stdout
+
+    def test_a_request_and_a_task_are_shown(self, run, service, submitted):
+        shown = run("show", submitted)
+        assert shown.exit_code == 0, shown.output
+        task = service.task_of(submitted)
+        assert task in shown.stdout
+        assert submitted in run("show", task).stdout
+        assert json.loads(run("show", task, "-o", "json").stdout)["placements"] == []
+
+    def test_a_failure_is_shown_with_the_traceback_of_the_job(self, run, service, submitted):
+        service.ends(
+            submitted,
+            "failed",
+            cause="exception",
+            message="ValueError: [red]no[/red] \x1b[2Jdata",
+            detail='Traceback ...\n  File "train.py", line 3',
+        )
+        shown = run("show", submitted).stdout
+        assert "train: exception: ValueError: [red]no[/red] data" in shown
+        assert '  File "train.py", line 3' in shown
+
+    def test_why_tells_every_reason_its_place_and_what_to_do(self, run, service, submitted):
+        reasons = [
+            {
+                "code": "WAITING_FOR_DEVICE",
+                "message": "2 of 2 cpu devices are taken.",
+                "next_action": "wait",
+                "unblocked_by": "a cpu device becomes free",
+            },
+            {
+                "code": "HELD_BY_USER",
+                "message": "It is held; release it to let it run.",
+                "next_action": "change_request",
+                "unblocked_by": "release",
+            },
+        ]
+        service.sql(
+            "update tasks set state = 'waiting', place = 3, reasons = %s where request_id = %s",
+            json.dumps(reasons),
+            submitted,
+        )
+        told = run("why", submitted)
+        assert told.exit_code == 0, told.output
+        for said in (
+            "place 3",
+            "2 of 2 cpu devices",
+            "a cpu device becomes free",
+            "roundhouse resume",
+        ):
+            assert said in told.stdout
+        [as_json] = json.loads(run("why", service.task_of(submitted), "-o", "json").stdout)
+        assert [reason["code"] for reason in as_json["reasons"]] == [
+            "WAITING_FOR_DEVICE",
+            "HELD_BY_USER",
+        ]
+
+    def test_devices_and_usage(self, run):
+        assert "local.0" in run("devices").stdout
+        told = run("usage", "--by", "kind")
+        assert told.exit_code == 0, told.output
+        assert "all others" in told.stdout
+        assert run("usage", "--by", "colour").exit_code == 2
+
+    @pytest.mark.parametrize("verb", ["show", "why", "logs", "cancel", "pause", "resume"])
+    @pytest.mark.parametrize("id", ["nobodys", "req_00", "tsk_00"])
+    def test_what_is_not_there_is_not_found(self, run, verb, id):
+        result = run(verb, id)
+        assert result.exit_code == 5, result.output
+        assert "nothing here" in result.stderr
+
+    def test_another_tenants_request_is_not_found(self, run, submitted):
+        assert run("--as", "beta", "show", submitted).exit_code == 5
+        assert run("--as", "platform", "show", submitted).exit_code == 0
+
+
+# --- logs and events ---
+
+
+class TestFollowing:
+    def test_logs_are_printed_as_they_were_and_nothing_else(self, run, service, submitted):
+        lines = [f"step {n}: [bold]loss[/bold] {n / 7:.3f} " + "x" * 300 for n in range(300)]
+        service.prints(submitted, *lines)
+        assert run("logs", submitted).stdout.splitlines() == lines
+        assert run("logs", service.task_of(submitted)).stdout.splitlines() == lines
+        as_json = [json.loads(line) for line in run("logs", submitted, "-o", "json").stdout.splitlines()]  # fmt: skip  # noqa: E501
+        assert [line["text"] for line in as_json] == lines
+
+    def test_logs_f_ends_when_the_request_has_ended(self, run, service, submitted):
+        def play() -> None:
+            for n in range(3):
+                time.sleep(0.1)
+                service.prints(submitted, f"line {n}")
+            service.ends(submitted, "done")
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("logs", "-f", submitted)
+        playing.join()
+        assert result.exit_code == 0, result.output
+        assert result.stdout.splitlines() == ["line 0", "line 1", "line 2"]
+
+    def test_a_stream_goes_on_over_the_death_of_the_api(self, service, submitted):
+        seen: list[str] = []
+
+        def follow() -> None:
+            with Client(service.url, service.keys["alpha"]["member"], patience_s=30.0) as client:
+                for event in client.stream(f"/v1/requests/{submitted}/logs"):
+                    seen.append(event.data.get("text", event.type))
+
+        following = threading.Thread(target=follow)
+        following.start()
+        service.prints(submitted, "before", "just before")
+        _until(lambda: len(seen) == 2, "two lines came")
+        service.kill()
+        service.prints(submitted, "nobody heard this")
+        service.start()
+        service.prints(submitted, "after")
+        service.ends(submitted, "done")
+        following.join(timeout=30)
+        assert seen == ["before", "just before", "nobody heard this", "after", "end"]
+
+    @pytest.mark.parametrize(("state", "code_"), [("done", 0), ("failed", 1), ("cancelled", 1)])
+    def test_watching_tells_events_and_ends_like_the_request(
+        self, run, service, code, state, code_
+    ):
+        name = f"watched-{state}-{time.time_ns()}"
+
+        def play() -> None:
+            found = "select id from requests where name = %s"
+            [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
+            service.says(id, "task.started", "Started on local.0.")
+            service.says(id, "task.paused", "Paused after step 7 on local.0; no step is lost.")
+            service.ends(id, state, pauses=1, total_held_us=2_500_000)
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("submit", "--job", "train:Train", "--bundle", code, "--name", name, "--watch")
+        playing.join()
+        assert result.exit_code == code_, result.output
+        assert "Started on local.0." in result.stdout
+        assert "Paused after step 7" in result.stdout
+        assert f"{name} is {state}: 2.5 s of device time, 1 pause, no lost steps." in result.stderr
+
+
+# --- wishes ---
+
+
+class TestWishes:
+    def test_pause_resume_and_cancel_by_request_and_by_task(self, run, service, submitted):
+        task = service.task_of(submitted)
+        for id in (submitted, task):
+            assert "held by user" in run("pause", id).stdout
+            assert service.sql("select hold from tasks where id = %s", task) == [("user",)]
+            assert run("resume", id).exit_code == 0
+            assert service.sql("select hold from tasks where id = %s", task) == [("",)]
+        assert "cancel" in run("cancel", submitted).stdout
+        assert run("cancel", task).exit_code == 0
+
+    def test_of_several_all_are_tried_and_the_first_problem_counts(self, run, service, submitted):
+        result = run("pause", "req_00", submitted, "-o", "json")
+        assert result.exit_code == 5
+        assert "req_00: There is nothing here" in result.stderr
+        assert [request["id"] for request in json.loads(result.stdout)] == [submitted]
+
+    def test_what_its_state_does_not_allow_is_refused(self, run, service, submitted):
+        service.ends(submitted, "done")
+        result = run("pause", service.task_of(submitted))
+        assert result.exit_code == 4, result.output
+        assert "it is done" in result.stderr

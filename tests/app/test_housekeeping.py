@@ -1,0 +1,101 @@
+"""Chores: what is old goes, what is named stays, and no sum changes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import func, select
+
+from app import housekeeping
+from app.models import Checkpoint, Request, Task, Tenant, Usage, User
+
+
+@pytest.fixture
+def owner(session):
+    session.add(Tenant(id="ten_a", name="a"))
+    session.flush()
+    session.add(User(id="usr_a", tenant_id="ten_a", name="ann"))
+    session.flush()
+    return {"tenant_id": "ten_a", "user_id": "usr_a"}
+
+
+@pytest.fixture
+def task(session, owner):
+    session.add(Request(id="req_a", name="r", **owner))
+    session.flush()
+    descriptor = {"checkpoint": {"every_s": 60, "keep": 2}}
+    task = Task(
+        id="tsk_a",
+        request_id="req_a",
+        ordinal=0,
+        name="t",
+        type="train",
+        kind="cpu",
+        descriptor=descriptor,
+        **owner,
+    )
+    session.add(task)
+    session.flush()
+    return task
+
+
+def checkpoint(session, task, step, sha256):
+    session.add(
+        Checkpoint(
+            id=f"ckp_{step}",
+            task_id=task.id,
+            tenant_id=task.tenant_id,
+            epoch=1,
+            step=step,
+            sha256=sha256,
+            size_bytes=1,
+            took_us=1,
+        )
+    )
+    session.flush()
+
+
+class TestPruneCheckpoints:
+    def test_a_live_task_keeps_its_newest(self, session, task):
+        for step in (10, 20, 30, 40):
+            checkpoint(session, task, step, f"sha-{step}")
+        assert housekeeping.prune_checkpoints(session) == ["sha-10", "sha-20"]
+        kept = select(Checkpoint.step).where(Checkpoint.deleted_at.is_(None))
+        assert sorted(session.scalars(kept)) == [30, 40]
+
+    def test_bytes_that_another_checkpoint_or_output_names_stay(self, session, task):
+        for step, sha256 in ((10, "same"), (20, "output"), (30, "same"), (40, "new")):
+            checkpoint(session, task, step, sha256)
+        task.outputs = {"tokens": {"sha256": "output", "size_bytes": 1}}
+        session.flush()
+        assert housekeeping.prune_checkpoints(session) == []
+
+    def test_a_task_that_ended_long_ago_keeps_none(self, session, task):
+        checkpoint(session, task, 10, "sha-10")
+        task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
+        session.flush()
+        assert housekeeping.prune_checkpoints(session) == ["sha-10"]
+
+
+class TestRollUp:
+    def test_old_fine_buckets_become_hours_and_the_sum_stays(self, session, owner):
+        start = datetime(2026, 1, 5, 10, 30, tzinfo=UTC)
+        for n in range(400):  # 10 s each: two hours are touched
+            at = start + timedelta(seconds=10 * n)
+            session.add(
+                Usage(bucket=at, bucket_s=10, kind="cpu", held_us=n, charged_us=2 * n, **owner)
+            )
+        session.flush()
+        before = session.scalar(select(func.sum(Usage.charged_us)))
+        housekeeping.roll_up(session)
+        housekeeping.roll_up(session)
+        assert session.scalar(select(func.sum(Usage.charged_us))) == before
+        assert session.scalars(select(Usage.bucket_s)).all() == [3600, 3600]
+
+    def test_what_is_fresh_stays_fine(self, session, owner):
+        now = datetime.now(UTC)
+        session.add(Usage(bucket=now, bucket_s=10, kind="cpu", held_us=1, charged_us=1, **owner))
+        session.flush()
+        housekeeping.roll_up(session)
+        assert session.scalars(select(Usage.bucket_s)).all() == [10]

@@ -1,0 +1,364 @@
+"""The journal against real Postgres: what was decided, what devices say, and what is history."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from sqlalchemy import func, select
+
+from app import journal, ledger
+from app.core.island import Decision, Plan
+from app.core.lifecycle import IllegalMove
+from app.core.messages import (
+    Alive,
+    Failed,
+    Finished,
+    LogLines,
+    Paused,
+    ResidentView,
+    Saved,
+    Started,
+    Stopped,
+)
+from app.models import (
+    Account,
+    Checkpoint,
+    Device,
+    Event,
+    Island,
+    LogLine,
+    Order,
+    Placement,
+    Request,
+    Task,
+    Tenant,
+    Usage,
+    User,
+)
+
+FACTS = {"host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30}
+DESCRIPTOR = {
+    "run": {"job": "train:Train"},
+    "max_duration_s": 100.0,
+    "checkpoint": {"every_s": 60.0, "keep": 3},
+}
+clock_us = itertools.count(1)
+
+
+@pytest.fixture
+def task(session):
+    session.add_all([Island(name="isle"), Tenant(id="ten_a", name="a")])
+    session.flush()
+    session.add(User(id="usr_a", tenant_id="ten_a", name="ann"))
+    session.flush()
+    session.add(
+        Request(
+            id="req_a",
+            tenant_id="ten_a",
+            user_id="usr_a",
+            name="r",
+            descriptor={"bundle": "sha256:" + "0" * 64},
+        )
+    )
+    session.flush()
+    task = Task(
+        id="tsk_a",
+        request_id="req_a",
+        tenant_id="ten_a",
+        user_id="usr_a",
+        island="isle",
+        ordinal=0,
+        name="t",
+        type="train",
+        kind="cpu",
+        descriptor=DESCRIPTOR,
+        state="waiting",
+    )
+    session.add(task)
+    session.flush()
+    return task
+
+
+def hear(session, *, device="h.0", residents=(), events=(), logs=(), incarnation="p1", **facts):
+    recorded = journal.record(
+        session,
+        Alive(
+            device=device,
+            incarnation=incarnation,
+            sent_us=next(clock_us),
+            facts={**FACTS, **facts},
+            residents=list(residents),
+            events=list(events),
+            logs=list(logs),
+        ),
+    )
+    journal.settle(session)
+    return recorded[0] if recorded else None
+
+
+def view(task, state, *, epoch=1, step=0, held_us=0, order_seq=1):
+    return ResidentView(
+        task=task.id,
+        epoch=epoch,
+        state=state,
+        step=step,
+        held_us=held_us,
+        order_seq=order_seq,
+        memory_bytes=0,
+    )
+
+
+def event(kind, task, seq, *, epoch=1, step=0, held_us=0, **more):
+    return kind(task=task.id, epoch=epoch, seq=seq, step=step, held_us=held_us, **more)
+
+
+def started(task, *, seq=1, epoch=1, step=0, resumed="fresh"):
+    return event(
+        Started, task, seq, epoch=epoch, step=step, preset={}, capabilities=[], resumed=resumed
+    )
+
+
+def decide(session, task, move, **more):
+    decision = Decision(task=task.id, move=move, rule="F3", because="for the test", **more)
+    journal.store(session, Plan(decisions=(decision,)))
+    journal.settle(session)
+    session.refresh(task)
+
+
+@pytest.fixture
+def running(session, task):
+    """The task runs on h.0 in epoch 1."""
+    hear(session)
+    decide(session, task, "Launch", device="h.0")
+    hear(session, residents=[view(task, "running")], events=[started(task)])
+    assert task.state == "running"
+    return task
+
+
+class TestLaunch:
+    def test_raises_the_epoch_opens_a_placement_and_writes_one_order(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", device="h.0")
+        assert (task.state, task.epoch, task.seat) == ("starting", 1, "h.0")
+        order = session.scalars(select(Order)).one()
+        assert (order.kind, order.seq, order.body["run"]) == ("Launch", 1, {"job": "train:Train"})
+        assert order.body["budget_us"] == 100_000_000
+        assert session.scalars(select(Placement)).one().ended_at is None
+
+    def test_the_order_counts_as_answered_when_the_device_shows_the_resident(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", device="h.0")
+        hear(session, residents=[view(task, "seating")])
+        assert session.scalars(select(Order)).one().answered_at is not None
+
+    def test_a_seat_is_given_to_one_task_at_a_time(self, session, running):
+        twin = {c.name: getattr(running, c.name) for c in Task.__table__.columns}
+        session.add(Task(**{**twin, "id": "tsk_b", "name": "u", "state": "waiting", "epoch": 0}))
+        session.flush()
+        with pytest.raises(Exception, match="uq_placements_open_seat"):
+            decide(session, session.get_one(Task, "tsk_b"), "Launch", device="h.0")
+
+
+class TestFence:
+    def test_an_event_heard_twice_counts_once(self, session, running):
+        paused = event(Paused, running, 2, step=7, held_us=50)
+        hear(session, residents=[view(running, "paused", step=7)], events=[paused])
+        answer = hear(session, residents=[view(running, "paused", step=7)], events=[paused])
+        assert (running.state, running.pauses) == ("waiting", 1)
+        assert answer.heard == {"tsk_a/1": 2}
+
+    def test_an_event_before_its_turn_waits_for_the_one_before_it(self, session, running):
+        done = event(Finished, running, 3, result={}, outputs={})
+        answer = hear(session, residents=[view(running, "running")], events=[done])
+        assert (running.state, answer.heard) == ("running", {"tsk_a/1": 1})
+
+    def test_an_event_of_an_older_epoch_is_acknowledged_and_changes_nothing(self, session, running):
+        journal.lose(session, running, "test")
+        decide(session, running, "Launch", device="h.0")
+        done = event(Finished, running, 2, epoch=1, result={}, outputs={})
+        answer = hear(session, residents=[view(running, "seating", epoch=2)], events=[done])
+        assert (running.state, answer.heard) == ("starting", {"tsk_a/1": 2})
+
+    def test_a_resident_of_an_older_epoch_must_be_dropped(self, session, running):
+        journal.lose(session, running, "test")
+        answer = hear(session, residents=[view(running, "running")])
+        assert answer.drop == [["tsk_a", 1]]
+
+    def test_another_device_cannot_speak_for_the_task(self, session, running):
+        done = event(Finished, running, 2, result={}, outputs={})
+        hear(session, device="h.1", residents=[view(running, "running")], events=[done])
+        assert running.state == "running"
+
+    def test_a_heartbeat_older_than_the_last_one_is_ignored(self, session, running):
+        late = Alive(
+            device="h.0",
+            incarnation="p1",
+            sent_us=0,
+            facts=FACTS,
+            residents=[],
+            events=[],
+            logs=[],
+        )
+        assert journal.record(session, late) is None
+        assert running.state == "running"
+
+
+class TestLost:
+    def test_a_new_process_on_the_device_means_an_empty_house(self, session, running):
+        hear(session, incarnation="p2")
+        assert (running.state, running.seat) == ("waiting", None)
+        assert session.scalars(select(Placement)).one().end == "lost"
+
+    def test_a_late_word_of_the_replaced_process_changes_nothing(self, session, running):
+        hear(session, incarnation="p2")
+        assert hear(session, incarnation="p1", residents=[view(running, "running")]) is None
+
+    def test_a_resident_that_the_device_no_longer_names_is_lost(self, session, running):
+        hear(session, residents=[])
+        assert running.state == "waiting"
+
+    def test_a_launch_that_the_device_has_not_taken_in_is_not_lost(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", device="h.0")
+        hear(session, residents=[])
+        assert task.state == "starting"
+
+    def test_steps_to_run_again_are_counted_when_it_starts_from_its_checkpoint(
+        self, session, running
+    ):
+        hear(session, residents=[view(running, "running", step=30)])
+        hear(session, incarnation="p2")
+        decide(session, running, "Launch", device="h.0")
+        again = started(running, epoch=2, step=20, resumed="image")
+        hear(
+            session, incarnation="p2", residents=[view(running, "running", epoch=2)], events=[again]
+        )
+        assert (running.lost_steps, running.step) == (10, 20)
+
+
+class TestPause:
+    def test_leaves_an_image_on_the_device_that_is_saved_later(self, session, running):
+        decide(session, running, "Pause")
+        assert running.state == "pausing"
+        resident = view(running, "paused", step=9, order_seq=2)
+        hear(session, residents=[resident], events=[event(Paused, running, 2, step=9)])
+        assert (running.state, running.image_on, running.saved) == ("waiting", "h.0", False)
+        saved = event(Saved, running, 3, step=9, sha256="ab", size_bytes=5, took_us=1)
+        hear(session, residents=[resident], events=[saved])
+        assert running.saved
+        assert session.scalars(select(Checkpoint)).one().step == 9
+
+    def test_an_image_that_is_gone_is_forgotten(self, session, running):
+        hear(
+            session,
+            residents=[view(running, "paused", step=9)],
+            events=[event(Paused, running, 2, step=9)],
+        )
+        hear(session, residents=[])
+        assert running.image_on is None
+
+    def test_a_checkpoint_that_became_durable_late_is_still_kept(self, session, running):
+        paused = [view(running, "paused", step=9)]
+        hear(session, residents=paused, events=[event(Paused, running, 2, step=9)])
+        decide(session, running, "Launch", device="h.0")
+        saved = event(Saved, running, 3, epoch=1, step=9, sha256="ab", size_bytes=5, took_us=1)
+        hear(session, residents=[view(running, "seating", epoch=2)], events=[saved])
+        assert session.scalars(select(Checkpoint)).one().sha256 == "ab"
+
+
+class TestEnd:
+    def test_finished_keeps_the_result_and_ends_the_request(self, session, running):
+        done = event(Finished, running, 2, step=10, result={"loss": 1}, outputs={})
+        hear(session, residents=[view(running, "ended", step=10)], events=[done])
+        assert (running.state, running.result) == ("done", {"loss": 1})
+        assert session.get_one(Request, "req_a").state == "done"
+        assert "request.done" in session.scalars(select(Event.type)).all()
+
+    def test_a_crash_is_tried_again_while_attempts_are_left(self, session, running):
+        running.retry_max = 1
+        crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")
+        hear(session, residents=[view(running, "ended")], events=[crash])
+        assert (running.state, running.attempts, running.detail) == ("waiting", 1, "trace")
+        decide(session, running, "Launch", device="h.0")
+        again = [
+            started(running, epoch=2),
+            event(Failed, running, 2, epoch=2, cause="exception", message="boom"),
+        ]
+        hear(session, residents=[view(running, "ended", epoch=2)], events=again)
+        assert (running.state, running.attempts) == ("failed", 1)
+
+    def test_what_can_never_succeed_is_not_tried_again(self, session, running):
+        running.retry_max = 5
+        hang = event(Failed, running, 2, cause="max_duration", message="too long")
+        hear(session, residents=[view(running, "ended")], events=[hang])
+        assert running.state == "failed"
+
+    def test_a_damaged_checkpoint_is_passed_over(self, session, running):
+        saved = event(Saved, running, 2, step=9, sha256="ab", size_bytes=5, took_us=1)
+        hear(session, residents=[view(running, "running")], events=[saved])
+        broken = event(Failed, running, 3, cause="image", message="does not match")
+        hear(session, residents=[view(running, "ended")], events=[broken])
+        assert (running.state, running.attempts) == ("waiting", 0)
+        assert session.scalars(select(Checkpoint)).one().damaged_at is not None
+
+    def test_cancel_waits_for_the_device_and_survives_a_pause_under_way(self, session, running):
+        decide(session, running, "Pause")
+        decide(session, running, "Cancel")
+        assert running.state == "stopping"
+        both = [event(Paused, running, 2, step=4), event(Stopped, running, 3, step=4)]
+        hear(session, residents=[view(running, "ended")], events=both)
+        assert running.state == "cancelled"
+
+    def test_no_move_leads_out_of_an_end(self, session, running):
+        done = event(Finished, running, 2, result={}, outputs={})
+        hear(session, residents=[view(running, "ended")], events=[done])
+        with pytest.raises(IllegalMove, match="is done, got Launch, expected nothing more"):
+            decide(session, running, "Launch", device="h.0")
+
+
+class TestLedger:
+    def test_three_sums_agree_and_follow_the_cost(self, session, running):
+        session.get_one(Device, "h.0").cost_milli = 1000
+        placement = session.scalars(select(Placement)).one()
+        placement.cost_milli = 2500
+        for held_us in (1_000_003, 1_000_003, 999, 2_000_001):  # doubled and late reports
+            ledger.charge(session, placement, held_us)
+        session.flush()
+        booked = session.scalar(select(func.sum(Usage.charged_us)))
+        assert booked == placement.charged_us == 2_000_001 * 2500 // 1000
+        assert session.scalar(select(func.sum(Usage.held_us))) == 2_000_001
+        assert session.scalars(select(Account.total_us)).one() == booked
+
+    def test_rebuilding_from_the_buckets_gives_the_same_total(self, session, running):
+        ledger.charge(session, session.scalars(select(Placement)).one(), 5_000_000)
+        before = session.scalars(select(Account.total_us)).one()
+        ledger.rebuild(session)
+        session.flush()
+        assert session.scalars(select(Account.total_us)).one() == before
+
+    def test_a_heartbeat_charges_what_was_held_since_the_last(self, session, running):
+        hear(session, residents=[view(running, "running", held_us=400)])
+        hear(session, residents=[view(running, "running", held_us=900)])
+        assert session.scalars(select(Account.total_us)).one() == 900
+
+
+class TestLogs:
+    def test_lines_sent_again_are_kept_once_and_in_order(self, session, running):
+        here = [view(running, "running")]
+        lines = [["out", "one"], ["out", "two"]]
+        first = LogLines(task=running.id, epoch=1, first=0, lines=lines)
+        more = LogLines(task=running.id, epoch=1, first=1, lines=[["out", "two"], ["err", "three"]])
+        hear(session, residents=here, logs=[first])
+        answer = hear(session, residents=here, logs=[more])
+        assert session.scalars(select(LogLine.text).order_by(LogLine.id)).all() == [
+            "one",
+            "two",
+            "three",
+        ]
+        assert answer.logged == {"tsk_a/1": 3}
+
+    def test_a_device_cannot_write_into_the_log_of_a_task_it_never_had(self, session, running):
+        forged = LogLines(task=running.id, epoch=1, first=0, lines=[["out", "forged"]])
+        hear(session, device="h.1", logs=[forged])
+        assert session.scalars(select(LogLine)).all() == []

@@ -1,0 +1,316 @@
+"""What the API and the pages say, against real Postgres.  Devices hold tasks as in the picture."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from sqlalchemy import func, select, update
+
+from app import reports
+from app.models import Account, Host, LogLine, Metric, Placement, Usage, User
+from app.reports import KindShare, TenantShare, UsageRow
+from tests.scenery import Scenery
+
+HOUR_US = 3600 * 10**6
+
+
+@pytest.fixture
+def scenery(session):
+    return Scenery(session)
+
+
+@pytest.fixture
+def now(session):
+    return reports.clock(session)
+
+
+def by_name(session, now):
+    return {share.tenant: share for share in reports.fair_share(session, now)}
+
+
+class TestFairShare:
+    def test_devices_are_shared_by_weight_among_those_who_have_work(self, session, scenery, now):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        c, _ = scenery.tenant("c", 2000), scenery.tenant("idle", 4000)
+        scenery.device("d0"), scenery.device("d1")
+        scenery.task(a, "running", seat="d0")
+        scenery.task(b, "running", seat="d1")
+        for tenant in (a, b, c, c):
+            scenery.task(tenant)
+        shares = by_name(session, now)
+        assert [(s.fair, s.held, s.waiting) for s in shares.values()] == [
+            (0.5, 1, 1),  # a: 2 devices * 1 / (1 + 1 + 2); the idle one's weight does not count
+            (0.5, 1, 1),
+            (1.0, 0, 2),
+            (0.0, 0, 0),
+        ]
+        assert [s.share for s in shares.values()] == [1 / 8, 1 / 8, 2 / 8, 4 / 8]
+        assert shares["idle"].kinds[0].by_weight == 1.0
+
+    def test_only_devices_that_take_work_count(self, session, scenery, now):
+        a = scenery.tenant("a")
+        scenery.device("up")
+        scenery.device("down", lease_s=-1)
+        scenery.device("cordoned", cordoned=True)
+        for _ in range(4):
+            scenery.task(a)
+        assert by_name(session, now)["a"].kinds[0].devices == 1
+        assert by_name(session, now)["a"].fair == 1.0
+        session.execute(update(Host).values(cordoned=True))
+        assert by_name(session, now)["a"].kinds[0].devices == 0
+
+    def test_kinds_of_devices_are_divided_apart(self, session, scenery, now):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.device("c0"), scenery.device("g0", kind="cuda"), scenery.device("g1", kind="cuda")
+        scenery.task(a)
+        scenery.task(a, kind="cuda")
+        scenery.task(b, kind="cuda"), scenery.task(b, kind="cuda")
+        shares = by_name(session, now)
+        assert [(k.kind, k.fair) for k in shares["a"].kinds] == [("cpu", 1.0), ("cuda", 1.0)]
+        assert [(k.kind, k.fair) for k in shares["b"].kinds] == [("cpu", 0.0), ("cuda", 1.0)]
+
+    def test_who_was_told_to_leave_holds_the_device_until_it_has_let_go(
+        self, session, scenery, now
+    ):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.device("d0")
+        pausing = scenery.task(a, "pausing", seat="d0")
+        scenery.task(b, "starting", seat="d0")
+        assert [s.held for s in by_name(session, now).values()] == [1, 0]
+        ended = update(Placement).where(Placement.task_id == pausing.id)
+        session.execute(ended.values(ended_at=func.now()))
+        assert [s.held for s in by_name(session, now).values()] == [0, 1]
+
+    def test_usage_is_what_the_ledger_says_and_fades(self, session, scenery, now):
+        a = scenery.tenant("a", 2000)
+        scenery.device("d0", cost_milli=3000)
+        scenery.charge(scenery.task(a, "running", seat="d0"), 10 * 10**6)
+        share = by_name(session, now)["a"]
+        assert share.total_us == 30 * 10**6  # 10 s at three times the cost
+        assert share.total_us == session.scalar(select(func.sum(Account.total_us)))
+        assert share.total_us == session.scalar(select(func.sum(Usage.charged_us)))
+        assert share.usage_us == pytest.approx(share.total_us, abs=1)
+        assert share.score == share.usage_us / 2
+        week_later = by_name(session, now + timedelta(days=7))["a"]
+        assert week_later.usage_us == pytest.approx(share.total_us / 2, abs=1)
+        assert week_later.total_us == share.total_us
+
+    def test_the_others_are_told_as_one_without_a_name(self, session, scenery, now):
+        a, b, c = scenery.tenant("a"), scenery.tenant("b"), scenery.tenant("c", 2000)
+        scenery.device("d0"), scenery.device("d1")
+        scenery.task(b, "running", seat="d0")
+        scenery.task(c, "running", seat="d1")
+        scenery.task(c), scenery.task(a)
+        shares = reports.fair_share(session, now)
+        rest = reports.others(shares, a.id)
+        assert (rest.id, rest.tenant) == ("", "all others")
+        assert (rest.held, rest.waiting, rest.weight) == (2, 1, 3.0)
+        assert rest.fair + shares[0].fair == 2.0
+        assert rest.kinds[0].devices == 2
+
+    def test_nothing_there_is_no_error(self, session, now):
+        assert reports.fair_share(session, now) == []
+        assert reports.others([], "nobody").kinds == ()
+        assert (
+            reports.verdict_of_all([])
+            == "0 of 0 devices held; 0 of 0 tenants have work; no task waits."
+        )
+
+
+@pytest.mark.parametrize(
+    ("devices", "fair", "held", "waiting", "said"),
+    [
+        (2, 0.5, 1, 2, "You hold 1 of 2 devices; your fair share now is 0.5, "
+            "so others are due a turn; 2 tasks wait."),
+        (2, 0.5, 0, 1, "You hold 0 of 2 devices; your fair share now is 0.5, "
+            "so your turn is due; 1 task waits."),
+        (2, 1.0, 1, 3, "You hold 1 of 2 devices; your fair share now is 1; 3 tasks wait."),
+        (3, 1.0, 1, 0, "You hold 1 of 3 devices; your fair share now is 1; no task waits."),
+        (2, 0.0, 0, 0, "Nothing of yours runs or waits; by weight 0.67 of 2 devices are yours, "
+            "and what others leave idle too."),
+        (0, 0.0, 0, 3, "No device takes work now; 3 tasks wait."),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_one_true_sentence(devices, fair, held, waiting, said):
+    kind = KindShare(
+        kind="cpu", devices=devices, by_weight=devices / 3, fair=fair, held=held, waiting=waiting
+    )
+    share = TenantShare(
+        id="t", tenant="t", weight=1.0, share=1 / 3, fair=fair, held=held, waiting=waiting,
+        usage_us=0, total_us=0, score=0.0, kinds=(kind,),
+    )  # fmt: skip
+    assert reports.verdict(share) == said
+
+
+class TestQueue:
+    def test_it_is_in_the_islands_order_and_the_blocked_come_last(self, session, scenery):
+        a = scenery.tenant("a")
+        blocked = scenery.task(a, "blocked")
+        second, first = scenery.task(a, place=2), scenery.task(a, place=1)
+        scenery.device("d0")
+        scenery.task(a, "running", seat="d0")
+        scenery.task(a, "done")
+        found = reports.queue(session, a.id)
+        assert [item.id for item in found] == [first.id, second.id, blocked.id]
+
+    def test_a_page_goes_on_after_the_last_one_seen(self, session, scenery):
+        a = scenery.tenant("a")
+        tasks = [scenery.task(a, place=n) for n in (1, 2)] + [scenery.task(a) for _ in range(2)]
+        seen, after = [], None
+        while page := reports.queue(session, None, after=after, limit=3):
+            seen += [item.id for item in page]
+            after = reports.rank(page[-1])
+        assert seen == [task.id for task in tasks]
+
+    def test_a_tenant_sees_only_its_own(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        scenery.task(a), scenery.task(b)
+        assert [item.tenant for item in reports.queue(session, a.id)] == ["a"]
+        assert {item.tenant for item in reports.queue(session, None)} == {"a", "b"}
+
+    def test_a_paused_task_waits_since_it_let_go(self, session, scenery, now):
+        a = scenery.tenant("a")
+        scenery.device("d0")
+        task = scenery.task(a, submitted_at=now - timedelta(hours=1), seat="d0", epoch=1)
+        assert reports.queue(session, a.id)[0].since == task.submitted_at
+        left = now - timedelta(minutes=1)
+        scenery.seat(task, ended_at=left, end="paused")
+        assert reports.queue(session, a.id)[0].since == left
+
+    def test_reasons_are_told_as_the_island_wrote_them(self, session, scenery):
+        reason = {"code": "HELD", "message": "You hold it.", "next_action": "change_request"}
+        a = scenery.tenant("a")
+        scenery.task(a, "blocked", reasons=[reason])
+        assert reports.queue(session, a.id)[0].reasons == (reason,)
+
+
+class TestDevices:
+    def test_of_anothers_task_a_tenant_learns_only_that_it_is_there(self, session, scenery, now):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        for name in ("d0", "d1", "d2"):
+            scenery.device(name)
+        mine = scenery.task(a, "running", seat="d0")
+        scenery.task(b, "running", seat="d1")
+        seen = reports.devices(session, a.id, now)
+        assert [(d.holder, d.yours) for d in seen] == [
+            ("a", True),
+            ("another tenant", False),
+            (None, False),
+        ]
+        assert seen[0].task.id == mine.id
+        assert seen[1].task is None
+        assert seen[1].since is None
+        assert [d.holder for d in reports.devices(session, None, now)] == ["a", "b", None]
+
+    def test_a_device_that_is_silent_or_set_aside_says_so(self, session, scenery, now):
+        scenery.device("d0"), scenery.device("d1", lease_s=-1), scenery.device("d2", cordoned=True)
+        seen = reports.devices(session, None, now)
+        assert [device.state for device in seen] == ["up", "down", "cordoned"]
+
+
+class TestUsage:
+    @pytest.fixture
+    def booked(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        ann = scenery.user("ann", a)
+        noon = datetime(2026, 11, 21, 12, tzinfo=UTC)
+        rows = [
+            (noon, a, None, 10),
+            (noon + timedelta(seconds=10), a, ann, 20),
+            (noon + timedelta(hours=1), a, ann, 40),
+            (noon, b, None, 80),
+        ]
+        for at, tenant, user, held_us in rows:
+            user = user or session.scalars(select(User).where(User.name == tenant.name)).one()
+            scenery.add(
+                Usage(
+                    bucket=at, bucket_s=10, tenant_id=tenant.id, user_id=user.id,
+                    kind="cpu", held_us=held_us, charged_us=2 * held_us,
+                )
+            )  # fmt: skip
+        return noon, a
+
+    def ask(self, session, tenant, noon, *, hours=24, group_by=(), interval_s=3600):
+        return reports.usage(
+            session, tenant, since=noon, until=noon + timedelta(hours=hours),
+            group_by=group_by, interval_s=interval_s,
+        )  # fmt: skip
+
+    def test_every_grouping_adds_up_to_the_same(self, session, booked):
+        noon, _ = booked
+        for groups in ((), ("tenant",), ("user", "kind"), reports.GROUPS):
+            rows = self.ask(session, None, noon, group_by=groups)
+            assert sum(row.held_us for row in rows) == 150
+            assert sum(row.charged_us for row in rows) == 300
+
+    def test_buckets_are_whole_intervals(self, session, booked):
+        noon, a = booked
+        rows = self.ask(session, a.id, noon, group_by=("bucket", "user"))
+        assert rows == [
+            UsageRow(bucket=noon, user="a", held_us=10, charged_us=20),
+            UsageRow(bucket=noon, user="ann", held_us=20, charged_us=40),
+            UsageRow(bucket=noon + timedelta(hours=1), user="ann", held_us=40, charged_us=80),
+        ]
+
+    def test_the_end_is_not_counted(self, session, booked):
+        noon, a = booked
+        assert self.ask(session, a.id, noon, hours=1)[0].held_us == 30
+
+    def test_no_usage_is_nothing_and_not_an_error(self, session, scenery, now):
+        a = scenery.tenant("a")
+        assert self.ask(session, a.id, now) == [UsageRow(held_us=0, charged_us=0)]
+        assert self.ask(session, a.id, now, group_by=("user",)) == []
+
+    def test_csv_has_the_same_rows(self, session, booked):
+        noon, a = booked
+        rows = self.ask(session, a.id, noon, group_by=("bucket", "user"))
+        assert reports.to_csv(rows, ("user", "bucket")).splitlines() == [
+            "bucket,user,held_us,charged_us",
+            "2026-11-21T12:00:00+00:00,a,10,20",
+            "2026-11-21T12:00:00+00:00,ann,20,40",
+            "2026-11-21T13:00:00+00:00,ann,40,80",
+        ]
+
+
+class TestRequests:
+    def test_a_list_sums_up_what_its_tasks_did(self, session, scenery):
+        a = scenery.tenant("a")
+        task = scenery.task(a, total_held_us=5, held_us=2, pauses=3, lost_steps=4)
+        line = reports.request(session, a.id, task.request_id)
+        assert line.tasks == {"waiting": 1}
+        assert (line.total_held_us, line.pauses, line.lost_steps) == (7, 3, 4)
+
+    def test_the_newest_come_first_page_by_page(self, session, scenery):
+        a = scenery.tenant("a")
+        ids = [scenery.task(a).request_id for _ in range(3)]
+        first = reports.requests(session, a.id, limit=2)
+        assert [line.id for line in first] == [ids[2], ids[1]]
+        assert [line.id for line in reports.requests(session, a.id, before=ids[1])] == [ids[0]]
+        assert reports.requests(session, a.id, state="failed") == []
+
+    def test_another_tenants_request_is_not_there(self, session, scenery):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        task = scenery.task(a)
+        assert reports.request(session, b.id, task.request_id) is None
+        assert reports.request(session, None, task.request_id).name == f"request of {task.name}"
+
+    def test_curves_are_thinned_but_keep_the_last_point(self, session, scenery):
+        task = scenery.task(scenery.tenant("a"), name="train")
+        for step in range(1, 1001):
+            session.add(Metric(task_id=task.id, step=step, values={"loss": 1 / step, "note": "x"}))
+        session.flush()
+        (curve,) = reports.curves(session, task.request_id, points=100)
+        assert (curve.task, curve.name) == ("train", "loss")
+        assert 100 <= len(curve.points) <= 200
+        assert curve.points[-1] == (1000, 0.001)
+
+    def test_the_log_is_its_end_in_order(self, session, scenery):
+        task = scenery.task(scenery.tenant("a"), name="train")
+        for n in range(5):
+            session.add(
+                LogLine(task_id=task.id, epoch=1, line=n, stream="stdout", text=f"line {n}")
+            )
+            session.flush()
+        tail = reports.log_tail(session, task.request_id, limit=2)
+        assert [said.text for said in tail] == ["line 3", "line 4"]

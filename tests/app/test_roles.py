@@ -1,0 +1,144 @@
+"""Who may do what: every operation under /v1 by every role, as one table.
+
+`stranger` columns are people of another tenant.  They never get a 403 about a thing of red's: that
+it exists is not told.
+"""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import delete
+
+from app.main import app
+from app.models import Event, Preset, Request, Task
+from tests.app.conftest import BUNDLE, descriptor, sha256
+
+WHO = (
+    "", "red.viewer", "red.other", "red.member", "red.tenant_admin",
+    "blue.member", "blue.tenant_admin", "root",
+)  # fmt: skip
+
+# {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member
+TABLE = """
+#                                     nobody viewer other owner admin  stranger,admin  root
+POST   /v1/requests                      401    403   202   202   202    422    422    403
+POST   /v1/requests:validate             401    403   200   200   200    422    422    403
+GET    /v1/requests                      401    200   200   200   200    200    200    200
+GET    /v1/requests/{req}                401    200   200   200   200    404    404    200
+PATCH  /v1/requests/{req}                401    403   403   200   200    404    404    200
+POST   /v1/requests/{req}/hold           401    403   403   202   202    404    404    202
+POST   /v1/requests/{req}/release        401    403   403   202   202    404    404    202
+POST   /v1/requests/{req}/cancel         401    403   403   202   202    404    404    202
+GET    /v1/requests/{req}/events         401    200   200   200   200    404    404    200
+GET    /v1/requests/{req}/events/stream  401    200   200   200   200    404    404    200
+GET    /v1/requests/{req}/logs           401    200   200   200   200    404    404    200
+GET    /v1/requests/{req}/logs/stream    401    200   200   200   200    404    404    200
+GET    /v1/tasks                         401    200   200   200   200    200    200    200
+GET    /v1/tasks/{tsk}                   401    200   200   200   200    404    404    200
+GET    /v1/tasks/{tsk}/explain           401    200   200   200   200    404    404    200
+GET    /v1/tasks/{tsk}/metrics           401    200   200   200   200    404    404    200
+GET    /v1/tasks/{tsk}/checkpoints       401    200   200   200   200    404    404    200
+GET    /v1/tasks/{tsk}/placements        401    200   200   200   200    404    404    200
+POST   /v1/tasks/{tsk}/pause             401    403   403   202   202    404    404    202
+POST   /v1/tasks/{tsk}/resume            401    403   403   202   202    404    404    202
+POST   /v1/tasks/{tsk}/checkpoint        401    403   403   202   202    404    404    202
+POST   /v1/tasks/{tsk}/cancel            401    403   403   202   202    404    404    202
+PUT    /v1/bundles/{sha}                 401    403   200   200   200    201    201    201
+GET    /v1/bundles/{sha}                 401    200   200   200   200    404    404    404
+HEAD   /v1/bundles/{sha}                 401    200   200   200   200    404    404    404
+GET    /v1/bundles                       401    200   200   200   200    200    200    200
+GET    /v1/fair-share                    401    200   200   200   200    200    200    200
+GET    /v1/queue                         401    200   200   200   200    200    200    200
+GET    /v1/usage                         401    200   200   200   200    200    200    200
+GET    /v1/decisions                     401    200   200   200   200    200    200    200
+POST   /v1/tenants                       401    403   403   403   403    403    403    201
+GET    /v1/tenants                       401    200   200   200   200    200    200    200
+GET    /v1/tenants/ten_red               401    200   200   200   200    404    404    200
+PATCH  /v1/tenants/ten_red               401    403   403   403   403    404    404    200
+POST   /v1/users                         401    403   403   403   201    403    422    201
+GET    /v1/users                         401    403   403   403   200    403    200    200
+GET    /v1/users/usr_red.member          401    403   403   200   200    404    404    200
+GET    /v1/me                            401    200   200   200   200    200    200    200
+POST   /v1/keys                          401    403   403   403   201    403    422    201
+GET    /v1/keys                          401    403   403   403   200    403    200    200
+DELETE /v1/keys/{key}                    401    403   403   200   200    404    404    200
+GET    /v1/islands                       401    200   200   200   200    200    200    200
+GET    /v1/islands/isle                  401    200   200   200   200    200    200    200
+GET    /v1/hosts                         401    200   200   200   200    200    200    200
+GET    /v1/hosts/h                       401    200   200   200   200    200    200    200
+POST   /v1/hosts/h/drain                 401    403   403   403   403    403    403    200
+POST   /v1/hosts/h/uncordon              401    403   403   403   403    403    403    200
+GET    /v1/devices                       401    200   200   200   200    200    200    200
+GET    /v1/devices/h.0                   401    200   200   200   200    200    200    200
+PATCH  /v1/devices/h.0                   401    403   403   403   403    403    403    200
+POST   /v1/devices/h.0/cordon            401    403   403   403   403    403    403    200
+POST   /v1/devices/h.0/uncordon          401    403   403   403   403    403    403    200
+GET    /v1/presets                       401    200   200   200   200    200    200    200
+GET    /v1/presets/train/cpu             401    200   200   200   200    200    200    200
+PUT    /v1/presets/train/cpu             401    403   403   403   403    403    403    200
+"""
+
+BODIES = {
+    "POST /v1/requests": {"json": descriptor()},
+    "POST /v1/requests:validate": {"json": descriptor()},
+    "PATCH /v1/requests/{req}": {"json": {"priority": 5}},
+    "PUT /v1/bundles/{sha}": {"content": BUNDLE},
+    "POST /v1/tenants": {"json": {"name": "green"}},
+    "PATCH /v1/tenants/ten_red": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
+    "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
+    "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
+    "PATCH /v1/devices/h.0": {"json": {"cost": 2.0}, "headers": {"If-Match": '"1"'}},
+    "PUT /v1/presets/train/cpu": {"json": {"params": {"threads": 1}}},
+}
+
+ROWS = [line.split() for line in TABLE.strip().splitlines()[1:]]
+
+
+def _shape(path: str) -> str:
+    """The path with whatever names one thing as {}."""
+    things = {"ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu"}
+    parts = path.split("/")
+    return "/".join("{}" if part in things or part.startswith("{") else part for part in parts)
+
+
+def test_the_table_has_every_operation_under_v1():
+    served = {
+        (method.upper(), _shape(path))
+        for path, operations in app.openapi()["paths"].items()
+        for method in operations
+        if path.startswith("/v1/")
+    }
+    assert {(method, _shape(path)) for method, path, *_ in ROWS} == served
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, session):
+    method, path, *expected = row
+    _settle(session, submitted, ended=path.endswith("/stream"))
+    url = path.format(
+        req=submitted["id"],
+        tsk=submitted["tasks"][0]["id"],
+        sha=sha256(BUNDLE),
+        key=world.keys["red.member"].split("_")[1],
+    )
+    got = []
+    for who in WHO:
+        undo = session.connection().begin_nested()  # each one finds the same world
+        answer = as_(who).request(method, url, **BODIES.get(f"{method} {path}", {}))
+        got.append(str(answer.status_code))
+        undo.rollback()
+        session.expire_all()
+    assert dict(zip(WHO, got, strict=True)) == dict(zip(WHO, expected, strict=True))
+
+
+def _settle(session, submitted, *, ended):
+    """The task runs, and the preset is there.  A stream is closed if the request has ended.
+
+    Events of a transaction that is still open are not told, so a stream would wait for them.
+    """
+    session.get_one(Task, submitted["tasks"][0]["id"]).state = "running"
+    if ended:
+        session.get_one(Request, submitted["id"]).state = "done"
+        session.execute(delete(Event))
+    session.add(Preset(task_type="train", kind="cpu", params={}))
+    session.commit()

@@ -1,0 +1,168 @@
+"""Graphs are sound or say why not; what can never run here is told before it is queued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core import graph
+from app.core.descriptor import Descriptor, parse
+from app.core.graph import Need, Offer
+
+HERE = {"cpu": Offer(devices=2, memory_bytes=4_000_000_000)}
+
+
+def tasks(*tasks: dict[str, Any], **request: Any) -> Descriptor:
+    filled = [{"run": {"function": "m:f"}, **task} for task in tasks]
+    return parse({"tasks": filled, "bundle": "sha256:" + "0" * 64, **request})
+
+
+def drawn(edges: str) -> Descriptor:
+    """ "a<b" reads: a starts after b; "c" alone stands for itself."""
+    after: dict[str, list[str]] = {}
+    for word in edges.split():
+        task, _, needed = word.partition("<")
+        after.setdefault(task, [])
+        if needed:
+            after[task].append(needed)
+    return tasks(*({"name": name, "start": {"after": a}} for name, a in after.items()))
+
+
+def test_needs_are_the_edges_of_after_and_of_data() -> None:
+    descriptor = tasks(
+        {"name": "prep", "outputs": ["x", "y"]},
+        {"name": "check"},
+        {
+            "name": "train",
+            "start": {"after": ["check"]},
+            "inputs": {"a": "prep.x", "b": "prep.y", "c": "datablock:corpus"},
+        },
+    )
+    assert graph.check(descriptor) == ()
+    assert graph.needs(descriptor) == {
+        "prep": (),
+        "check": (),
+        "train": (
+            Need(task="check"),
+            Need(task="prep", port="a", output="x"),
+            Need(task="prep", port="b", output="y"),
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("edges", "order"),
+    [
+        ("a b c", "a b c"),
+        ("c<b b<a a", "a b c"),
+        ("d<b d<c b<a c<a a", "a b c d"),
+        ("a<b b<a c", "c"),
+    ],
+)
+def test_a_task_stands_behind_what_it_needs(edges: str, order: str) -> None:
+    assert graph.order(drawn(edges)) == tuple(order.split())
+
+
+@pytest.mark.parametrize(
+    ("edges", "pointer", "told"),
+    [
+        ("a<b b<a", "/tasks/0", "a cycle of needs: a needs b needs a"),
+        ("x a<b b<c c<a", "/tasks/1", "a cycle of needs: a needs b needs c needs a"),
+        ("a<b b<c c<b", "/tasks/1", "a cycle of needs: b needs c needs b"),  # a only leads there
+        ("a<a", "/tasks/0/start/after/0", "'a' needs itself"),
+    ],
+)
+def test_a_cycle_is_named(edges: str, pointer: str, told: str) -> None:
+    (fault,) = graph.check(drawn(edges))
+    assert (fault.pointer, fault.detail, fault.code) == (pointer, told, "cycle")
+
+
+def test_edges_that_lead_nowhere_are_all_told() -> None:
+    descriptor = tasks(
+        {"name": "prep", "outputs": ["tokens"]},
+        {
+            "name": "train",
+            "start": {"after": ["prpe"]},
+            "inputs": {"a": "prep.token", "b": "zz.out"},
+        },
+    )
+    assert [(f.pointer, f.code, f.detail) for f in graph.check(descriptor)] == [
+        (
+            "/tasks/1/start/after/0",
+            "unknown-task",
+            "this request has no task 'prpe'; did you mean 'prep'?",
+        ),
+        (
+            "/tasks/1/inputs/a",
+            "unknown-output",
+            "task 'prep' does not name 'token' in its outputs; did you mean 'tokens'?",
+        ),
+        ("/tasks/1/inputs/b", "unknown-task", "this request has no task 'zz'"),
+    ]
+
+
+def test_a_chain_of_a_thousand_tasks_is_walked_without_recursion() -> None:
+    edges = " ".join(f"t{n}<t{n + 1}" for n in range(999))
+    assert graph.check(drawn(f"{edges} t999")) == ()
+    (fault,) = graph.check(drawn(f"{edges} t999<t0"))
+    assert fault.detail.count("needs") == 1001
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), unique=True, max_size=20))
+def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
+    pairs: list[tuple[int, int]],
+) -> None:
+    edges = " ".join(f"t{a}<t{b}" for a, b in pairs if a != b)
+    descriptor = drawn(f"{edges} " + " ".join(f"t{n}" for n in range(8)))
+    order = graph.order(descriptor)
+    assert (graph.check(descriptor) == ()) == (len(order) == 8)
+    for name in order:
+        before = order[: order.index(name)]
+        assert all(need.task in before for need in graph.needs(descriptor)[name])
+
+
+# --- what can never run here --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "pointer", "told"),
+    [
+        ({"devices": {"kind": "cuda"}}, "devices/kind", "there is no device of kind 'cuda' here"),
+        ({"devices": {"memory_bytes": 5e9}}, "devices/memory_bytes", "the largest cpu device has"),
+        ({"world_size": 2}, "world_size", "one rank on one device until splicing is there"),
+        ({"run": {"command": ["python"]}}, "run/command", "commands are not run yet"),
+        ({"inputs": {"x": "datablock:c"}}, "inputs/x", "datablocks are not kept yet"),
+    ],
+)
+def test_what_can_never_run_here_is_told_with_what_to_do(
+    task: dict[str, Any], pointer: str, told: str
+) -> None:
+    (fault,) = graph.unsatisfiable(tasks({"name": "t", **task}), HERE)
+    assert (fault.pointer, fault.code) == (f"/tasks/0/{pointer}", "unsatisfiable")
+    assert told in fault.detail
+
+
+def test_more_devices_than_there_are_is_told() -> None:
+    body = {"name": "t", "world_size": 8, "devices": {"min": 4}}
+    told = {fault.pointer for fault in graph.unsatisfiable(tasks(body), HERE)}
+    assert told == {"/tasks/0/devices/min", "/tasks/0/world_size"}
+
+
+def test_a_webhook_is_refused_for_now() -> None:
+    descriptor = tasks({"name": "t"}, notify={"webhook": "https://example.org"})
+    (fault,) = graph.unsatisfiable(descriptor, HERE)
+    assert fault.pointer == "/notify/webhook"
+
+
+@pytest.mark.parametrize("tier", ["premium", "standard", "basic"])
+def test_what_fits_is_not_refused_whatever_its_tier(tier: str) -> None:
+    body = {"name": "t", "devices": {"memory_bytes": 4_000_000_000}}
+    assert graph.unsatisfiable(tasks(body, tier=tier), HERE) == ()
+
+
+def test_a_deployment_without_devices_says_so() -> None:
+    (fault,) = graph.unsatisfiable(tasks({"name": "t"}), {})
+    assert "none at all" in fault.detail

@@ -1,0 +1,360 @@
+"""The very `decide` of an island, on imaginary devices, over hours of virtual time.
+
+`simulate` itself checks after every step that no seat is promised twice, nobody is paused before a
+full slice, no device stands free while somebody could use it, and every wait is explained.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.core.decide import decide, slice_us
+from app.core.island import Device, Plan, Policy, Snapshot, Tenant
+from app.core.lifecycle import Move
+from app.core.simulate import Arrival, Broken, Costs, Report, World, check, simulate
+from tests.core.pictures import NOW_S, island, moves
+
+REAL = Costs(start_s=0.05, pause_s=0.01, save_s=0.5)
+
+
+def devices(n: int, **details: object) -> list[Device]:
+    return [Device(id=f"d{i}", host="h", kind="cpu", **details) for i in range(n)]
+
+
+def tenants(**weights: float) -> list[Tenant]:
+    return [Tenant(id=id, name=id, weight=int(1000 * w)) for id, w in weights.items()]
+
+
+def busy(tenant: str, *, at_s: float = 0.0, tasks: int = 3, work_s: float = 1e6) -> list[Arrival]:
+    """More work than there is time for."""
+    return [
+        Arrival(at_s=at_s, task=f"{tenant}{n}", tenant=tenant, user=f"{tenant}1", work_s=work_s)
+        for n in range(tasks)
+    ]
+
+
+# --- shares -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", [Costs(), REAL], ids=["free switches", "real switches"])
+def test_shares_converge_to_the_weights(costs: Costs) -> None:
+    three = tenants(a=1, b=1, c=2)
+    work = [*busy("a"), *busy("b"), *busy("c")]
+    report = simulate(work, devices(2), three, Policy(), costs=costs, until_s=300)
+    total_s = sum(report.device_s.values())
+    assert total_s > 0.98 * 2 * 300  # F8: switching costs no more than its share
+    for tenant, share in (("a", 0.25), ("b", 0.25), ("c", 0.5)):
+        assert report.device_s[tenant] / total_s == pytest.approx(share, abs=0.01)
+
+
+def test_one_device_is_shared_by_four_weights() -> None:
+    four = tenants(a=1, b=2, c=4, d=8)
+    work = [task for tenant in "abcd" for task in busy(tenant, tasks=1)]
+    report = simulate(work, devices(1), four, Policy(), until_s=600)
+    for tenant in four:
+        share = report.device_s[tenant.id] / sum(report.device_s.values())
+        assert share == pytest.approx(tenant.weight / 15000, abs=0.01)
+
+
+def test_a_tenant_that_comes_late_catches_up_and_then_shares() -> None:
+    work = [*busy("a"), *busy("b", at_s=100)]
+    both = tenants(a=1, b=1)
+    early = simulate(work, devices(1), both, Policy(), until_s=190)
+    late = simulate(work, devices(1), both, Policy(), until_s=400)
+    assert early.device_s["b"] == pytest.approx(90, abs=2)  # all of it, until both have had 100 s
+    assert late.device_s["b"] == pytest.approx(200, abs=3)
+
+
+def test_what_fades_is_forgiven() -> None:
+    # a has used 1000 s long ago; with a half-life of 10 s that is gone when b comes.
+    work = [*busy("a", work_s=1000, tasks=1), *busy("a", at_s=1200), *busy("b", at_s=1200)]
+    work = [replace(task, task=f"{task.task}@{task.at_s:g}") for task in work]
+    report = simulate(work, devices(1), tenants(a=1, b=1), Policy(half_life_s=10), until_s=1400)
+    assert report.device_s["a"] == pytest.approx(1100, abs=5)
+    assert report.device_s["b"] == pytest.approx(100, abs=5)
+
+
+def test_many_tasks_gain_a_tenant_nothing() -> None:
+    work = [*busy("a", tasks=50), *busy("b", tasks=1)]
+    report = simulate(work, devices(1), tenants(a=1, b=1), Policy(), until_s=200)
+    assert report.device_s["a"] == pytest.approx(100, abs=2)
+
+
+def test_short_tasks_gain_a_tenant_nothing() -> None:
+    short = [
+        Arrival(at_s=0, task=f"a{n:04}", tenant="a", user="a1", work_s=0.25) for n in range(2000)
+    ]
+    report = simulate([*short, *busy("b")], devices(1), tenants(a=1, b=1), Policy(), until_s=200)
+    assert report.device_s["a"] == pytest.approx(100, abs=2)
+
+
+def test_users_share_alike_inside_their_tenant() -> None:
+    work = [
+        Arrival(at_s=0, task=f"{user}{n}", tenant="a", user=user, work_s=1e6)
+        for user, tasks in (("u", 9), ("v", 1))
+        for n in range(tasks)
+    ]
+    report = simulate(work, devices(1), tenants(a=1), Policy(), until_s=100)
+    v_s = _held_s(report, "v0", until_s=100)
+    assert v_s == pytest.approx(50, abs=2)
+
+
+def _held_s(report: Report, task: str, *, until_s: float) -> float:
+    """From the timeline alone: between its launches and its pauses."""
+    held_s, since_s = 0.0, None
+    for line in report.timeline:
+        if line.decision.task == task and line.decision.move == Move.Launch:
+            since_s = line.at_s
+        elif (
+            line.decision.task == task and line.decision.move == Move.Pause and since_s is not None
+        ):
+            held_s, since_s = held_s + line.at_s - since_s, None
+    return held_s + (until_s - since_s if since_s is not None else 0.0)
+
+
+# --- nobody starves, nobody flutters ------------------------------------------------------------
+
+
+def test_nobody_starves_behind_a_stream_of_newcomers() -> None:
+    stream = [
+        Arrival(at_s=float(n), task=f"s{n:03}", tenant=f"t{n % 5}", user=f"t{n % 5}u", work_s=4)
+        for n in range(100)
+    ]
+    patient = Arrival(at_s=10, task="patient", tenant="z", user="z1", work_s=20)
+    everyone = tenants(**{f"t{n}": 1 for n in range(5)}, z=1)
+    report = simulate([*stream, patient], devices(2), everyone, Policy(), costs=REAL)
+    assert len(report.finished) == 101
+    assert report.waits_s["patient"] < 5
+    assert report.finished["patient"] < 120  # 20 s at a sixth of two devices
+
+
+def test_turns_are_not_taken_more_often_than_slices_allow() -> None:
+    work = [*busy("a", tasks=1), *busy("b", tasks=1)]
+    report = simulate(work, devices(1), tenants(a=1, b=1), Policy(slice_min_s=2), until_s=100)
+    pauses = [line.at_s for line in report.timeline if line.decision.move == Move.Pause]
+    assert len(pauses) > 10
+    assert all(later - sooner >= 2 for sooner, later in pairwise(pauses))
+
+
+def test_a_single_tenant_is_never_interrupted() -> None:
+    report = simulate(busy("a", tasks=4, work_s=5), devices(2), tenants(a=1), Policy())
+    assert report.pauses == {}
+    assert max(report.finished.values()) == pytest.approx(10)
+
+
+def test_data_flow_is_a_start_condition() -> None:
+    chain = [
+        Arrival(
+            at_s=0,
+            task=f"n{n}",
+            tenant="a",
+            user="a1",
+            work_s=1,
+            after=(f"n{n - 1}",) if n else (),
+        )
+        for n in range(5)
+    ]
+    report = simulate(chain, devices(3), tenants(a=1), Policy())
+    assert report.finished == pytest.approx({f"n{n}": n + 1.0 for n in range(5)})
+
+
+def test_equal_input_gives_an_equal_report() -> None:
+    work = [*busy("a"), *busy("b", at_s=3.3), *busy("c", at_s=7)]
+    three = tenants(a=1, b=2, c=3)
+    first = simulate(work, devices(2), three, Policy(), costs=REAL, until_s=60)
+    again = simulate(work[::-1], devices(2), three[::-1], Policy(), costs=REAL, until_s=60)
+    assert first == again
+
+
+def test_what_is_broken_is_told_with_its_story() -> None:
+    world = World(busy("a", tasks=2), devices(1), tenants(a=1), Policy(), Costs())
+    world.advance(0)
+    seen = world.snapshot()
+    plan = decide(seen, now_s=0.0)
+    launch = next(d for d in plan.decisions if d.move == Move.Launch)
+    twice = replace(plan, decisions=(*plan.decisions, replace(launch, task="a1")))
+    world.obey(twice)
+    with pytest.raises(Broken, match=r"2 tasks were promised d0\n(.*\n)*.*Launch a1 d0"):
+        check(world, seen, twice)
+
+
+# --- random islands -----------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(dice=st.randoms(use_true_random=False))
+def test_random_islands_keep_all_invariants_and_finish(dice: random.Random) -> None:
+    names = "abcd"[: dice.randint(1, 4)]
+    some = [
+        Device(
+            id=f"d{n}",
+            host="h",
+            kind=dice.choice(["cpu", "cpu", "cuda"]) if n else "cpu",
+            memory_bytes=8 if n == 0 else dice.choice([4, 8]),
+            cost=dice.choice([1000, 3000]),
+        )
+        for n in range(dice.randint(1, 4))
+    ]
+    kinds = sorted({device.kind for device in some})
+    arrivals: list[Arrival] = []
+    for n in range(dice.randint(1, 25)):
+        tenant, kind = dice.choice(names), dice.choice(kinds)
+        earlier = [arrival.task for arrival in arrivals]
+        arrivals.append(
+            Arrival(
+                at_s=dice.choice([0.0, dice.uniform(0, 30)]),
+                task=f"k{n:02}",
+                tenant=tenant,
+                user=f"{tenant}{dice.randint(1, 2)}",
+                work_s=dice.choice([0.3, 2.0, dice.uniform(0.1, 15)]),
+                kind=kind,
+                memory_bytes=dice.choice([0, 8]) if kind == "cpu" else 0,
+                priority=dice.randint(-1, 1),
+                after=tuple(dice.sample(earlier, min(len(earlier), dice.choice([0, 0, 1, 2])))),
+            )
+        )
+    costs = dice.choice([Costs(), REAL, Costs(start_s=1, pause_s=0.2, save_s=3)])
+    policy = Policy(half_life_s=dice.choice([0, 5, 604800]), slice_min_s=dice.choice([0.2, 1]))
+    report = simulate(
+        arrivals, some, tenants(**{name: dice.choice([1, 2, 0.5]) for name in names}), policy,
+        costs=costs,
+    )  # fmt: skip
+
+    assert set(report.finished) == {arrival.task for arrival in arrivals}
+    work_s = sum(arrival.work_s for arrival in arrivals)
+    assert sum(report.device_s.values()) == pytest.approx(work_s, abs=0.001)  # nothing is lost
+    for launch, pause in _stays(report):
+        assert pause - launch >= policy.slice_min_s - 1e-6
+
+
+def _stays(report: Report) -> list[tuple[float, float]]:
+    """(launched, told to pause) of every stay that ended with a pause."""
+    launched: dict[str, float] = {}
+    stays = []
+    for line in report.timeline:
+        if line.decision.move == Move.Launch:
+            launched[line.decision.task] = line.at_s
+        elif line.decision.move == Move.Pause:
+            stays.append((launched[line.decision.task], line.at_s))
+    return stays
+
+
+CELLS = [".", "x", "#", "a", "a'", "a*", "a/", "a!", "b", "b'", "b#", "c", "c2", "a2"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cells=st.lists(st.sampled_from(CELLS), max_size=5),
+    queue=st.lists(st.sampled_from(["a", "a2", "b", "c"]), max_size=6),
+    used=st.dictionaries(st.sampled_from("abc"), st.floats(0, 30), max_size=3),
+    dice=st.randoms(use_true_random=False),
+)
+def test_a_plan_follows_the_rules_whatever_the_island(
+    cells: list[str], queue: list[str], used: dict[str, float], dice: random.Random
+) -> None:
+    drawn = _disturbed(island(" ".join(cells), queue=" ".join(queue), used=used), dice)
+    plan = decide(drawn, now_s=NOW_S)
+    assert plan == decide(_shuffled(drawn, dice), now_s=NOW_S)
+    assert plan.look_again_s is None or plan.look_again_s > NOW_S
+    assert sorted(plan.places.values()) == list(range(1, len(plan.places) + 1))
+    _check_pauses(drawn, plan)
+    _check_seats(drawn, plan)
+    _check_nothing_changes_before(drawn, plan)
+
+
+def _disturbed(drawn: Snapshot, dice: random.Random) -> Snapshot:
+    """The same island, with wishes, images, failures and silent devices strewn over it."""
+    tasks = {}
+    for id, task in drawn.tasks.items():
+        task = replace(
+            task,
+            cancel_asked=dice.random() < 0.1,
+            priority=dice.randint(0, 1),
+            switch_us=dice.choice([0, 40_000]),
+        )
+        if dice.random() < 0.1:
+            task = replace(task, conditions=replace(task.conditions, hold="user"))
+        if task.state == "waiting" and drawn.devices and dice.random() < 0.4:
+            device = dice.choice(sorted(drawn.devices))
+            task = replace(task, image_on=device, saved=dice.random() < 0.5)
+        elif task.state == "waiting" and dice.random() < 0.2:
+            task = replace(task, retry_at_s=NOW_S + dice.choice([-1, 2]))
+        tasks[id] = task
+    devices = {
+        id: replace(device, lease_until_s=NOW_S + dice.choice([10, 10, 10, -1]))
+        for id, device in drawn.devices.items()
+    }
+    return replace(drawn, tasks=tasks, devices=devices)
+
+
+def _shuffled(drawn: Snapshot, dice: random.Random) -> Snapshot:
+    def turned(mapping: dict[str, object]) -> dict[str, object]:
+        items = list(mapping.items())
+        dice.shuffle(items)
+        return dict(items)
+
+    return replace(
+        drawn,
+        tasks=turned(drawn.tasks),
+        devices=turned(drawn.devices),
+        users=turned(drawn.users),
+        tenants=turned(drawn.tenants),
+    )
+
+
+def _check_pauses(drawn: Snapshot, plan: Plan) -> None:
+    """F6: after a full slice, and only for somebody else who then launches there."""
+    for decision in plan.decisions:
+        if decision.move == Move.Pause and decision.against is not None:
+            victim, gains = drawn.tasks[decision.task], drawn.tasks[decision.against]
+            assert victim.held_us >= slice_us(drawn.policy, victim, gains)
+            assert (gains.id, "Launch") in moves(plan)
+            if victim.user == gains.user:
+                assert victim.priority < gains.priority
+
+
+def _check_seats(drawn: Snapshot, plan: Plan) -> None:
+    launched = [d.device for d in plan.decisions if d.move == Move.Launch]
+    assert len(launched) == len(set(launched))
+    gone = {d.task for d in plan.decisions if d.move in (Move.Pause, Move.Lost, Move.Cancel)}
+    for decision in plan.decisions:
+        if decision.move != Move.Launch:
+            continue
+        device = drawn.devices[decision.device or ""]
+        assert device.up
+        assert not device.cordoned
+        assert device.lease_until_s > NOW_S
+        held = [
+            task.id
+            for task in drawn.tasks.values()
+            if task.seat == device.id and task.state in ("starting", "running")
+        ]
+        assert set(held) <= gone
+
+
+def _check_nothing_changes_before(drawn: Snapshot, plan: Plan) -> None:
+    """Until `look_again_s` the mere passing of time changes nothing."""
+    if plan.look_again_s is None or plan.decisions:
+        return
+    for part in (0.3, 0.99):
+        passed_s = (plan.look_again_s - 0.0011 - NOW_S) * part
+        if passed_s <= 0:
+            continue
+        tasks = {
+            id: replace(
+                task,
+                held_us=task.held_us + int(passed_s * 1e6),
+                accrued_us=task.accrued_us + int(passed_s * 1e6),
+            )
+            if task.state in ("running", "pausing", "stopping")
+            else task
+            for id, task in drawn.tasks.items()
+        }
+        later = decide(replace(drawn, tasks=tasks), now_s=NOW_S + passed_s)
+        assert later.decisions == ()

@@ -1,0 +1,213 @@
+"""A database of its own, the real service on a real port, and a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+from sqlalchemy import URL, Engine, create_engine, make_url, text
+from sqlalchemy.orm import Session
+
+from app import journal, reports
+from app.models import LogLine, Metric, Task, Usage
+from tests.conftest import Servers
+from tests.scenery import Scenery
+
+ROOT = Path(__file__).parents[2]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """The running service and what was put into it.
+
+    a holds d0 and has three tasks waiting; b holds d1; c has no work.  `tracked` is the task of a
+    that runs, with metrics, log lines and usage; `foreign` is the one of b.
+    """
+
+    url: str
+    engine: Engine
+    keys: dict[str, str]
+    tracked: Task
+    foreign: Task
+    waiting: tuple[Task, ...]
+
+    @contextmanager
+    def change(self) -> Iterator[Session]:
+        """A transaction as the island makes them: open pages are told at its commit."""
+        with Session(self.engine) as session, session.begin():
+            yield session
+            journal.settle(session)
+
+    @property
+    def pages(self) -> tuple[str, ...]:
+        request = f"/ui/requests/{self.tracked.request_id}"
+        return ("/ui/", "/ui/?window=1h", "/ui/requests", request, "/ui/requests/none", "/docs")
+
+
+@pytest.fixture(scope="package")
+def service(servers: Servers) -> Iterator[Service]:
+    with _database(servers.database_url) as engine, _listening() as listener:
+        with Session(engine, expire_on_commit=False) as session, session.begin():
+            scene = _fill(session)
+        host, port = listener.getsockname()
+        with _running(engine.url, listener):
+            yield Service(url=f"http://{host}:{port}", engine=engine, **scene)
+
+
+@contextmanager
+def _database(beside: str) -> Iterator[Engine]:
+    """An empty database on the same server, with the newest schema."""
+    server = make_url(beside)
+    url = server.set(database=f"rh_pages_{os.getpid()}")
+    admin = create_engine(server, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f'create database "{url.database}"'))
+    engine = create_engine(url)
+    try:
+        command = [sys.executable, "-m", "alembic", "upgrade", "head"]
+        subprocess.run(command, cwd=ROOT, env=_environment(url), check=True)
+        yield engine
+    finally:
+        engine.dispose()
+        with admin.connect() as connection:
+            connection.execute(text(f'drop database "{url.database}" with (force)'))
+        admin.dispose()
+
+
+@contextmanager
+def _listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@contextmanager
+def _running(url: URL, listener: socket.socket) -> Iterator[None]:
+    number = str(listener.fileno())
+    command = [sys.executable, "-m", "uvicorn", "app.main:app", "--fd", number]
+    quiet = ["--log-level", "warning", "--timeout-graceful-shutdown", "3"]
+    process = subprocess.Popen(
+        command + quiet, cwd=ROOT, env=_environment(url), pass_fds=[listener.fileno()]
+    )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+def _environment(url: URL) -> dict[str, str]:
+    return {**os.environ, "DATABASE_URL": url.render_as_string(hide_password=False)}
+
+
+def _fill(session: Session) -> dict[str, Any]:
+    scenery = Scenery(session)
+    a, b = scenery.tenant("a"), scenery.tenant("b")
+    scenery.tenant("c", 2000)
+    scenery.device("d0"), scenery.device("d1")
+    tracked = scenery.task(a, "running", seat="d0", name="train", step=40, metrics={"loss": 0.25})
+    foreign = scenery.task(b, "running", seat="d1", name="secret")
+    reason = {"code": "BEHIND_OTHERS", "message": "Others go first.", "next_action": "wait"}
+    waiting = tuple(scenery.task(a, place=n, name=f"next{n}", reasons=[reason]) for n in (1, 2, 3))
+    scenery.charge(tracked, 30 * 10**6)
+    scenery.charge(foreign, 70 * 10**6)
+    for step in range(0, 40, 2):
+        session.add(Metric(task_id=tracked.id, step=step, values={"loss": 1 / (1 + step)}))
+        line = {"task_id": tracked.id, "epoch": 1, "line": step, "stream": "stdout"}
+        session.add(LogLine(**line, text=f"step {step} " + "x" * 200))
+    now = reports.clock(session)
+    for back in range(1, 60):
+        held = {"held_us": 4 * 10**6, "charged_us": 4 * 10**6, "bucket_s": 10, "kind": "cpu"}
+        at = (now - timedelta(seconds=10 * back)).replace(microsecond=0)
+        whole = at - timedelta(seconds=at.second % 10)
+        owner = {"tenant_id": a.id, "user_id": tracked.user_id}
+        session.merge(Usage(bucket=whole, **owner, **held))
+    keys = {
+        "a": scenery.key(a, "member"),
+        "b": scenery.key(b, "viewer"),
+        "admin": scenery.key(scenery.root, "platform_admin"),
+        "root": scenery.key(scenery.root, "member"),
+    }
+    return {"keys": keys, "tracked": tracked, "foreign": foreign, "waiting": waiting}
+
+
+# --- the browser --------------------------------------------------------------------------------
+
+
+def _chromium() -> str | None:
+    """One that is on the PATH; None stands for playwright's own."""
+    return next(filter(None, map(shutil.which, CHROMIUMS)), None)
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=_chromium(), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A page in a browser of its own; keeps what it asked for and what it complained of."""
+
+    def __init__(self, page: Page, service: Service) -> None:
+        self.page, self.service = page, service
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", self._hear)
+
+    def _hear(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def go(self, path: str) -> None:
+        self.page.goto(self.service.url + path)
+
+    def sign_in(self, who: str) -> None:
+        self.go("/ui/login")
+        self.page.get_by_label("API key").fill(self.service.keys[who])
+        self.page.get_by_role("button", name="Sign in").click()
+        self.page.wait_for_url("**/ui/")
+
+    def live(self) -> None:
+        """Wait until the page listens."""
+        self.page.locator("#stream[data-state=live]").wait_for()
+
+    def api(self, path: str) -> Any:
+        """What the API says to this browser's session."""
+        answer = self.page.request.get(self.service.url + path)
+        assert answer.ok, answer.text()
+        return answer.json()
+
+
+@pytest.fixture
+def visit(browser: Browser, service: Service, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    """An indirect parameter gives options of the browser context, such as its size."""
+    context = browser.new_context(**getattr(request, "param", {}))
+    context.set_default_timeout(10_000)
+    yield Visit(context.new_page(), service)
+    context.close()

@@ -1,0 +1,258 @@
+"""The pages as a person meets them, in a real browser against the real service."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from app import journal
+from app.models import LogLine, Request, Task
+from app.pages import drawing
+
+pytestmark = pytest.mark.browser
+
+PHONE = {"viewport": {"width": 320, "height": 640}}
+DARK = {"color_scheme": "dark"}
+
+TOO_FAINT, UNNAMED = (
+    (Path(__file__).parent / name).read_text() for name in ("too_faint.js", "unnamed.js")
+)
+
+
+class TestSigningIn:
+    def test_by_keyboard_alone(self, visit, service):
+        visit.go("/ui/")
+        expect(visit.page).to_have_url(re.compile(r"/ui/login\?next="))
+        visit.page.keyboard.type(service.keys["a"])
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_url("**/ui/")
+        visit.page.keyboard.press("Tab")
+        visit.page.keyboard.press("Enter")  # the first stop leads past the navigation
+        assert visit.page.evaluate("document.activeElement.id") == "live"
+
+    def test_a_wrong_key_says_so_and_lets_nobody_in(self, visit):
+        visit.go("/ui/login")
+        visit.page.get_by_label("API key").fill("rh_nobody")
+        visit.page.keyboard.press("Enter")
+        expect(visit.page.get_by_role("alert")).to_contain_text("not an API key")
+        visit.go("/ui/")
+        expect(visit.page).to_have_url(re.compile("/ui/login"))
+
+    def test_the_way_back_leads_where_one_wanted_to_go(self, visit, service):
+        visit.go("/ui/requests?state=running")
+        visit.page.keyboard.type(service.keys["a"])
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_url("**/ui/requests?state=running")
+
+    def test_but_never_to_another_site(self, visit, service):
+        visit.go("/ui/login?next=https://elsewhere.invalid/ui/")
+        visit.page.keyboard.type(service.keys["a"])
+        visit.page.keyboard.press("Enter")
+        visit.page.wait_for_url(service.url + "/ui/")
+
+    def test_the_cookie_is_out_of_reach_and_ends_with_signing_out(self, visit, service):
+        visit.sign_in("a")
+        (cookie,) = visit.page.context.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
+        visit.page.get_by_role("button", name="Sign out").click()
+        visit.page.wait_for_url("**/ui/login")
+        header = {"Cookie": f"{cookie['name']}={cookie['value']}"}
+        assert visit.page.request.get(service.url + "/v1/queue", headers=header).status == 401
+
+    def test_a_form_on_another_site_cannot_sign_anyone_in(self, visit, service):
+        answer = visit.page.request.post(
+            service.url + "/ui/login",
+            form={"key": service.keys["a"]},
+            headers={"Origin": "https://elsewhere.invalid"},
+        )
+        assert answer.status == 403
+
+
+class TestNumbers:
+    def test_a_tenant_sees_the_numbers_of_the_api(self, visit):
+        visit.sign_in("a")
+        told = visit.api("/v1/fair-share")
+        (mine,), page = told["tenants"], visit.page
+        expect(page.locator("#verdict")).to_have_text(told["verdict"])
+        row = page.locator("#share-table tbody tr")
+        kind = mine["kinds"][0]
+        assert float(row.locator("[data-fair]").get_attribute("data-fair")) == kind["fair"]
+        assert int(row.locator("[data-held]").get_attribute("data-held")) == kind["held"]
+        assert int(row.locator("[data-waiting]").get_attribute("data-waiting")) == kind["waiting"]
+        said = drawing.held(mine["usage_us"])
+        expect(page.locator(".cards [data-usage-us]")).to_contain_text(said)
+
+    def test_its_queue_is_that_of_the_api(self, visit):
+        visit.sign_in("a")
+        items = visit.api("/v1/queue")["items"]
+        rows = visit.page.locator("#queue tbody tr")
+        assert rows.evaluate_all("rows => rows.map(row => row.id)") == [
+            f"queue-{item['id']}" for item in items
+        ]
+        expect(rows.first).to_contain_text("Others go first.")
+
+    def test_its_usage_is_that_of_the_api_and_of_the_csv_behind_the_link(self, visit):
+        visit.sign_in("a")
+        link = visit.page.get_by_role("link", name="These figures as CSV").get_attribute("href")
+        drawn = visit.page.locator("#usage-totals [data-charged-us]").evaluate_all(
+            "cells => cells.map(cell => Number(cell.dataset.chargedUs))"
+        )
+        items = visit.api(link.replace("format=csv", "format=json"))["items"]
+        assert sum(drawn) == sum(item["charged_us"] for item in items) > 0
+        csv = visit.page.request.get(visit.service.url + link).text()
+        assert len(csv.splitlines()) == len(items) + 1
+
+    def test_a_platform_admin_sees_every_tenant(self, visit):
+        visit.sign_in("admin")
+        told = visit.api("/v1/fair-share")["tenants"]
+        names = visit.page.locator("#tenants-table tbody th").all_text_contents()
+        assert names == [tenant["tenant"] for tenant in told] == ["a", "b", "c"]
+        expect(visit.page.locator("#devices")).to_contain_text("secret")
+
+    def test_a_tenant_sees_nothing_of_anothers_task(self, visit, service):
+        visit.sign_in("a")
+        expect(visit.page.locator("#devices")).to_contain_text("another tenant")
+        assert "secret" not in visit.page.content()
+        visit.go(f"/ui/requests/{service.foreign.request_id}")
+        expect(visit.page.get_by_role("heading", level=1)).to_have_text("There is nothing here")
+
+    def test_a_user_without_a_share_sees_how_things_stand(self, visit):
+        visit.sign_in("root")
+        expect(visit.page.locator("#verdict")).to_contain_text("tenants have work")
+
+
+class TestLive:
+    def test_a_change_shows_without_a_reload(self, visit, service):
+        visit.sign_in("a")
+        visit.live()
+        visit.page.evaluate("window.untouched = true")
+        summary = visit.page.get_by_text("Devices held in each interval")
+        summary.click()
+        first = visit.page.locator("#queue tbody tr").first
+        expect(first).to_contain_text("next1")
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[0].id)
+            reason = {"code": "FRESH_NEWS", "message": "Now yours.", "next_action": "wait"}
+            task.reasons = [reason]
+            journal.tell(session, task, "task.test", "Something was changed.")
+        expect(first).to_contain_text("Now yours.", timeout=5000)
+        expect(visit.page.locator(".events")).to_contain_text("Something was changed.")
+        assert visit.page.evaluate("window.untouched")
+        # what was opened stays open, and the chart is still drawn
+        expect(visit.page.locator("#usage-buckets")).to_be_visible()
+        expect(visit.page.locator("#usage-buckets-plot canvas")).to_have_count(1)
+
+    def test_the_log_grows_while_one_reads(self, visit, service):
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        visit.live()
+        with service.change() as session:
+            line = {"task_id": service.tracked.id, "epoch": 1, "line": 1000, "stream": "stderr"}
+            session.add(LogLine(**line, text="a late word"))
+            journal.tell(session, session.get_one(Task, service.tracked.id), "task.test", "-")
+        expect(visit.page.get_by_role("log")).to_contain_text("a late word", timeout=5000)
+        left = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
+        assert visit.page.get_by_role("log").evaluate(left) < 8
+
+    def test_who_was_signed_out_elsewhere_is_led_to_the_door(self, visit, service):
+        visit.sign_in("a")
+        visit.live()
+        visit.page.context.clear_cookies()
+        with service.change() as session:
+            journal.tell(session, session.get_one(Task, service.tracked.id), "task.test", "-")
+        visit.page.wait_for_url("**/ui/login?*")
+
+    def test_a_stream_of_another_tenants_request_is_not_given(self, visit, service):
+        visit.sign_in("a")
+        path = f"/ui/stream?request={service.foreign.request_id}"
+        assert visit.page.request.get(service.url + path).status == 404
+
+
+class TestRequestPage:
+    def test_it_shows_task_metrics_places_log_and_events(self, visit, service):
+        visit.sign_in("a")
+        visit.page.get_by_role("link", name="Requests").click()
+        visit.page.locator("#requests").get_by_role("link", name="request of train").click()
+        page = visit.page
+        expect(page.locator("#tasks")).to_contain_text("on d0")
+        expect(page.locator("#curve-1-plot canvas")).to_have_count(1)
+        page.get_by_text("loss as a table").click()
+        expect(page.locator("#curve-1 tbody tr")).to_have_count(20)
+        expect(page.locator(".stays rect")).to_have_count(1)
+        expect(page.get_by_role("log")).to_contain_text("step 38")
+
+    def test_a_failure_shows_its_traceback(self, visit, service):
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[2].id)
+            task.state, task.cause, task.message = "failed", "exception", "ValueError: no data"
+            task.detail, task.place = 'File "train.py", line 12, in <module>', None
+            session.get_one(Request, task.request_id).state = "failed"
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.waiting[2].request_id}")
+        expect(visit.page.locator(".wrong")).to_contain_text("ValueError: no data")
+        expect(visit.page.get_by_text("line 12, in <module>")).to_be_visible()
+
+
+class TestEverywhere:
+    def test_nothing_comes_from_elsewhere_and_nothing_is_inline(self, visit, service):
+        visit.sign_in("admin")
+        for path in ("/ui/login", *service.pages):
+            answer = visit.page.goto(service.url + path)
+            assert "default-src 'self'" in answer.headers["content-security-policy"], path
+            assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", answer.text()), path
+            visit.page.wait_for_timeout(300)  # let late requests happen
+        elsewhere = [url for url in visit.asked if not url.startswith((service.url, "data:"))]
+        assert elsewhere == []
+        # the one missing request answers 404, and Chromium says so
+        assert [said for said in visit.complaints if "404" not in said] == []
+
+    @pytest.mark.parametrize("visit", [PHONE], indirect=True)
+    def test_a_phone_never_scrolls_sideways(self, visit, service):
+        for who in ("a", "admin"):
+            visit.sign_in(who)
+            for path in ("/ui/login", *service.pages[:-1]):
+                visit.go(path)
+                assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
+            visit.page.context.clear_cookies()
+
+    @pytest.mark.parametrize("visit", [{}, DARK, PHONE], indirect=True)
+    def test_text_can_be_read(self, visit, service):
+        visit.sign_in("a")
+        for path in ("/ui/login", *service.pages[:-1]):
+            visit.go(path)
+            assert visit.page.evaluate(TOO_FAINT) == [], path
+
+    @pytest.mark.parametrize("visit", [DARK], indirect=True)
+    def test_the_theme_follows_the_system_until_one_chooses(self, visit):
+        visit.sign_in("a")
+        colour = "getComputedStyle(document.body).backgroundColor"
+        dark = visit.page.evaluate(colour)
+        visit.page.get_by_role("button", name="Switch between light and dark").click()
+        light = visit.page.evaluate(colour)
+        assert sum(_rgb(light)) - sum(_rgb(dark)) > 400
+        visit.page.reload()
+        assert visit.page.evaluate(colour) == light
+
+    def test_every_chart_has_its_table_and_every_control_a_name(self, visit, service):
+        visit.sign_in("a")
+        for path in service.pages[:-1]:
+            visit.go(path)
+            assert visit.page.evaluate(UNNAMED) == [], path
+
+    def test_pages_read_without_scripts(self, browser, service, visit):
+        visit.sign_in("a")
+        context = browser.new_context(
+            java_script_enabled=False, storage_state=visit.page.context.storage_state()
+        )
+        page = context.new_page()
+        page.goto(service.url + "/ui/")
+        expect(page.locator("#verdict")).to_contain_text("You hold 1 of 2 devices")
+        expect(page.locator("#usage-totals")).to_be_visible()
+        context.close()
+
+
+def _rgb(colour: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", colour)[:3]]

@@ -1,0 +1,110 @@
+"""Rows for tests of what is shown: tenants, devices and tasks in few words.
+
+States are set as the journal would leave them; usage is booked by the real ledger.
+"""
+
+from __future__ import annotations
+
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import uuid_utils
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app import ledger
+from app.api import auth
+from app.core.lifecycle import ON_A_DEVICE
+from app.models import Device, Host, Island, Placement, Request, Task, Tenant, User
+
+
+class Scenery:
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.numbers = itertools.count()
+        self.add(Island(name="isle"))
+        self.add(Host(name="host", island="isle"))
+        self.root = self.add(Tenant(id=_id("ten"), name="platform"))
+
+    def add(self, row: Any) -> Any:
+        self.session.add(row)
+        self.session.flush()
+        return row
+
+    def tenant(self, name: str, weight_milli: int = 1000) -> Tenant:
+        """A tenant with one user, of the tenant's name."""
+        tenant = self.add(
+            Tenant(id=_id("ten"), name=name, parent_id=self.root.id, weight_milli=weight_milli)
+        )
+        self.user(name, tenant)
+        return tenant
+
+    def user(self, name: str, tenant: Tenant) -> User:
+        return self.add(User(id=_id("usr"), tenant_id=tenant.id, name=name))
+
+    def key(self, tenant: Tenant, role: str = "member") -> str:
+        user = self.user(f"{role} {next(self.numbers)}", tenant)
+        return auth.new_key(self.session, user.id, role, "a test")
+
+    def device(self, id: str, *, kind: str = "cpu", lease_s: float = 3600, **more: Any) -> Device:
+        lease = func.now() + timedelta(seconds=lease_s)
+        return self.add(
+            Device(id=id, host="host", island="isle", kind=kind, lease_until=lease, **more)
+        )
+
+    def task(self, tenant: Tenant, state: str = "waiting", **more: Any) -> Task:
+        """A task in a request of its own; give it a `seat` if it is on a device."""
+        name = more.pop("name", f"task{next(self.numbers)}")
+        user = (
+            more.pop("user", None)
+            or self.session.scalars(
+                select(User).where(User.tenant_id == tenant.id).order_by(User.id)
+            ).first()
+        )
+        owner = {"tenant_id": tenant.id, "user_id": user.id}
+        request = self.add(Request(id=_id("req"), name=f"request of {name}", **owner))
+        task = self.add(
+            Task(
+                id=_id("tsk"),
+                request_id=request.id,
+                island="isle",
+                ordinal=0,
+                name=name,
+                type="train",
+                state=state,
+                **{"kind": "cpu", "epoch": int(state in ON_A_DEVICE), **owner, **more},
+            )
+        )
+        if state in ON_A_DEVICE:
+            self.seat(task)
+        return task
+
+    def seat(self, task: Task, **more: Any) -> Placement:
+        """The open placement of a task that sits, or is about to sit, on `task.seat`."""
+        device = self.session.get_one(Device, task.seat)
+        return self.add(
+            Placement(
+                task_id=task.id,
+                epoch=task.epoch,
+                device_id=device.id,
+                tenant_id=task.tenant_id,
+                user_id=task.user_id,
+                kind=device.kind,
+                cost_milli=device.cost_milli,
+                incarnation="p1",
+                leaving=task.state in ("pausing", "stopping"),
+                **more,
+            )
+        )
+
+    def charge(self, task: Task, held_us: int) -> None:
+        """The device says how long the task's newest launch has held its seat."""
+        query = select(Placement).where(Placement.task_id == task.id)
+        placement = self.session.scalars(query.order_by(Placement.id.desc())).first()
+        ledger.charge(self.session, placement, held_us)
+        self.session.flush()
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid_utils.uuid7().hex}"

@@ -1,0 +1,107 @@
+"""What the docs say about the code, where a program can check it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from app import cli
+from app.core import descriptor, graph, lifecycle
+from app.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_life_of_a_task_is_the_table_of_the_code() -> None:
+    assert lifecycle.table() in ARCHITECTURE
+
+
+def test_the_map_names_every_module_and_nothing_else() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", ARCHITECTURE, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z_/*]+)`", row)}
+    there = {
+        str(path.relative_to(ROOT).with_suffix("")).removeprefix("app/")
+        for folder in ("app", "workers")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.stem != "__init__"
+    }
+    whole = {name.removesuffix("*") for name in named if name.endswith("*")}
+    there = {name for name in there if not name.startswith(tuple(whole))}
+    assert named - {f"{folder}*" for folder in whole} == there
+
+
+def test_every_setting_is_explained_and_no_other() -> None:
+    described = set(re.findall(r"`((?:ROUNDHOUSE_[A-Z_]+|DATABASE_URL|REDIS_URL))`", OPERATIONS))
+    fields = Settings.model_fields.items()
+    known = {str(field.validation_alias or f"ROUNDHOUSE_{name.upper()}") for name, field in fields}
+    assert described - {"ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"} == known
+
+
+def test_the_readmes_request_is_one_that_could_run() -> None:
+    [text] = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    body = yaml.safe_load(text)
+    body["bundle"] = "sha256:" + "0" * 64  # what the command makes of the folder
+    body["tasks"][1]["devices"]["memory_bytes"] = 1e9  # as YAML 1.2 and the command read it
+    found = descriptor.parse(body)
+    assert not graph.check(found)
+    offers = {"cpu": graph.Offer(devices=2, memory_bytes=4 * 2**30)}
+    assert not graph.unsatisfiable(found, offers)
+
+
+@pytest.mark.parametrize("line", re.findall(r"^roundhouse (.*?)(?: +#.*)?$", README, re.MULTILINE))
+def test_the_first_session_uses_verbs_and_options_that_exist(line: str) -> None:
+    words = line.split()
+    verb = next(word for word in words if word in dict.fromkeys(_verbs()))
+    helped = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "200"})
+    everything = helped.stdout + CliRunner().invoke(cli.app, ["--help"]).stdout
+    for option in (word for word in words if word.startswith("-")):
+        assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", everything), option
+
+
+def _verbs() -> list[str]:
+    return [c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback]
+
+
+PROMISED = "up submit ps show logs why cancel pause resume usage devices"
+
+
+def test_the_first_session_shows_every_verb_that_is_promised() -> None:
+    for verb in PROMISED.split():
+        assert verb in _verbs()
+        assert re.search(rf"^(roundhouse .*|make ){verb}\b", README, re.MULTILINE), verb
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in DOCS:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_benchmark_has_its_line() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    programs = {p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__"}
+    assert set(re.findall(r"python -m benchmarks\.(\w+)`", text)) == programs
+
+
+def test_the_rules_that_are_cited_are_described() -> None:
+    cited = {
+        rule
+        for path in (ROOT / "app").rglob("*.py")
+        for rule in re.findall(r"\b[Rr]ules? (F\d+)", path.read_text())
+    }
+    assert cited
+    assert all(f"**{rule} " in ARCHITECTURE for rule in cited)
+
+
+def test_the_command_is_installed_under_the_name_that_the_docs_use() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"roundhouse": "app.cli:main"}

@@ -1,0 +1,212 @@
+"""A device of its own for each test: a real supervisor, zygote and residents; the island is played.
+
+`Ground` is what the island would see and say.  It hears every report and answers it at once, unless
+a test makes it deaf.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.core.messages import Alive, Answer, Cancel, Event, Launch, Pause, Save, decode, encode, key
+from app.store import Store
+from workers.device import House, Supervisor
+
+CODE = {path.name: path.read_text() for path in (Path(__file__).parent / "bundle").glob("*.py")}
+PRESET = {
+    "threads": 1,
+    "interop_threads": 1,
+    "deterministic": True,
+    "float32_matmul_precision": "highest",
+    "flush_denormal": False,
+}
+
+
+def bundled(files: dict[str, str]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return out.getvalue()
+
+
+class Ground:
+    """The island, as far as one device can tell."""
+
+    def __init__(self, home: Path, *, lease_s: float = 6.0, **house: Any) -> None:
+        self.store = Store(home / "store")
+        self.bundle, _ = self.store.put([bundled(CODE)])
+        self.lease_s = lease_s
+        self.deaf = False
+        self.drop: list[list[Any]] = []
+        self.reports: list[Alive] = []
+        self.events: list[Event] = []
+        self.lines: dict[str, list[list[str]]] = {}
+        self.changed = threading.Condition()
+        self.house = House(
+            device="h.0",
+            island="test",
+            store=self.store,
+            run=home / "run",
+            **{"lease_margin_s": 1.0, "beat_s": 0.5, "stop_grace_s": 1.0, **house},
+        )
+        self.supervisor = Supervisor(self.house, self)
+        self.orders: dict[tuple[str, int], int] = {}
+
+    # --- the transport ---
+
+    def send(self, alive: Alive) -> None:
+        alive = decode(encode(alive))
+        with self.changed:
+            if self.deaf:
+                return
+            self.reports.append(alive)
+            heard = self._hear(alive)
+            self.changed.notify_all()
+        self.supervisor.receive(
+            Answer(
+                device=alive.device,
+                incarnation=alive.incarnation,
+                sent_us=alive.sent_us,
+                lease_us=int(self.lease_s * 1e6),
+                heard=heard,
+                logged={name: len(lines) for name, lines in self.lines.items()},
+                keep=[
+                    [v.task, v.epoch] for v in alive.residents if [v.task, v.epoch] not in self.drop
+                ],
+                drop=self.drop,
+            )
+        )
+
+    def _hear(self, alive: Alive) -> dict[str, int]:
+        heard: dict[str, int] = {}
+        for event in alive.events:
+            known = [e for e in self.events if (e.task, e.epoch) == (event.task, event.epoch)]
+            assert event.seq <= len(known) + 1, f"a gap before {event}"
+            if event.seq == len(known) + 1:
+                self.events.append(event)
+            heard[key(event.task, event.epoch)] = event.seq
+        for part in alive.logs:
+            lines = self.lines.setdefault(key(part.task, part.epoch), [])
+            assert part.first <= len(lines), f"a gap before line {part.first}"
+            lines.extend(part.lines[len(lines) - part.first :])
+        return heard
+
+    # --- orders ---
+
+    def launch(self, task: str, run: str, epoch: int = 1, **more: Any) -> Launch:
+        self.orders[task, epoch] = 1
+        kind = "function" if run.partition(":")[2][0].islower() else "job"
+        order = Launch(
+            task=task,
+            epoch=epoch,
+            seq=1,
+            **{
+                "tenant": "ten",
+                "run": {kind: run},
+                "bundle": self.bundle,
+                "params": {},
+                "inputs": {},
+                "outputs": [],
+                "world_size": 1,
+                "preset": PRESET,
+                "images": [],
+                "budget_us": 60_000_000,
+                "checkpoint_every_s": 0.0,
+                "memory_bytes": 0,
+                **more,
+            },
+        )
+        self.supervisor.receive(order)
+        return order
+
+    def pause(self, task: str, epoch: int = 1) -> None:
+        self.supervisor.receive(Pause(task=task, epoch=epoch, seq=self._seq(task, epoch)))
+
+    def save(self, task: str, epoch: int = 1) -> None:
+        self.supervisor.receive(Save(task=task, epoch=epoch, seq=self._seq(task, epoch)))
+
+    def cancel(self, task: str, epoch: int = 1) -> None:
+        self.supervisor.receive(Cancel(task=task, epoch=epoch, seq=self._seq(task, epoch)))
+
+    def _seq(self, task: str, epoch: int) -> int:
+        self.orders[task, epoch] += 1
+        return self.orders[task, epoch]
+
+    # --- looking ---
+
+    def until(self, true: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+        """Wait, over as many reports as it takes; what `true` returned."""
+        with self.changed:
+            found = self.changed.wait_for(true, timeout_s)
+            assert found, f"not within {timeout_s} s; heard: {self.events}"
+            return found
+
+    def event(self, kind: type[Event], task: str, epoch: int = 1, **wait: Any) -> Any:
+        def there() -> Event | None:
+            return next(iter(self.all(kind, task, epoch)), None)
+
+        return self.until(there, **wait)
+
+    def all(self, kind: type[Event], task: str, epoch: int = 1) -> list[Any]:
+        return [
+            e for e in self.events if isinstance(e, kind) and (e.task, e.epoch) == (task, epoch)
+        ]
+
+    def view(self, task: str, epoch: int = 1) -> Any:
+        """How the newest report shows it, or None."""
+        held = self.reports[-1].residents if self.reports else []
+        return next((v for v in held if (v.task, v.epoch) == (task, epoch)), None)
+
+    def steps(self, task: str, at_least: int, epoch: int = 1) -> Any:
+        def there() -> Any:
+            view = self.view(task, epoch)
+            return view if view is not None and view.step >= at_least else None
+
+        return self.until(there)
+
+    def printed(self, task: str, epoch: int = 1) -> list[str]:
+        return [text for _, text in self.lines.get(key(task, epoch), [])]
+
+    # --- life ---
+
+    def open(self) -> None:
+        self.supervisor.start()
+        self.until(lambda: self.reports, timeout_s=40.0)
+
+    def close(self) -> None:
+        self.supervisor.stop()
+        deadline_s = time.monotonic() + 10
+        while self.supervisor.is_alive() and time.monotonic() < deadline_s:
+            self.supervisor.join(0.1)
+        assert not self.supervisor.is_alive()
+
+
+@pytest.fixture
+def grounds(tmp_path: Path) -> Iterator[Callable[..., Ground]]:
+    """Makes devices; all of them are closed at the end."""
+    opened = []
+
+    def make(**options: Any) -> Ground:
+        made = Ground(options.pop("home", tmp_path), **options)
+        made.open()
+        opened.append(made)
+        return made
+
+    yield make
+    for made in opened:
+        if made.supervisor.is_alive():
+            made.close()
+
+
+@pytest.fixture
+def ground(grounds: Callable[..., Ground]) -> Ground:
+    return grounds()

@@ -1,0 +1,35 @@
+"""A thin face over torch's devices: the CPU always, CUDA where there is one."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Accelerator:
+    """`kind` is what the island calls the device: "cpu" or "cuda"."""
+
+    def __init__(self, kind: str) -> None:
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("this device worker serves cuda, but torch finds no CUDA device")
+        self.kind = kind
+        self.device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Return when everything issued so far has been computed."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def empty_cache(self) -> None:
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def held_bytes(self) -> int:
+        """Device memory that this process holds; 0 where that is host memory."""
+        return torch.cuda.memory_reserved(self.device) if self.kind == "cuda" else 0
+
+    def random_state(self) -> list[torch.Tensor]:
+        return [torch.cuda.get_rng_state(self.device)] if self.kind == "cuda" else []
+
+    def set_random_state(self, states: list[torch.Tensor]) -> None:
+        for state in states:
+            torch.cuda.set_rng_state(state, self.device)

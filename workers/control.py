@@ -1,0 +1,63 @@
+"""Control: assigns what was submitted to islands, and keeps house.
+
+    celery -A workers.control worker --pool threads -Q control
+
+Any number of these may run: rows are taken with SKIP LOCKED and every chore can be done twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from celery import Celery
+from sqlalchemy import select
+
+from app import assign, broker, db, housekeeping, outbox
+from app.models import Island
+from app.settings import settings
+from workers.loop import Loop, keep
+
+celery: Celery = broker.make_celery("control", settings().redis_url.get_secret_value())
+
+CHORES_S = 60.0
+
+
+class Control(Loop):
+    def __init__(self) -> None:
+        super().__init__("control")
+        self.chores_due_s = 0.0
+        self.nudged = threading.Event()
+
+    def nudge(self) -> None:
+        self.nudged.set()
+        self.wake.set()
+
+    def look(self) -> float:
+        wished = self.nudged.is_set()
+        self.nudged.clear()
+        with db.transaction() as session:
+            touched = assign.assign_new(session)
+            # A wish (pause, cancel, ...) says only that there is one: every island looks.
+            islands = set(session.scalars(select(Island.name))) if wished else touched
+        for island in sorted(islands):
+            outbox.hint(broker.ISLAND_NUDGE, broker.island_queue(island))
+        self._chores()
+        return 2 * settings().tick_s
+
+    def _chores(self) -> None:
+        if time.monotonic() < self.chores_due_s:
+            return
+        self.chores_due_s = time.monotonic() + CHORES_S
+        with db.transaction() as session:
+            freed = housekeeping.tidy(session)
+        housekeeping.free_blobs(freed)
+
+
+control = Control()
+keep(celery, control)
+
+
+@celery.task(name=broker.CONTROL_NUDGE, expires=30)
+def nudge() -> None:
+    control.nudge()

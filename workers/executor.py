@@ -1,0 +1,557 @@
+"""Inside a resident: one task, from its spec to its end, step by step, with safe points between.
+
+The life is a pipe of small stages, each taking and filling one `Work`:
+
+    take_spec -> configure -> load_code -> bring_in -> take_seat -> build -> run -> settle
+
+A stage that cannot go on raises `Ending` with the word that is sent up last.  Orders arrive over
+`Wire` and are wishes until the next safe point.  Before every step the trust deadline is read: past
+it nothing steps, whoever hangs.
+
+Bytes of images leave over the `bulk` socket, written by a thread that holds private copies, so that
+the job goes on meanwhile; nothing else runs beside the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import math
+import os
+import random
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy
+import torch
+
+from workers import checkpoint, context_switch, preset
+from workers.accelerator import Accelerator
+from workers.checkpoint import Image
+from workers.context_switch import Surroundings, Uncapturable
+from workers.wire import TrustSeen, Wire
+
+JSON = dict[str, Any]
+
+REPORT_S = 0.2  # progress and metrics go up at most this often
+DETAIL_LIMIT = 60_000  # characters of a traceback
+SEED = 0  # what a job that seeds nothing itself begins with, everywhere the same
+_HERE = {__file__}
+
+
+class Ending(Exception):
+    """The last word of this process, as it is sent up."""
+
+    def __init__(self, word: str, **said: Any) -> None:
+        self.message = {"is": word, **said}
+        super().__init__(word)
+
+
+class Abandoned(BaseException):
+    """The supervisor is gone; nobody waits for anything from here."""
+
+
+class Context:
+    """What a tenant's code is given: `ctx`.  `step` is the number of the step being run, from 1."""
+
+    def __init__(self, *, device: torch.device, rank: int, world_size: int, params: JSON) -> None:
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+        self.params = params
+        self.inputs: JSON = {}
+        self.step = 0
+        self.result: JSON | None = None
+        self.logged: JSON = {}
+
+    def finish(self, result: JSON | None = None) -> None:
+        """End the task when this step returns; `result` also holds the declared outputs."""
+        if not isinstance(result, dict | None):
+            raise TypeError(f"ctx.finish takes a dict, not a {type(result).__name__}")
+        self.result = result or {}
+
+    def log(self, **metrics: Any) -> None:
+        """Metrics of this step, beside those that step returns."""
+        self.logged.update(metrics)
+
+    def datablock(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            f"ctx.datablock({name!r}): datablocks are not built yet; "
+            "put the data into the bundle, or pass it as an input from another task"
+        )
+
+
+@dataclass
+class Work:
+    """One task in the making.  `step` is the last finished one."""
+
+    wire: Wire
+    bulk: socket.socket
+    trust: TrustSeen
+    spec: JSON = field(default_factory=dict)
+    fds: list[int] = field(default_factory=list)
+    entry: Any = None
+    job: Any = None
+    preset: JSON = field(default_factory=dict)
+    capabilities: list[str] = field(default_factory=list)
+    step: int = 0
+    metrics: JSON = field(default_factory=dict)
+    wishes: set[str] = field(default_factory=set)
+    reported_s: float = -math.inf
+    saved_s: float = 0.0
+    base_bytes: int = 0
+    ctx: Context = None  # type: ignore[assignment]  # filled by load_code
+    around: Surroundings = None  # type: ignore[assignment]
+    accelerator: Accelerator = None  # type: ignore[assignment]
+    outgoing: Outgoing = None  # type: ignore[assignment]
+
+    @property
+    def is_function(self) -> bool:
+        return "function" in self.spec["run"]
+
+    def say(self, word: str, **said: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed by the tenant: its own loss
+            sys.stdout.flush()
+            sys.stderr.flush()
+        try:
+            self.wire.send({"is": word, "step": self.step, **said})
+        except OSError as error:
+            raise Abandoned from error
+
+
+class Outgoing:
+    """Images on their way into the store, one after the other; `settled` are the answers."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.waiting: deque[tuple[Image, str]] = deque()
+        self.sending = False
+        self.settled: dict[str, JSON] = {}
+        self.last_step: int | None = None  # of the newest image that is stored or on its way
+
+    def put(self, image: Image, what: str) -> None:
+        """`what` is "image", or "output:NAME"."""
+        self.waiting.append((image, what))
+        self._next()
+
+    def kept(self, message: JSON) -> None:
+        self.sending = False
+        self.settled[message["what"]] = message
+        if message["what"] == "image" and message.get("error"):
+            self.last_step = None
+        self._next()
+
+    @property
+    def busy(self) -> bool:
+        return self.sending or bool(self.waiting)
+
+    def _next(self) -> None:
+        if self.sending or not self.waiting:
+            return
+        self.sending = True
+        image, what = self.waiting.popleft()
+        self.work.say("saving", what=what, at_step=image.step, size_bytes=image.size_bytes)
+        threading.Thread(target=_write, args=(self.work.bulk, image), daemon=True).start()
+
+
+def _write(bulk: socket.socket, image: Image) -> None:
+    with contextlib.suppress(OSError):  # the reader is gone, and the main thread will notice
+        for piece in image.pieces():
+            bulk.sendall(piece)
+
+
+# --- the pipe -------------------------------------------------------------------------------------
+
+
+def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen) -> int:
+    """Live; returns the exit status of the process."""
+    work = Work(wire=wire, bulk=bulk, trust=trust)
+    try:
+        for stage in (take_spec, configure, load_code, bring_in, take_seat, build, run, settle):
+            stage(work)
+    except Ending as ending:
+        with contextlib.suppress(Abandoned):
+            work.say(ending.message.pop("is"), **ending.message)
+    except Abandoned:
+        return 1
+    return 0
+
+
+def take_spec(work: Work) -> None:
+    while not work.spec:
+        _listen(work, None)
+    work.outgoing = Outgoing(work)
+    work.base_bytes = _anonymous_bytes()
+
+
+def configure(work: Work) -> None:
+    try:
+        work.accelerator = Accelerator(work.spec["kind"])
+        work.preset = preset.configure(work.spec["preset"])
+    except preset.NotTaken as error:
+        detail = "\n".join(error.differences)
+        raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
+    except RuntimeError as error:
+        raise Ending("failed", cause="preset", message=str(error), detail="") from error
+
+
+def load_code(work: Work) -> None:
+    spec, code = work.spec, Path(work.spec["code"])
+    work.ctx = Context(
+        device=work.accelerator.device,
+        rank=spec["rank"],
+        world_size=spec["world_size"],
+        params=spec["params"],
+    )
+    work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
+    seed()
+    try:
+        work.entry = load_entry(code, spec["run"].get("job") or spec["run"]["function"])
+    except BaseException as error:
+        raise _failed(error, cause="bundle") from error
+
+
+def bring_in(work: Work) -> None:
+    """Inputs and, for a task that has run before, its image."""
+    spec = work.spec
+    try:
+        for port in spec["inputs"]:
+            image = _taken_from(work.fds.pop(0))
+            work.ctx.inputs[port] = context_switch.value(
+                image, around=work.around, accelerator=work.accelerator
+            )
+    except BaseException as error:
+        raise _failed(error, cause="exception", begun="An input could not be loaded: ") from error
+    work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
+    if not spec["image"]:
+        return
+    try:
+        image = _taken_from(work.fds.pop(0))
+        if not context_switch.is_exact(image):
+            work.capabilities = ["pause", "save", "move", "equivalent"]
+        work.job = context_switch.restore(image, around=work.around, accelerator=work.accelerator)
+        work.step = work.outgoing.last_step = image.step
+    except BaseException as error:
+        raise _failed(error, cause="image", begun="The image could not be restored: ") from error
+
+
+def take_seat(work: Work) -> None:
+    """Everything that needs no device is done; wait for it to be free."""
+    work.say("prepared", preset=work.preset, capabilities=work.capabilities)
+    _wait_for_seat(work)
+
+
+def build(work: Work) -> None:
+    if work.job is not None or work.is_function:
+        return
+    try:
+        work.job = work.entry(work.ctx, **work.spec["params"])
+    except BaseException as error:
+        raise _failed(error) from error
+
+
+def run(work: Work) -> None:
+    work.saved_s = time.monotonic()
+    checked = work.spec["image"]
+    while work.ctx.result is None:
+        safe_point(work)
+        try:
+            if work.is_function:
+                work.ctx.result = call(work.entry, work.ctx)
+                work.metrics = metrics_of(work.ctx.logged)
+            else:
+                work.metrics = take_step(work.job, work.ctx, work.step + 1)
+        except BaseException as error:
+            raise _failed(error) from error
+        work.step += 1
+        if not checked and work.ctx.result is None:
+            _must_be_capturable(work)
+            checked = True
+        if time.monotonic() - work.reported_s >= REPORT_S:
+            _report(work)
+
+
+def settle(work: Work) -> None:
+    """Put the outputs into the store, then say that it is finished."""
+    result = dict(work.ctx.result or {})
+    for name in work.spec["outputs"]:
+        if name not in result:
+            told = f"the result has no {name!r}, which the descriptor's `outputs` names"
+            raise Ending("failed", cause="exception", message=told, detail="")
+        work.outgoing.put(_staged(work, result.pop(name), root=name), f"output:{name}")
+    try:
+        said = plain(result, "result")
+    except TypeError as error:
+        raise _failed(error) from error
+    while work.outgoing.busy:
+        _listen(work, None)
+    for name in work.spec["outputs"]:
+        if error := work.outgoing.settled[f"output:{name}"].get("error"):
+            told = f"the output {name!r} could not be stored: {error}"
+            raise Ending("failed", cause="exit", message=told, detail="")
+    work.say("progress", metrics=work.metrics, memory_bytes=_memory_bytes(work))
+    raise Ending("finished", result=said)
+
+
+# --- at a safe point ------------------------------------------------------------------------------
+
+
+def safe_point(work: Work) -> None:
+    """Between two steps: hear what is wished, and do it.  Returns when the next step may begin."""
+    _listen(work, 0)
+    while True:
+        if "cancel" in work.wishes:
+            raise Ending("stopped")
+        if "pause" in work.wishes:
+            _pause(work)
+        elif work.trust.left_us() <= 0:
+            _stand_still(work)
+        else:
+            break
+    _save_if_wished(work)
+
+
+def _pause(work: Work) -> None:
+    """Off the seat.  A function that has not been called yet has no state to keep."""
+    work.wishes -= {"pause", "save"}
+    image = _unsaved(work)
+    _report(work)
+    work.say("paused", has_state=work.job is not None)
+    _send_out(work, image)
+    del image  # held until it is stored, no longer
+    _wait_for_seat(work)
+    work.saved_s = time.monotonic()
+
+
+def _wait_for_seat(work: Work) -> None:
+    """Off the seat: orders are answered, nothing steps."""
+    while "go" not in work.wishes:
+        if "cancel" in work.wishes:
+            raise Ending("stopped")
+        if "save" in work.wishes:
+            work.wishes -= {"save"}
+            _send_out(work, _unsaved(work))
+        _listen(work, None)
+    work.wishes -= {"go"}
+
+
+def _unsaved(work: Work) -> Image | None:
+    """The image of this step, unless it is stored or on its way already."""
+    if work.job is None or work.outgoing.last_step == work.step:
+        return None
+    return _staged(work, work.job)
+
+
+def _send_out(work: Work, image: Image | None) -> None:
+    if image is not None:
+        work.outgoing.last_step = image.step
+        work.outgoing.put(image, "image")
+
+
+def _stand_still(work: Work) -> None:
+    """The device's trust has ended: wait here until it is renewed, or for an order."""
+    work.say("still")
+    while work.trust.left_us() <= 0 and not work.wishes & {"cancel", "pause"}:
+        _listen(work, 0.25)
+    work.say("moving")
+
+
+def _save_if_wished(work: Work) -> None:
+    if work.outgoing.busy:
+        return
+    every_s = work.spec["checkpoint_every_s"]
+    due = every_s > 0 and time.monotonic() - work.saved_s >= every_s
+    if "save" in work.wishes or due:
+        work.wishes -= {"save"}
+        work.saved_s = time.monotonic()
+        _send_out(work, _unsaved(work))
+
+
+def _staged(work: Work, job: object, root: str = "job") -> Image:
+    try:
+        return context_switch.stage(
+            job, step=work.step, around=work.around, accelerator=work.accelerator, root=root
+        )
+    except Uncapturable as error:
+        raise _uncapturable(error) from error
+
+
+def _must_be_capturable(work: Work) -> None:
+    try:
+        context_switch.check(work.job, around=work.around, accelerator=work.accelerator)
+    except Uncapturable as error:
+        raise _uncapturable(error) from error
+
+
+def _uncapturable(error: Uncapturable) -> Ending:
+    detail = f"{error.path}: {error.what}\n{error.advice}"
+    return Ending("failed", cause="uncapturable", message=str(error), detail=detail)
+
+
+def _listen(work: Work, timeout_s: float | None) -> None:
+    """Take in what has arrived, waiting up to `timeout_s` for something."""
+    if work.wire.wait(timeout_s):
+        for message in work.wire.receive():
+            _take(work, message)
+        if work.wire.closed:
+            raise Abandoned
+
+
+def _take(work: Work, message: JSON) -> None:
+    match message["is"]:
+        case "begin":
+            work.spec = message["spec"]
+            work.fds, work.wire.fds = work.wire.fds, []
+        case "kept":
+            work.outgoing.kept(message)
+        case wish:
+            work.wishes.add(wish)
+
+
+def _report(work: Work) -> None:
+    work.reported_s = time.monotonic()
+    work.say("progress", metrics=work.metrics, memory_bytes=_memory_bytes(work))
+
+
+def _memory_bytes(work: Work) -> int:
+    return max(0, _anonymous_bytes() - work.base_bytes) + work.accelerator.held_bytes()
+
+
+def _anonymous_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            _, resident, shared, *_ = file.read().split()
+    except OSError:  # walls without /proc: the peak is the best we know
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def _taken_from(fd: int) -> Image:
+    try:
+        return checkpoint.load(fd)
+    finally:
+        os.close(fd)
+
+
+# --- the tenant's code ----------------------------------------------------------------------------
+
+
+class BadEntry(Exception):
+    """The bundle has no such module, class or function."""
+
+
+def load_entry(code: Path, target: str) -> Any:
+    """The class or function that "module:name" names, from the tenant's folder `code`."""
+    _make_room_for(code)
+    module_name, _, name = target.partition(":")
+    module = importlib.import_module(module_name)
+    found = getattr(module, "__file__", None)
+    if found is None or not Path(found).is_relative_to(code):
+        raise BadEntry(f"{module_name!r} is a module of Python's own; call yours something else")
+    entry: Any = module
+    for part in name.split("."):
+        if not hasattr(entry, part):
+            raise BadEntry(f"{target}: {getattr(entry, '__name__', entry)} has no {part!r}")
+        entry = getattr(entry, part)
+    if not callable(entry):
+        raise BadEntry(f"{target} is a {type(entry).__name__}, not a class or function")
+    return entry
+
+
+def _make_room_for(code: Path) -> None:
+    """Let the tenant's modules be found first, even those that are called like ours."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    sys.path[:] = [str(code), *(path for path in sys.path if path not in ("", ours))]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("app", "workers"):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def seed() -> None:
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def take_step(job: Any, ctx: Context, step: int) -> JSON:
+    """One step of a job, the `step`-th; its metrics."""
+    ctx.step, ctx.logged = step, {}
+    returned = job.step(ctx)
+    if not isinstance(returned, dict | None):
+        raise TypeError(
+            f"step must return a dict of metrics or None, not a {type(returned).__name__}"
+        )
+    return metrics_of({**(returned or {}), **ctx.logged})
+
+
+def call(function: Any, ctx: Context) -> JSON:
+    """The one call of a function; its result."""
+    ctx.step = 1
+    returned = function(ctx, **ctx.inputs, **ctx.params)
+    if not isinstance(returned, dict | None):
+        raise TypeError(f"a function must return a dict, not a {type(returned).__name__}")
+    return returned or {}
+
+
+def metrics_of(values: JSON) -> JSON:
+    """Numbers as they are, anything else as a short text."""
+    said = {}
+    for name, value in values.items():
+        try:
+            said[str(name)] = plain(value, name)
+        except TypeError:
+            said[str(name)] = str(value)[:200]
+    return said
+
+
+def plain(value: Any, path: str) -> Any:
+    """`value` as JSON; numbers of torch and numpy become Python's, and what is no number a text.
+
+    Raises TypeError with the path of what JSON cannot say.
+    """
+    if isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and _is_one(value):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(part, f"{path}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part, f"{path}[{index}]") for index, part in enumerate(value)]
+    raise TypeError(
+        f"{path} is a {type(value).__name__}, which JSON cannot say: "
+        "name it in the descriptor's `outputs`, or return a number, a text, a list or a dict"
+    )
+
+
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor | numpy.ndarray) or value.ndim == 0
+
+
+def _failed(error: BaseException, *, cause: str = "exception", begun: str = "") -> Ending:
+    """The owner's view of an error: the last line, and the traceback from their first frame."""
+    if isinstance(error, Abandoned | Ending):
+        raise error
+    last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    shown = traceback.format_exception(type(error), error, _theirs(error))
+    return Ending(
+        "failed", cause=cause, message=begun + last[:2000], detail="".join(shown)[-DETAIL_LIMIT:]
+    )
+
+
+def _theirs(error: BaseException) -> Any:
+    frames = error.__traceback__
+    while frames is not None and inspect.getfile(frames.tb_frame) in _HERE:
+        frames = frames.tb_next
+    return frames

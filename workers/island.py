@@ -1,0 +1,207 @@
+"""One island's scheduler: look, decide, write down, send.
+
+    celery -A workers.island worker --pool threads -Q island.<name>
+
+Of several such workers one leads, by a lease in the island's row; the others stand by.  Every round
+locks that row first, so two schedulers never write at once, whoever believes to lead.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.orm import Session
+
+from app import broker, db, journal, outbox, snapshot
+from app.core.decide import decide
+from app.core.messages import Alive, Answer, BadMessage, decode, encode
+from app.models import Device, Island, Order, Placement
+from app.settings import settings
+from workers.loop import Loop, keep
+
+log = logging.getLogger(__name__)
+
+celery = broker.make_celery("island", settings().redis_url.get_secret_value())
+
+
+class Scheduler(Loop):
+    """The brain of `island`; `inbox` holds the heartbeats heard since the last round."""
+
+    def __init__(self, island: str) -> None:
+        super().__init__(f"island {island}")
+        self.island, self.me = island, uuid.uuid4().hex
+        self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
+        self.nudged = threading.Event()
+        self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
+
+    def hear(self, alive: Alive) -> None:
+        self.inbox.put(alive)
+        self.wake.set()
+
+    def nudge(self) -> None:
+        self.nudged.set()
+        self.wake.set()
+
+    def look(self) -> float:
+        heard = self._heard()
+        look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
+        self.nudged.clear()
+        try:
+            answers, due = self._round_in_one_transaction(heard, look_now)
+        except BaseException:
+            self._not_written_down(heard)
+            raise
+        # 4. Only what is committed is sent.
+        self._send(answers, due)
+        return max(0.0, self.due_s - time.monotonic())
+
+    def _round_in_one_transaction(
+        self, heard: list[Alive], look_now: bool
+    ) -> tuple[list[Answer], list[Order]]:
+        with db.transaction() as session:
+            # 1. Only one writes at a time.
+            row = self._row(session)
+            # 2. What devices say is true.
+            recorded = [taken for alive in heard if (taken := _record(session, alive))]
+            # 3. Who leads also decides, if anything moved.
+            leads = self._lead(session, row)
+            if look_now or any(changed for _, changed in recorded):
+                again_s = self._cycle(session) if leads else settings().tick_s
+                self.due_s = time.monotonic() + again_s
+            journal.settle(session)
+            live = _live(session, self.island)
+            due = outbox.unsent(session, live, resend_s=settings().order_resend_s)
+            return [answer for answer, _ in recorded], due
+
+    def _not_written_down(self, heard: list[Alive]) -> None:
+        for alive in heard:
+            self.inbox.put(alive)
+        self.nudged.set()
+
+    def leave(self) -> None:
+        """Let the standby take over at once."""
+        with db.transaction() as session:
+            row = self._row(session)
+            if row.leader == self.me:
+                row.leader_until = func.now()
+
+    def _heard(self) -> list[Alive]:
+        heard = []
+        while not self.inbox.empty():
+            heard.append(self.inbox.get())
+        return heard
+
+    def _row(self, session: Session) -> Island:
+        row = session.get(Island, self.island, with_for_update=True)
+        if row is None:
+            session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
+            row = session.get_one(Island, self.island, with_for_update=True)
+        return row
+
+    def _lead(self, session: Session, row: Island) -> bool:
+        """Take or renew the lease; False while another's is open."""
+        if row.leader != self.me:
+            free = session.scalar(
+                select(func.coalesce(Island.leader_until <= func.now(), True)).where(
+                    Island.name == self.island
+                )
+            )
+            if not free:
+                return False
+            log.warning("%s leads island %s", self.me[:8], self.island)
+            row.leader, row.term, row.leading_since = self.me, row.term + 1, func.now()
+            _spare_leases(session, self.island)
+        row.leader_until = func.now() + timedelta(seconds=settings().leader_s)
+        return True
+
+    def _cycle(self, session: Session) -> float:
+        session.flush()
+        now_s = db.now_s(session)
+        if _silent(session, self.island) and not outbox.reachable():
+            _spare_leases(session, self.island)
+        before = snapshot.load(session, self.island, now_s=now_s)
+        plan = decide(before, now_s=now_s)
+        journal.store(session, plan)
+        if plan.look_again_s is None:
+            return settings().tick_s
+        return min(settings().tick_s, max(0.0, plan.look_again_s - now_s))
+
+    def _send(self, answers: Iterable[Answer], due: list[Order]) -> None:
+        for answer in answers:
+            outbox.hint(broker.DEVICE_ANSWER, broker.device_queue(answer.device), encode(answer))
+        if due:
+            sent = outbox.send_orders(due)
+            with db.transaction() as session:
+                outbox.mark_sent(session, sent)
+
+
+def _record(session: Session, alive: Alive) -> tuple[Answer, bool] | None:
+    """One heartbeat in a savepoint of its own, so that a bad one spoils no other."""
+    try:
+        with session.begin_nested():
+            return journal.record(session, alive)
+    except (OperationalError, InterfaceError):
+        raise  # the database went away: nothing is wrong with the heartbeat
+    except Exception:
+        log.exception("the heartbeat of %s could not be recorded", alive.device)
+        return None
+
+
+def _spare_leases(session: Session, island: str) -> None:
+    """Nobody could be heard, for a while or now: give every device one lease to be heard again.
+
+    Without this, a pause of the control plane or of Redis would count every running task as lost.
+    Devices stop by themselves when they are not answered, so nothing runs twice meanwhile.
+    """
+    until = func.now() + timedelta(seconds=settings().lease_s)
+    spared = update(Device).where(Device.island == island, _holds_something())
+    session.execute(spared.values(lease_until=func.greatest(Device.lease_until, until)))
+
+
+def _silent(session: Session, island: str) -> bool:
+    """Is a device about to be given up although it holds something?"""
+    ended = select(Device.id).where(
+        Device.island == island, Device.lease_until <= func.now(), _holds_something()
+    )
+    return session.scalar(ended.limit(1)) is not None
+
+
+def _holds_something() -> ColumnElement[bool]:
+    open_ = select(Placement.id).where(
+        Placement.device_id == Device.id, Placement.ended_at.is_(None)
+    )
+    return open_.exists()
+
+
+def _live(session: Session, island: str) -> list[str]:
+    query = select(Device.id).where(Device.island == island, Device.lease_until > func.now())
+    return list(session.scalars(query))
+
+
+scheduler = Scheduler(settings().island)
+keep(celery, scheduler)
+
+
+@celery.task(name=broker.ISLAND_NUDGE, expires=30)
+def nudge() -> None:
+    scheduler.nudge()
+
+
+@celery.task(name=broker.ISLAND_ALIVE, expires=30)
+def alive(body: dict[str, Any]) -> None:
+    try:
+        message = decode(body)
+    except BadMessage as error:
+        log.warning("not a heartbeat: %s", error)
+        return
+    scheduler.hear(message)

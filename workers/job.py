@@ -1,0 +1,79 @@
+"""Run one job alone and undisturbed: what its result must be, bit for bit, under Roundhouse.
+
+    python -m workers.job FOLDER module:Class [--params JSON] [--preset JSON]
+
+The same code, the same preset and the same environment as in a resident, but no supervisor, no
+orders and no walls.  Prints one JSON object: {"steps", "result", "metrics", "preset"}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from workers import preset
+from workers.accelerator import Accelerator
+from workers.executor import Context, call, load_entry, plain, seed, take_step
+from workers.sandbox import ENVIRONMENT
+
+JSON = dict[str, Any]
+
+
+def run_alone(
+    folder: Path, entry: str, *, params: JSON, settings: JSON, kind: str = "cpu", steps: int = 0
+) -> JSON:
+    """Run in this process, to the end or for `steps` steps; it must be fresh: presets stick."""
+    taken = preset.configure(settings)
+    ctx = Context(device=Accelerator(kind).device, rank=0, world_size=1, params=params)
+    seed()
+    built = load_entry(folder.resolve(), entry)
+    if not isinstance(built, type):
+        return {"steps": 1, "result": _said(call(built, ctx)), "metrics": {}, "preset": taken}
+    job, done, metrics = built(ctx, **params), 0, {}
+    while ctx.result is None and (not steps or done < steps):
+        metrics = take_step(job, ctx, done + 1)
+        done += 1
+    return {"steps": done, "result": _said(ctx.result or {}), "metrics": metrics, "preset": taken}
+
+
+def _said(result: JSON) -> JSON:
+    """What JSON cannot say (an output, under Roundhouse) is named by its type."""
+    said = {}
+    for name, value in result.items():
+        try:
+            said[name] = plain(value, name)
+        except TypeError:
+            said[name] = f"<{type(value).__name__}>"
+    return said
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m workers.job", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("entry", help="module:Class or module:function")
+    parser.add_argument("--params", type=json.loads, default={})
+    parser.add_argument("--preset", type=json.loads, default={})
+    parser.add_argument("--kind", default="cpu")
+    parser.add_argument("--steps", type=int, default=0, help="stop after so many; 0: at the end")
+    options = parser.parse_args(argv)
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        # Some of it is read only when Python starts.
+        again = [sys.executable, "-m", "workers.job", *(sys.argv[1:] if argv is None else argv)]
+        os.execve(sys.executable, again, {**os.environ, **ENVIRONMENT})
+    answer = run_alone(
+        options.folder,
+        options.entry,
+        params=options.params,
+        settings=options.preset,
+        kind=options.kind,
+        steps=options.steps,
+    )
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

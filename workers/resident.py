@@ -1,0 +1,391 @@
+"""What the supervisor knows of one job's process, and of each stay of a task on this device.
+
+A `Resident` is a process.  A `Stay` is one epoch of one task here: its events, log lines and seat
+time.  A paused resident that is launched again begins a new stay in the same process; the old stay
+is kept until all it had to say has been heard.
+
+Nothing that comes from a resident is believed: it is a tenant's process.  Texts are cut and cleaned
+before they are passed on, and what makes no sense ends the resident.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.core import messages
+from app.core.messages import Event, Launch, LogLines, Order, ResidentView
+from workers.sandbox import ENVIRONMENT, Room
+from workers.wire import Wire, pair
+
+JSON = dict[str, Any]
+
+LINE_LIMIT_BYTES = 8 * 1024
+LOG_LIMIT_BYTES = 1 * 2**20  # kept per stay until acknowledged; more is dropped, and said so
+TEXT_LIMIT = 64 * 1024
+NAMES_LIMIT = 256
+
+
+# --- one epoch of one task ------------------------------------------------------------------------
+
+
+@dataclass
+class Stay:
+    """`state` is one of core.messages.ResidentView, or "vanished": gone without a word.
+
+    It `is_confirmed` once the island, told that it is here, said "keep": only then may it take the
+    seat, so that an order that comes too late runs nothing.
+    """
+
+    launch: Launch
+    arrived_us: int
+    state: str = "seating"
+    is_confirmed: bool = False
+    step: int = 0
+    metrics: JSON = field(default_factory=dict)
+    order_seq: int = 1
+    early: dict[int, Order] = field(default_factory=dict)  # orders that overtook another
+    resident: Resident | None = None
+    resumed: str = "fresh"
+    is_confirmed: bool = False  # the island has answered a report that named it: it may sit
+    event_seq: int = 0
+    events: list[Event] = field(default_factory=list)
+    log: Log = field(default_factory=lambda: Log())
+    seated_us: int | None = None
+    before_us: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.launch.task, self.launch.epoch
+
+    def held_us(self, now_us: int) -> int:
+        on_it_us = 0 if self.seated_us is None else now_us - self.seated_us
+        return self.before_us + on_it_us
+
+    def take_seat(self, now_us: int) -> None:
+        self.seated_us = now_us
+
+    def leave_seat(self, now_us: int) -> None:
+        self.before_us, self.seated_us = self.held_us(now_us), None
+
+    def tell(self, kind: type[Event], now_us: int, *, step: int | None = None, **said: Any) -> None:
+        self.event_seq += 1
+        event = kind(
+            task=self.launch.task,
+            epoch=self.launch.epoch,
+            seq=self.event_seq,
+            step=self.step if step is None else step,
+            held_us=self.held_us(now_us),
+            **said,
+        )
+        self.events.append(event)
+
+    def heard(self, seq: int) -> None:
+        self.events = [event for event in self.events if event.seq > seq]
+
+    def is_over(self) -> bool:
+        """Nothing of it is left to hold or to say."""
+        if self.events:
+            return False
+        return self.state == "vanished" or (self.state == "ended" and not self.log.waiting)
+
+    def view(self, now_us: int) -> ResidentView:
+        return ResidentView(
+            task=self.launch.task,
+            epoch=self.launch.epoch,
+            state=self.state,
+            step=self.step,
+            held_us=self.held_us(now_us),
+            order_seq=self.order_seq,
+            memory_bytes=self.resident.memory_bytes if self.resident else 0,
+            metrics=self.metrics,
+        )
+
+
+class Log:
+    """The lines of one stay that have not been acknowledged, numbered from 0."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[str, str]] = deque()
+        self.first = 0  # the number of the first line in `waiting`
+        self.held_bytes = 0
+        self.dropped = 0
+        self._open = {"stdout": b"", "stderr": b""}  # lines without an end, as yet
+
+    @property
+    def is_full(self) -> bool:
+        return self.held_bytes >= LOG_LIMIT_BYTES
+
+    def write(self, stream: str, data: bytes) -> None:
+        *whole, rest = (self._open[stream] + data).split(b"\n")
+        for line in whole:
+            self._add(stream, line)
+        while len(rest) > LINE_LIMIT_BYTES:
+            self._add(stream, rest[:LINE_LIMIT_BYTES])
+            rest = rest[LINE_LIMIT_BYTES:]
+        self._open[stream] = rest
+
+    def end(self) -> None:
+        """Whatever was printed last without a line's end is a line too."""
+        for stream, rest in self._open.items():
+            if rest:
+                self._add(stream, rest)
+            self._open[stream] = b""
+        self._say_what_was_dropped()
+
+    def acknowledged(self, next_line: int) -> None:
+        while self.waiting and self.first < next_line:
+            stream, text = self.waiting.popleft()
+            self.held_bytes -= _line_bytes(stream, text)
+            self.first += 1
+        if not self.is_full:
+            self._say_what_was_dropped()
+
+    def part(self, limit_bytes: int) -> tuple[list[list[str]], int]:
+        """The next lines that fit, and how many bytes they take."""
+        lines: list[list[str]] = []
+        taken = 0
+        for stream, text in self.waiting:
+            taken += _line_bytes(stream, text)
+            if lines and taken > limit_bytes:
+                return lines, taken - _line_bytes(stream, text)
+            lines.append([stream, text])
+        return lines, taken
+
+    def _add(self, stream: str, line: bytes) -> None:
+        while len(line) > LINE_LIMIT_BYTES:
+            self._add(stream, line[:LINE_LIMIT_BYTES])
+            line = line[LINE_LIMIT_BYTES:]
+        if self.is_full:
+            self.dropped += 1
+            return
+        self._say_what_was_dropped()
+        self._keep(stream, line.decode("utf-8", "replace").rstrip("\r").replace("\0", "\ufffd"))
+
+    def _say_what_was_dropped(self) -> None:
+        if self.dropped:
+            dropped, self.dropped = self.dropped, 0
+            self._keep("stderr", f"… {dropped} lines dropped: printed faster than they are kept")
+
+    def _keep(self, stream: str, text: str) -> None:
+        self.waiting.append((stream, text))
+        self.held_bytes += _line_bytes(stream, text)
+
+
+def _line_bytes(stream: str, text: str) -> int:
+    return len(stream) + len(text.encode()) + 16  # as JSON, about
+
+
+def log_lines(stays: list[Stay], limit_bytes: int) -> list[LogLines]:
+    """The next lines of all stays, together about `limit_bytes`; the rest is for the next time."""
+    parts = []
+    for stay in stays:
+        if not stay.log.waiting or limit_bytes <= 0:
+            continue
+        lines, taken = stay.log.part(limit_bytes)
+        limit_bytes -= taken
+        task, epoch = stay.key
+        parts.append(LogLines(task=task, epoch=epoch, first=stay.log.first, lines=lines))
+    return parts
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    step: int
+    sha256: str
+    size_bytes: int
+    took_us: int = 0
+
+
+@dataclass
+class Resident:
+    """`doom` is why the supervisor ends it; `verdict` is the last word that it said itself."""
+
+    id: int
+    task: str
+    wire: Wire
+    bulk: socket.socket
+    pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
+    scratch: Path
+    stay: Stay
+    deadline_us: int  # by when it must be prepared
+    pidfd: int | None = None
+    pid: int = 0
+    is_prepared: bool = False
+    is_still: bool = False  # it stands still because the device's trust has ended
+    preset: JSON = field(default_factory=dict)
+    capabilities: list[str] = field(default_factory=list)
+    saved: Saving | None = None  # the newest image of it that is durable
+    has_state: bool = False  # it has been on the seat, so there is something to lose
+    memory_bytes: int = 0
+    paused_us: int = 0
+    is_saving: bool = False
+    save_again_us: int | None = None  # the last attempt to store its image failed
+    is_gone: bool = False
+    outputs: JSON = field(default_factory=dict)
+    verdict: JSON | None = None
+    doom: str = ""
+    kill_us: int | None = None  # when its grace ends
+
+    @property
+    def step(self) -> int:
+        return self.stay.step
+
+    @property
+    def is_durable(self) -> bool:
+        """Nothing is lost if it is ended now."""
+        return not self.has_state or (self.saved is not None and self.saved.step == self.step)
+
+    def send(self, word: str, fds: list[int] | None = None, **said: Any) -> None:
+        if self.doom:
+            return
+        try:
+            self.wire.send({"is": word, **said}, fds)
+        except OSError:
+            return  # it is dying: its exit will be reported
+
+    def kill(self) -> None:
+        """End the process and all that it started, at once."""
+        if self.pidfd is None:
+            return  # it is killed when its process is known
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        try:
+            os.killpg(self.pid, signal.SIGKILL)  # without walls, its children are in its group
+        except (ProcessLookupError, PermissionError):
+            return
+
+    def close(self) -> None:
+        """All but `bulk`, from which a thread may still be reading."""
+        self.wire.close()
+        for fd in self.pipes:
+            os.close(fd)
+        self.pipes = {}
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+# --- what a tenant's process says -----------------------------------------------------------------
+
+
+class Nonsense(Exception):
+    """A resident said what no resident of ours says."""
+
+
+def number(message: JSON, name: str) -> int:
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise Nonsense(f"{name} is {value!r}")
+    return value
+
+
+def text(message: JSON, name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str):
+        raise Nonsense(f"{name} is {value!r:.100}")
+    return clean(value)
+
+
+def table(message: JSON, name: str) -> JSON:
+    value = message.get(name)
+    if not isinstance(value, dict) or len(value) > NAMES_LIMIT:
+        raise Nonsense(f"{name} is not a small table")
+    cleaned: JSON = clean(value)
+    return cleaned
+
+
+def clean(value: Any, depth: int = 0) -> Any:
+    """As Postgres takes it as JSON: no NUL, no lone surrogates, no NaN, and of bounded size."""
+    if depth > 16:
+        raise Nonsense("nested deeper than 16")
+    if isinstance(value, str):
+        text = value[:TEXT_LIMIT].encode("utf-8", "replace").decode()
+        return text.replace("\0", "\ufffd")
+    if isinstance(value, dict):
+        return {clean(key, depth + 1): clean(part, depth + 1) for key, part in value.items()}
+    if isinstance(value, list):
+        return [clean(part, depth + 1) for part in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
+        return str(value)
+    return value
+
+
+def failed(message: JSON) -> JSON:
+    """The fields of core.messages.Failed out of a resident's last word."""
+    cause = text(message, "cause")
+    if cause not in messages.CAUSES:
+        raise Nonsense(f"cause is {cause!r}")
+    return {
+        "cause": cause,
+        "message": text(message, "message")[:4000],
+        "detail": text(message, "detail"),
+    }
+
+
+# --- the process that forks them ------------------------------------------------------------------
+
+_ROOT = Path(__file__).resolve().parent.parent
+_BOOT = (
+    "import sys; sys.path.insert(0, {root!r}); from workers.zygote import main; main({fd}, {lock})"
+)
+_KEPT_VARIABLES = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "ATEN_CPU_CAPABILITY",
+)
+
+
+class Zygote:
+    """`workers.zygote`, started by the thread whose end shall be its end too."""
+
+    def __init__(self, *, lock_fd: int, probe: Room | None) -> None:
+        self.wire, theirs = pair()
+        self.is_ready = False
+        boot = _BOOT.format(root=str(_ROOT), fd=theirs.fileno(), lock=lock_fd)
+        self.process = subprocess.Popen(
+            [sys.executable, "-B", "-c", boot],
+            env=_environment(),
+            pass_fds=(theirs.fileno(), lock_fd),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is for the supervisor, who drains first
+            cwd="/",
+        )
+        theirs.close()
+        self.wire.send({"is": "begin", "probe": None if probe is None else _room(probe)})
+
+    def spawn(self, id: int, room: Room, walls: list[str], fds: list[int]) -> None:
+        """`fds`: control, bulk, trust, stdout, stderr.  The caller closes its copies."""
+        body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls}
+        self.wire.send(body, fds)
+
+    def end(self) -> None:
+        """Kill it, and with it everything that it forked."""
+        self.process.kill()
+        self.process.wait()
+        self.wire.close()
+
+
+def _room(room: Room) -> JSON:
+    code, scratch = str(room.code), str(room.scratch)
+    return {"code": code, "scratch": scratch, "uid": room.uid, "kind": room.kind}
+
+
+def _environment() -> dict[str, str]:
+    """No secrets: nothing of ours but what says where programs and libraries are."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    return {**kept, **ENVIRONMENT, "HOME": "/nonexistent"}

@@ -1,0 +1,181 @@
+"""The warm process of one device: torch is imported, no tenant's code is; it forks residents.
+
+    supervisor (a thread of the device worker) -> zygote -> keeper -> resident
+
+It is started by exec from the supervisor's long-lived thread and dies with it; everything it forks
+dies with it.  It has one thread, so a fork is safe and costs some milliseconds.  Where the kernel
+gives process ids of their own, a `keeper` stands between: it waits for the resident, which is
+process 1 in there, and when either ends, all that the resident started ends too.
+
+Over its socket come `spawn` and `end`; back go `ready`, `spawned` and `exited`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from workers import sandbox
+from workers.sandbox import Room
+from workers.wire import FDS_PER_RESIDENT, Wire
+
+JSON = dict[str, Any]
+
+CANNOT_START = 97  # exit status: a wall that should stand does not
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def main(fd: int, lock_fd: int) -> NoReturn:
+    sandbox.die_with_parent()
+    # What a tenant's job needs first must not cost it a second each: torch imports its compiler
+    # when the first optimizer steps.
+    import cloudpickle  # noqa: F401
+    import numpy  # noqa: F401
+    import torch
+    import torch._dynamo
+
+    import workers.executor
+
+    assert workers.executor
+    wire = Wire(socket.socket(fileno=fd))
+    _must_have_one_thread()
+    _ready(wire, torch.__version__)
+    gc.collect()
+    gc.freeze()  # what is shared with all forks is not written to by the collector
+    gc.disable()
+    _serve(wire, lock_fd)
+    os._exit(0)
+
+
+def _must_have_one_thread() -> None:
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        sys.stderr.write(f"the zygote has {threads} threads; a fork loses all but one of them\n")
+
+
+def _ready(wire: Wire, torch_version: str) -> None:
+    wire.wait()
+    probe = wire.receive()[0]["probe"]
+    walls, missing = sandbox.try_out(_room(probe)) if probe else ([], {})
+    wire.send({"is": "ready", "torch": torch_version, "walls": walls, "missing": missing})
+
+
+def _room(body: JSON) -> Room:
+    return Room(
+        code=Path(body["code"]), scratch=Path(body["scratch"]), uid=body["uid"], kind=body["kind"]
+    )
+
+
+def _serve(wire: Wire, lock_fd: int) -> None:
+    """Fork when told, and say when a fork has ended, until the supervisor is gone."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children: dict[int, int] = {}  # process id -> the id that the supervisor gave
+    while not wire.closed:
+        ready, _, _ = select.select([wire, read], [], [])
+        if read in ready:
+            os.read(read, 4096)
+        if wire in ready:
+            for message in wire.receive():
+                fds = [wire.fds.pop(0) for _ in range(FDS_PER_RESIDENT)]
+                _spawn(wire, message, fds, lock_fd, children)
+        _report_exits(wire, children)
+
+
+def _spawn(
+    wire: Wire, message: JSON, fds: list[int], lock_fd: int, children: dict[int, int]
+) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        _become(message, fds, lock_fd)
+    for fd in fds:
+        os.close(fd)
+    children[pid] = message["id"]
+    pidfd = os.pidfd_open(pid)  # before it can be reaped: the number is certainly its own
+    wire.send({"is": "spawned", "id": message["id"], "pid": pid}, [pidfd])
+    os.close(pidfd)
+
+
+def _report_exits(wire: Wire, children: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        wire.send({"is": "exited", "id": children.pop(pid), "status": code})
+
+
+# --- in the fork ----------------------------------------------------------------------------------
+
+
+def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
+    """Keeper and resident, or only the latter."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        sandbox.die_with_parent()
+        _redirect(fds)
+        walls = message["walls"]
+        sandbox.separate(walls)
+        sandbox.die_with_parent()
+        if "processes" in walls and (inner := os.fork()):
+            _keep(inner, lock_fd)
+        sandbox.die_with_parent()
+        os._exit(_live(_room(message["room"]), walls, fds, lock_fd))
+    except BaseException as error:
+        sys.stderr.write(f"Roundhouse could not start this job: {error}\n")
+        sys.stderr.flush()
+        os._exit(CANNOT_START)
+
+
+def _redirect(fds: list[int]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(fds[3], 1)
+    os.dup2(fds[4], 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _keep(inner: int, lock_fd: int) -> NoReturn:
+    """Wait for the resident and end like it.  Killing us kills it: it watches its parent."""
+    _close_all_but({lock_fd})
+    _, status = os.waitpid(inner, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _live(room: Room, walls: list[str], fds: list[int], lock_fd: int) -> int:
+    from workers import executor
+    from workers.wire import TrustSeen
+
+    _close_all_but({0, 1, 2, lock_fd, *fds[:3]})
+    _, scratch = room.inside(walls)
+    sandbox.enclose(room, walls)
+    sandbox.die_with_parent()
+    os.chdir(scratch)
+    os.environ.update(sandbox.environment(scratch))
+    sys.dont_write_bytecode = True
+    gc.enable()
+    control, bulk = (Wire(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1]))
+    return executor.execute(control, bulk, TrustSeen(fds[2]))
+
+
+def _close_all_but(kept: set[int]) -> None:
+    before = -1
+    for fd in sorted(kept):
+        if fd > before + 1:  # closerange(0, 0) closes all there are
+            os.closerange(before + 1, fd)
+        before = fd
+    os.closerange(before + 1, 1 << 20)
