@@ -95,7 +95,7 @@ def _launch(session: Session, task: Task, decision: Decision) -> None:
 def _pause(session: Session, task: Task, decision: Decision) -> None:
     _move(session, task, Move.Pause)
     _leave(session, task)
-    _order(session, task, "Pause")
+    _order(session, task, "Pause", successor=decision.against or "")
     tell(session, task, "task.pausing", decision.because, rule=decision.rule, for_=decision.against)
 
 
@@ -299,22 +299,23 @@ def _started(session: Session, task: Task, event: messages.Started) -> None:
     lost = max(0, task.step - event.step)
     task.lost_steps += lost
     task.step, task.started_at, task.image_on = event.step, func.now(), None
-    task.switch_us = event.switch_us
+    if event.resumed != "fresh":  # beginning is no switch, and says nothing about the next one
+        task.switch_us = event.switch_us
     task.capabilities, task.preset = event.capabilities, event.preset
     if task.first_started_at is None:
         task.first_started_at = func.now()
     placement = _open_placement(session, task)
     placement.started_at, placement.first_step = func.now(), event.step
     said = {
-        "fresh": "Started",
-        "resident": f"Went on after step {event.step}, in place,",
-        "image": f"Went on after step {event.step} from its checkpoint",
+        "fresh": f"Started on {task.seat}",
+        "resident": f"Went on on {task.seat} after step {event.step}, in place",
+        "image": f"Went on on {task.seat} after step {event.step}, from its checkpoint",
     }[event.resumed]
     tell(
         session,
         task,
         "task.started",
-        f"{said} on {task.seat}" + (f"; {lost} steps are run again." if lost else "."),
+        said + (f"; {lost} steps are run again." if lost else "."),
         device=task.seat,
         step=event.step,
         lost_steps=lost,
@@ -366,6 +367,7 @@ def _finished(session: Session, task: Task, event: messages.Finished) -> None:
 
 def _failed(session: Session, task: Task, event: messages.Failed) -> None:
     _close(session, task, "failed")
+    task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
     if event.cause == "image":
         _damage(session, task)

@@ -34,29 +34,29 @@ from examples.view import ENDED, View, summary, verdicts
 JSON = dict[str, Any]
 
 DEVICES = 2
-DEMAND_S = 90.0  # what all jobs together would take on both devices, were nothing else going on
+JOB_S = 6.0  # of device time that one job takes, about
+BURST = 3  # jobs of each tenant at first; while more are submitted, so many have not ended
+SUBMIT_S = 65.0  # for so long more are submitted
+KILL_AFTER_S = 25.0
 LEAST_WINDOW_S = 45.0  # shorter, and the shares would prove little
 GIVE_UP_S = 270.0  # five minutes are promised
 LOOK_S = 1.0
 PLAIN_WIDTH = 120  # columns, where the terminal does not say
 KILLED = "device.1"
-KILL_AT = 1 / 3  # of all steps
-CHECKPOINT_EVERY_S = 5.0
+CHECKPOINT_EVERY_S = 2.0
 
 ENV = {
     "ROUNDHOUSE_DEVICE_THREADS": "1",
-    "ROUNDHOUSE_SLICE_MAX_S": "3",  # many turns in short time, for the onlooker
+    "ROUNDHOUSE_SLICE_MAX_S": "2",  # many turns in short time, for the onlooker
     "OMP_NUM_THREADS": "1",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Burst:
-    """What a tenant submits: `count` times the class in examples/FOLDER, with another seed each."""
+class Wish:
+    """What a tenant submits again and again: the class in examples/FOLDER, with other seeds."""
 
-    tenant: str
     folder: str
-    count: int
     params: Mapping[str, Any]
 
 
@@ -70,11 +70,9 @@ class Job:
     params: Mapping[str, Any]
 
 
-BURSTS = (
-    Burst(tenant="alpha", folder="digits", count=4, params={"width": 16, "work": 4}),
-    Burst(tenant="beta", folder="digits", count=4, params={"width": 16, "work": 4}),
-    Burst(tenant="gamma", folder="chars", count=4, params={"width": 48, "work": 1}),
-)
+DIGITS = Wish(folder="digits", params={"width": 16, "work": 4})
+CHARS = Wish(folder="chars", params={"width": 48, "work": 1})
+WISHES = {"alpha": DIGITS, "beta": DIGITS, "gamma": CHARS}
 WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
 
 
@@ -103,69 +101,84 @@ class Demo:
     def __init__(self, console: Console, system: Handle, began_s: float) -> None:
         self.console, self.system, self.began_s = console, system, began_s
         self.admin = Client(system.url, system.keys["platform"]["platform_admin"], patience_s=30)
+        self.members = {
+            tenant: Client(system.url, system.keys[tenant]["member"], patience_s=30)
+            for tenant in WISHES
+        }
+        self.bundles = {tenant: self._upload(tenant) for tenant in WISHES}
         self.jobs: dict[str, Job] = {}
         self.samples: list[Sample] = []
         self.kill: Kill | None = None
 
     def run(self) -> list[judge.Verdict]:
         # 1. How long does a step take here?  So that the demo is as long on any machine.
-        steps = {tenant: steps_of(tenant, ms) for tenant, ms in step_times_ms().items()}
-        # 2. The burst.
-        for burst in BURSTS:
-            self._submit(burst, steps[burst.tenant])
-        told = ", ".join(f"{tenant} {count}" for tenant, count in steps.items())
-        self.console.print(f"{len(self.jobs)} jobs accepted; steps of each job: {told}")
-        # 3. Watch, and kill a device worker on the way.
+        steps = {folder: round(1e3 * JOB_S / ms) for folder, ms in step_times_ms().items()}
+        told = ", ".join(f"{folder} {count}" for folder, count in steps.items())
+        self.console.print(f"steps of each job: {told}")
+        # 2. A burst of each tenant.
+        for tenant in WISHES:
+            for _ in range(BURST):
+                self._submit(tenant, steps)
+        # 3. Watch, submit more so that there is always work waiting, and kill a device worker.
         with View(self.console, WEIGHTS, self.system.facts["devices"]) as view:
-            self._watch(view)
+            self._watch(view, steps)
         # 4. Judge.
         return self._judge([self._life(id, job) for id, job in self.jobs.items()])
 
     # --- submit ---
 
-    def _submit(self, burst: Burst, steps: int) -> None:
-        bundle = bundle_folder(folder_of(burst.folder))
-        with Client(self.system.url, self.system.keys[burst.tenant]["member"]) as client:
-            client.upload(bundle.sha256, bundle.body)
-            for n in range(burst.count):
-                name = f"{burst.folder}-{n + 1}"
-                params = {**burst.params, "steps": steps, "seed": n}
-                request = client.submit(descriptor(name, bundle.sha256, params))
-                self.jobs[request["tasks"][0]["id"]] = Job(
-                    tenant=burst.tenant, name=name, folder=burst.folder, params=params
-                )
+    def _upload(self, tenant: str) -> str:
+        bundle = bundle_folder(folder_of(WISHES[tenant].folder))
+        self.members[tenant].upload(bundle.sha256, bundle.body)
+        return bundle.sha256
+
+    def _submit(self, tenant: str, steps: Mapping[str, int]) -> None:
+        wish = WISHES[tenant]
+        n = sum(job.tenant == tenant for job in self.jobs.values()) + 1
+        name, params = f"{wish.folder}-{n}", {**wish.params, "steps": steps[wish.folder], "seed": n}
+        request = self.members[tenant].submit(descriptor(name, self.bundles[tenant], params))
+        self.jobs[request["tasks"][0]["id"]] = Job(
+            tenant=tenant, name=name, folder=wish.folder, params=params
+        )
 
     # --- watch ---
 
-    def _watch(self, view: View) -> None:
-        total_steps = sum(job.params["steps"] for job in self.jobs.values())
+    def _watch(self, view: View, steps: Mapping[str, int]) -> None:
+        first_s = time.monotonic() - self.began_s
         while True:
             at_s = time.monotonic() - self.began_s
-            tasks = self._look(view, at_s)
-            if all(task["state"] in ENDED for task in tasks):
+            unfinished = self._look(view, at_s).unfinished
+            if not any(unfinished.values()):
                 return
-            if self.kill is None and sum(task["step"] for task in tasks) > KILL_AT * total_steps:
+            if at_s < first_s + SUBMIT_S:
+                for tenant in [tenant for tenant in WISHES if unfinished[tenant] < BURST]:
+                    self._submit(tenant, steps)
+            if self.kill is None and at_s > first_s + KILL_AFTER_S:
                 self._kill(view, at_s)
             if at_s > GIVE_UP_S:
                 view.note(at_s, "this takes too long: giving up")
                 return
             time.sleep(LOOK_S)
 
-    def _look(self, view: View, at_s: float) -> list[JSON]:
-        """Takes a sample, shows it, and returns our tasks as they are now."""
+    def _look(self, view: View, at_s: float) -> Sample:
+        """Takes a sample and shows it."""
         shares = self.admin.get("/v1/fair-share")["tenants"]
         total_us = {share["tenant"]: share["total_us"] for share in shares}
-        used_us = {tenant: total_us[tenant] for tenant in WEIGHTS}
-        found = [t for t in self.admin.items("/v1/tasks", limit=100) if t["id"] in self.jobs]
-        tasks: dict[str, list[JSON]] = {tenant: [] for tenant in WEIGHTS}
-        for task in found:
-            tasks[self.jobs[task["id"]].tenant].append(task)
-        unfinished = {
-            tenant: sum(task["state"] not in ENDED for task in own) for tenant, own in tasks.items()
-        }
-        self.samples.append(Sample(at_s=at_s, used_us=used_us, unfinished=unfinished))
-        view.show(at_s, tasks, used_us)
-        return found
+        tasks: dict[str, list[JSON]] = {tenant: [] for tenant in WISHES}
+        for task in self.admin.items("/v1/tasks", limit=100):
+            if task["id"] in self.jobs:
+                tasks[self.jobs[task["id"]].tenant].append(task)
+        sample = Sample(
+            at_s=at_s,
+            used_us={tenant: total_us[tenant] for tenant in WISHES},
+            unfinished={
+                tenant: sum(task["state"] not in ENDED for task in own)
+                for tenant, own in tasks.items()
+            },
+        )
+        self.samples.append(sample)
+        view.show(at_s, tasks, sample.used_us)
+        return sample
 
     def _kill(self, view: View, at_s: float) -> None:
         device = self.system.facts["devices"][int(KILLED.split(".")[1])]
@@ -237,23 +250,15 @@ def descriptor(name: str, bundle: str, params: Mapping[str, Any]) -> JSON:
 
 
 def step_times_ms() -> dict[str, float]:
-    """How long a step takes, by tenant, with as many jobs at once as there will be."""
-    kinds = {burst.folder: burst for burst in BURSTS}
+    """How long a step of each kind of job takes, with as many at once as there will be."""
+    kinds = {wish.folder: wish for wish in WISHES.values()}
     with ThreadPoolExecutor(DEVICES) as pool:
-        times = dict(zip(kinds, pool.map(step_ms, kinds.values()), strict=True))
-    return {burst.tenant: times[burst.folder] for burst in BURSTS}
+        return dict(zip(kinds, pool.map(step_ms, kinds.values()), strict=True))
 
 
-def step_ms(burst: Burst) -> float:
-    words = ("-m", "examples.pace", str(folder_of(burst.folder)), json.dumps(dict(burst.params)))
+def step_ms(wish: Wish) -> float:
+    words = ("-m", "examples.pace", str(folder_of(wish.folder)), json.dumps(dict(wish.params)))
     return float(run_python(*words).splitlines()[-1])
-
-
-def steps_of(tenant: str, each_ms: float) -> int:
-    """So many that every tenant's work is its share of DEMAND_S on all devices."""
-    burst = next(burst for burst in BURSTS if burst.tenant == tenant)
-    seconds = DEVICES * DEMAND_S * WEIGHTS[tenant] / sum(WEIGHTS.values())
-    return round(1e3 * seconds / burst.count / each_ms)
 
 
 def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:

@@ -43,8 +43,13 @@ class Life:
     checkpoints: Sequence[JSON]
 
     @property
+    def stays(self) -> list[JSON]:
+        """The placements that took their seat."""
+        return [stay for stay in self.placements if stay["first_step"] is not None]
+
+    @property
     def moved(self) -> bool:
-        return len({placement["device_id"] for placement in self.placements}) > 1
+        return len({stay["device_id"] for stay in self.stays}) > 1
 
     @property
     def killed(self) -> bool:
@@ -123,7 +128,7 @@ def pauses_lose_nothing(lives: Sequence[Life], kill: Kill) -> Verdict:
     planned = [
         (life.name, before, after)
         for life in lives
-        for before, after in pairwise(life.placements)
+        for before, after in pairwise(life.stays)
         if before["end"] == "paused" and not _struck(before, after, kill)
     ]
     lost = [f"{name}: {_lost(b, a)}" for name, b, a in planned if _lost(b, a)]
@@ -139,7 +144,7 @@ def kill_costs_little(lives: Sequence[Life], kill: Kill) -> Verdict:
     struck = [
         (life, before, after)
         for life in lives
-        for before, after in pairwise(life.placements)
+        for before, after in pairwise(life.stays)
         if _struck(before, after, kill)
     ]
     worse = [

@@ -103,7 +103,7 @@ def summary(window: Window, weights: Mapping[str, float], lives: Sequence[Life])
     """Device-seconds against weights; pauses and steps lost per job."""
     total = sum(weights.values())
     shares = Table(
-        title=f"device-seconds in the {window.seconds:.0f} s in which all had work waiting",
+        title=f"device-seconds in {window.seconds:.0f} s of full demand",
         title_justify="left",
     )
     for name in ("tenant", "weight", "device-seconds", "share", "by weight"):

@@ -279,7 +279,7 @@ def _memory(array: numpy.ndarray[Any, Any]) -> torch.UntypedStorage | None:
         return root.base.untyped_storage()
     if root.base is not None or not root.flags.owndata or not root.flags.writeable:
         return None
-    whole = (ctypes.c_char * root.nbytes).from_address(_address(root))  # in any order of axes
+    whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))  # any order of axes
     whole._root = root  # and so the storage below keeps it alive
     return torch.from_numpy(numpy.frombuffer(whole, numpy.uint8)).untyped_storage()
 
@@ -301,9 +301,9 @@ def _copied(storage: torch.UntypedStorage) -> Block:
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
     """A host storage's memory itself; the view keeps the storage alive."""
     if not storage.nbytes():
-        return memoryview(b"")
+        return memoryview(bytearray())
     # Not through numpy: a storage that numpy has seen can never be resized again.
-    array = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    array: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     array._storage = storage
     return memoryview(array).cast("B")
 
@@ -438,7 +438,7 @@ def make_array(
     return array
 
 
-def make_bare(cls: type) -> object:
+def make_bare(cls: Any) -> object:
     return cls.__new__(cls)
 
 

@@ -70,6 +70,7 @@ JSON = dict[str, Any]
 
 LOCK_WAIT_S = 30.0
 DRAIN_S = 8.0  # to pause and store what is held when the worker stops
+HANDOVER_US = 2_000_000  # how long a successor may take to get ready beside who gives way
 PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
 SAVE_AGAIN_US = 5_000_000
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
@@ -214,8 +215,9 @@ class Supervisor(threading.Thread):
             self._hear(self.inbox.get())
         # 2. What time alone changes.
         self._keep_time(now_us())
-        # 3. Who comes in, and who sits.
+        # 3. Who comes in, who gives way, and who sits.
         self._make_room()
+        self._give_way()
         self._seat_next()
         # 4. Say what is new.
         self._report_if_due()
@@ -273,10 +275,14 @@ class Supervisor(threading.Thread):
         if self.zygote is not None:
             self.zygote.end()
         self.pulse.end()
-        self._hands.shutdown(wait=False, cancel_futures=True)
-        for resident in list(self.residents.values()):
+        self._hands.shutdown(cancel_futures=True)  # whoever they listened to is dead
+        for resident in self.residents.values():
             resident.close()
+            resident.bulk.close()
+        for _, fetched in self.fetched:
+            _close_all(fetched.fds)
         self._selector.close()
+        self.trust.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
 
@@ -350,7 +356,9 @@ class Supervisor(threading.Thread):
 
     def _obey(self, stay: Stay, order: Order) -> None:
         self.rhythm.happened = True
-        if isinstance(order, Pause):
+        if isinstance(order, Pause) and order.successor and stay.state == "running":
+            stay.successor, stay.yield_by_us = order.successor, now_us() + HANDOVER_US
+        elif isinstance(order, Pause):
             self._pause(stay)
         elif isinstance(order, Save):
             self._save(stay)
@@ -432,9 +440,6 @@ class Supervisor(threading.Thread):
         if (answer.device, answer.incarnation) != (self.house.device, self.house.incarnation):
             return
         # What must go goes before anything may go on: it may run elsewhere by now.
-        for task, epoch in answer.keep:
-            if (stay := self.stays.get((task, epoch))) is not None:
-                stay.is_confirmed = True
         for task, epoch in answer.drop:
             self._drop(task, epoch)
         for task, epoch in answer.keep:
@@ -499,6 +504,7 @@ class Supervisor(threading.Thread):
         if self.seat is not None and not self.seat.doom:
             stay = self.seat.stay
             due.append(now_us() + stay.launch.budget_us - stay.held_us(now_us()))
+            due += [] if stay.yield_by_us is None else [stay.yield_by_us]
             due += [] if self.seat.is_still else [self.lease.ends_us]
         if not due:
             return 10.0
@@ -539,6 +545,21 @@ class Supervisor(threading.Thread):
             return False
         self._vanish(min(paused, key=lambda r: r.paused_us).stay, "evicted")
         return True
+
+    def _give_way(self) -> None:
+        """Who holds the seat goes on until its successor is ready, or cannot become so."""
+        if self.seat is None or self.seat.stay.yield_by_us is None:
+            return
+        stay = self.seat.stay
+        if now_us() >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor):
+            stay.yield_by_us = None
+            self._pause(stay)
+
+    def _is_ready_or_stuck(self, task: str) -> bool:
+        if any(stay.launch.task == task for stay, _ in self.fetched):
+            return True  # there is no room for it until somebody paused can be let go
+        living = self._living(task)
+        return living is not None and living.is_prepared and living.stay.is_confirmed
 
     def _seat_next(self) -> None:
         now = now_us()

@@ -295,8 +295,8 @@ def settle(work: Work) -> None:
     while work.outgoing.busy:
         _listen(work, None)
     for name in work.spec["outputs"]:
-        if error := work.outgoing.settled[f"output:{name}"].get("error"):
-            told = f"the output {name!r} could not be stored: {error}"
+        if why := work.outgoing.settled[f"output:{name}"].get("error"):
+            told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
     work.say("progress", metrics=work.metrics, memory_bytes=_memory_bytes(work))
     raise Ending("finished", result=said)

@@ -19,7 +19,7 @@ from app.core.messages import Alive, Answer
 log = logging.getLogger(__name__)
 
 LOGS_LIMIT_BYTES = 64 * 1024  # of log lines in one report
-CHATTER_S = 0.2  # log lines, metrics and progress go up at most this often
+CHATTER_S = 0.5  # log lines, metrics and progress go up at most this often
 
 
 def now_us() -> int:

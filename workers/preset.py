@@ -60,9 +60,7 @@ SETTINGS = {
         apply=torch.set_float32_matmul_precision, read=torch.get_float32_matmul_precision
     ),
     "flush_denormal": Setting(apply=torch.set_flush_denormal, read=_flushes_denormals),
-    "cudnn_benchmark": Setting(
-        apply=_cudnn_benchmark, read=lambda: torch.backends.cudnn.benchmark
-    ),
+    "cudnn_benchmark": Setting(apply=_cudnn_benchmark, read=lambda: torch.backends.cudnn.benchmark),
 }
 
 

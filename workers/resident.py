@@ -54,7 +54,8 @@ class Stay:
     early: dict[int, Order] = field(default_factory=dict)  # orders that overtook another
     resident: Resident | None = None
     resumed: str = "fresh"
-    is_confirmed: bool = False  # the island has answered a report that named it: it may sit
+    successor: str = ""  # the task that it gives way to, which may get ready first,
+    yield_by_us: int | None = None  # until then
     event_seq: int = 0
     events: list[Event] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log())
@@ -296,7 +297,7 @@ def text(message: JSON, name: str) -> str:
     value = message.get(name)
     if not isinstance(value, str):
         raise Nonsense(f"{name} is {value!r:.100}")
-    return clean(value)
+    return str(clean(value))
 
 
 def table(message: JSON, name: str) -> JSON:

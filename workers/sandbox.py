@@ -105,6 +105,9 @@ def environment(scratch: Path) -> dict[str, str]:
         "TMPDIR": "/tmp",
         "USER": "job",
         "LOGNAME": "job",
+        # code that torch compiles and later trusts: never in a folder that two tenants share
+        "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/.torchinductor",
+        "TRITON_CACHE_DIR": f"{scratch}/.triton",
     }
 
 
@@ -214,6 +217,7 @@ def _limits(room: Room) -> None:
 def _user(room: Room) -> None:
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "only root can give a process another user")
+    _empty_bounding_set()  # as long as we may
     os.setgroups([])
     os.setresgid(room.uid, room.uid, room.uid)
     os.setresuid(room.uid, room.uid, room.uid)
@@ -228,6 +232,12 @@ def _capabilities(room: Room) -> None:
             break  # past the last one
     header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
     _checked(_libc.capset(header, struct.pack("=6I", 0, 0, 0, 0, 0, 0)), "capset")
+
+
+def _empty_bounding_set() -> None:
+    for capability in range(64):
+        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
+            return  # past the last one, or not ours to drop: then no_new_privs makes it harmless
 
 
 def _privileges(room: Room) -> None:

@@ -81,10 +81,10 @@ def _serve(wire: Wire, lock_fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, int] = {}  # process id -> the id that the supervisor gave
     while not wire.closed:
-        ready, _, _ = select.select([wire, read], [], [])
+        ready, _, _ = select.select([wire.fileno(), read], [], [])
         if read in ready:
             os.read(read, 4096)
-        if wire in ready:
+        if wire.fileno() in ready:
             for message in wire.receive():
                 fds = [wire.fds.pop(0) for _ in range(FDS_PER_RESIDENT)]
                 _spawn(wire, message, fds, lock_fd, children)

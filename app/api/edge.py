@@ -100,7 +100,8 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         size += len(message.get("body", b""))
         if size > limit:
-            await _drain(receive)
+            if message.get("more_body", False):
+                await _drain(receive)
             raise BodyTooLarge(limit)
         return message
 

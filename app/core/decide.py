@@ -519,7 +519,7 @@ def _instants(cycle: Cycle) -> Iterator[float]:
 
 
 def _next_turn_s(cycle: Cycle, kept: list[Task]) -> float | None:
-    """In how many seconds the first in line may take a runner's seat, by rules F6 and F8.
+    """In how many seconds somebody in line may take a runner's seat, by rules F6 and F8.
 
     Both the end of a slice and the crossing of two scores stay true once they are, so halving finds
     the instant, by the very rule that will then decide.
@@ -534,8 +534,10 @@ def _next_turn_s(cycle: Cycle, kept: list[Task]) -> float | None:
         score_of = _books(cycle, later_s=later_s)
         return any(_victim(cycle, score_of, runners, task, later_s=later_s) for task in heads)
 
-    if not runners or not heads or not turns(LOOK_AHEAD_S):
+    if not runners or not heads:
         return None
+    if not turns(LOOK_AHEAD_S):
+        return LOOK_AHEAD_S
     no_s, yes_s = 0.0, LOOK_AHEAD_S
     while yes_s - no_s > RESOLUTION_S:
         middle_s = (no_s + yes_s) / 2

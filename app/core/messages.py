@@ -62,7 +62,13 @@ class Launch(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause(Order):
-    """Stop at the next safe point, stage the image in host memory, let go of the seat."""
+    """Stop at the next safe point, stage the image in host memory, let go of the seat.
+
+    If a `successor` is named, the device first lets that task get ready beside this one, so that
+    the seat hardly stands empty between them.
+    """
+
+    successor: str = ""  # a task that is launched on this device, or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

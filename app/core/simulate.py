@@ -33,6 +33,7 @@ from app.core.island import (
 from app.core.lifecycle import ENDED, ON_A_DEVICE, Move, State
 
 STORY_LINES = 20  # of the timeline, told with what is broken
+STANDSTILL_ROUNDS = 100  # at one instant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +106,18 @@ def simulate(
 ) -> Report:
     """Run an island from 0 s until all is done or `until_s` has come; may raise Broken."""
     world = World(arrivals, devices, tenants, policy, costs or Costs())
+    rounds_at: Counter[int] = Counter()
     while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
         world.advance(at_us)
+        rounds_at[at_us] += 1
+        if rounds_at[at_us] > STANDSTILL_ROUNDS:
+            raise Broken("the clock stands still", at_s=world.now_s, timeline=world.timeline)
         seen = world.snapshot()
         plan = decide(seen, now_s=world.now_s)
         world.obey(plan)
         check(world, seen, plan)
     if math.isfinite(until_s):
-        world.advance(int(until_s * 1e6))
+        world.advance(_us(until_s))
     return world.report()
 
 
@@ -155,7 +160,7 @@ class World:
         self._seq = 0
         self._came = 0
         self._look_again_us: int | None = None
-        self._left_us = {a.task: int(a.work_s * 1e6) for a in self.arrivals}
+        self._left_us = {a.task: _us(a.work_s) for a in self.arrivals}
         self._freed_us: dict[str, int] = {}
         self._device_us: Counter[str] = Counter()
         self._first_us: dict[str, int] = {}
@@ -170,7 +175,7 @@ class World:
     def next_us(self) -> int | None:
         """When something happens next; None if nothing ever will."""
         instants = [event.at_us for event in self._events[:1]]
-        instants += [int(a.at_s * 1e6) for a in self.arrivals[self._came : self._came + 1]]
+        instants += [_us(a.at_s) for a in self.arrivals[self._came : self._came + 1]]
         if self._look_again_us is not None:
             instants.append(self._look_again_us)
         return min(instants, default=None)
@@ -182,7 +187,7 @@ class World:
             self._pass(event.at_us)
             self._happen(event)
         self._pass(at_us)
-        while self._came < len(self.arrivals) and self.arrivals[self._came].at_s <= self.now_s:
+        while self._came < len(self.arrivals) and _us(self.arrivals[self._came].at_s) <= at_us:
             self._arrive(self.arrivals[self._came])
             self._came += 1
 
@@ -231,7 +236,7 @@ class World:
         if device in self.seated or device not in self._coming:
             return
         task = self.tasks[self._coming.pop(device)]
-        empty_us = self.now_us - max(self._freed_us.get(device, 0), int(task.launched_s * 1e6))
+        empty_us = self.now_us - max(self._freed_us.get(device, 0), _us(task.launched_s))
         self.seated[device] = task.id
         self._first_us.setdefault(task.id, self.now_us)
         self.tasks[task.id] = replace(
@@ -260,7 +265,7 @@ class World:
             saved=not paused,
         )
         if paused:
-            self._say("Saved", task, int(self.costs.save_s * 1e6))
+            self._say("Saved", task, _us(self.costs.save_s))
         else:
             self._finish(task)
         self._seat_next(device)
@@ -310,7 +315,7 @@ class World:
             if decision.move == Move.Launch:
                 self._launch(task, decision.device or "")
             elif decision.move == Move.Pause:
-                self._say(Move.Paused, task, int(self.costs.pause_s * 1e6))
+                self._say(Move.Paused, task, _us(self.costs.pause_s))
         look_s = plan.look_again_s
         finite = look_s is not None and math.isfinite(look_s)
         self._look_again_us = math.ceil((look_s or 0.0) * 1e6) if finite else None
@@ -319,13 +324,13 @@ class World:
         task = replace(task, epoch=task.epoch + 1, seat=device, launched_s=self.now_s)
         resident = task.image_on == device
         self.tasks[task.id] = task
-        self._say("ready", task, 0 if resident else int(self.costs.start_s * 1e6))
+        self._say("ready", task, 0 if resident else _us(self.costs.start_s))
 
     def report(self) -> Report:
         pauses = Counter(
             line.decision.task for line in self.timeline if line.decision.move == Move.Pause
         )
-        came_us = {a.task: int(a.at_s * 1e6) for a in self.arrivals}
+        came_us = {a.task: _us(a.at_s) for a in self.arrivals}
         return Report(
             device_s={id: self._device_us[id] / 1e6 for id in self.tenants},
             waits_s={id: (at_us - came_us[id]) / 1e6 for id, at_us in self._first_us.items()},
@@ -334,6 +339,10 @@ class World:
             timeline=tuple(self.timeline),
             until_s=self.now_s,
         )
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 # --- what must always hold ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -80,9 +81,18 @@ class TenantClient(Client):
 class System:
     def __init__(self, handle: Handle) -> None:
         self.handle, self.url, self.keys = handle, handle.url, handle.keys
+        self._clients: dict[tuple[str, str], TenantClient] = {}
 
     def client(self, tenant: str, role: str = "member") -> TenantClient:
-        return TenantClient(self.url, self.keys[tenant][role])
+        """The one client of this tenant and role; `close` ends them all."""
+        who = (tenant, role)
+        if who not in self._clients:
+            self._clients[who] = TenantClient(self.url, self.keys[tenant][role])
+        return self._clients[who]
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
 
     def wait_running(self, client: TenantClient, id: str, timeout_s: float = 60.0) -> None:
         """Waits until a task of this request has made a step."""
@@ -130,5 +140,9 @@ class System:
 
 @pytest.fixture(scope="session")
 def system() -> Iterator[System]:
-    with temporary_home() as home, running(home) as handle:
-        yield System(handle)
+    with (
+        temporary_home() as home,
+        running(home) as handle,
+        contextlib.closing(System(handle)) as system,
+    ):
+        yield system

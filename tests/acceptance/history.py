@@ -9,9 +9,9 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One step as a process saw it; times in nanoseconds of the host's monotonic clock."""
+    """One step, as told by the process that ran it; nanoseconds of the host's monotonic clock."""
 
-    pid: int
+    process: int
     step: int
     began_ns: int
     ended_ns: int | None
@@ -23,13 +23,14 @@ def runs(lines: Iterable[str]) -> list[Run]:
     found = []
     for line in lines:
         match line.split():
-            case ["begin", at, pid, step]:
-                open_[int(pid), int(step)] = int(at)
-            case ["end", at, pid, step] if (int(pid), int(step)) in open_:
-                began = open_.pop((int(pid), int(step)))
-                found.append(Run(pid=int(pid), step=int(step), began_ns=began, ended_ns=int(at)))
-    for (pid, step), began in open_.items():
-        found.append(Run(pid=pid, step=step, began_ns=began, ended_ns=None))
+            case ["begin", at, process, step]:
+                open_[int(process), int(step)] = int(at)
+            case ["end", at, process, step] if (int(process), int(step)) in open_:
+                who = int(process), int(step)
+                began = open_.pop(who)
+                found.append(Run(process=who[0], step=who[1], began_ns=began, ended_ns=int(at)))
+    for (process, step), began in open_.items():
+        found.append(Run(process=process, step=step, began_ns=began, ended_ns=None))
     return sorted(found, key=lambda run: run.began_ns)
 
 
@@ -38,6 +39,6 @@ def overlaps(found: list[Run]) -> list[tuple[Run, Run]]:
     pairs = []
     for before, after in pairwise(found):
         ended = before.ended_ns if before.ended_ns is not None else before.began_ns
-        if before.pid != after.pid and after.began_ns < ended:
+        if before.process != after.process and after.began_ns < ended:
             pairs.append((before, after))
     return pairs

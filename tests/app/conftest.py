@@ -177,5 +177,3 @@ def problem(answer: Any, status: int, type_: str, pointer: str | None = None) ->
     if pointer is not None:
         assert pointer in [error["pointer"] for error in body.get("errors", [])], body
     return body
-
-

@@ -47,6 +47,7 @@ class Service:
             "REDIS_URL": f"unix://{home}/nobody-listens.sock",
             "ROUNDHOUSE_HOME": str(home),
             "ROUNDHOUSE_PORT": str(self.port),
+            "ROUNDHOUSE_BUNDLE_LIMIT_BYTES": "200000",
         }
         words = ("-m", "app.seed", "--tenants", str(home / "keys.json"))
         subprocess.run([sys.executable, *words], env=self.env, cwd=ROOT, check=True)
@@ -279,6 +280,14 @@ class TestSubmit:
         words = ("submit", "--job", "train:Train", "--bundle", code)
         assert "sent" in run(*words).stderr
         assert "has it already" in run(*words).stderr
+
+    def test_code_that_is_too_large_is_told_with_its_biggest_files(self, run, code):
+        (code / "weights.bin").write_bytes(os.urandom(300_000))
+        result = run("submit", "--job", "train:Train", "--bundle", code)
+        assert result.exit_code == 4, result.output
+        assert "the limit is 200000" in result.stderr
+        assert "weights.bin" in result.stderr
+        assert ".roundhouseignore" in result.stderr
 
     def test_the_same_key_is_the_same_request(self, run, code):
         words = ("submit", "--job", "train:Train", "--bundle", code, "-o", "json")

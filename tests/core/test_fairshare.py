@@ -63,6 +63,13 @@ def test_a_charge_reads_back_to_the_microsecond_when_it_is_made(
     assert usage_us(booked, now_s=at_s, since_s=since_s, half_life_s=DAY) == charge
 
 
+def test_what_was_charged_before_the_sums_began_has_faded_by_then() -> None:
+    # The ledger rebuilds its sums from old buckets: T0 is now, the charges lie before it.
+    booked = faded(8_000_000, at_s=-3 * DAY, since_s=0.0, half_life_s=DAY)
+    assert usage_us(booked, now_s=0.0, since_s=0.0, half_life_s=DAY) == 1_000_000
+    assert usage_us(booked, now_s=-3 * DAY, since_s=0.0, half_life_s=DAY) == 8_000_000
+
+
 @given(one=charges, two=charges, at_s=st.floats(0, 100 * DAY))
 def test_two_charges_at_one_instant_are_one_charge(one: int, two: int, at_s: float) -> None:
     def booked(charge: int) -> int:

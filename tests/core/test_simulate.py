@@ -7,15 +7,18 @@ full slice, no device stands free while somebody could use it, and every wait is
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.core.decide import decide, slice_us
-from app.core.island import Device, Plan, Policy, Snapshot, Tenant
+from app.core.decide import HOLDS_A_SEAT, decide, slice_us
+from app.core.fairshare import FIXED_POINT_BITS
+from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant
 from app.core.lifecycle import Move
 from app.core.simulate import Arrival, Broken, Costs, Report, World, check, simulate
 from tests.core.pictures import NOW_S, island, moves
@@ -88,10 +91,10 @@ def test_many_tasks_gain_a_tenant_nothing() -> None:
 
 def test_short_tasks_gain_a_tenant_nothing() -> None:
     short = [
-        Arrival(at_s=0, task=f"a{n:04}", tenant="a", user="a1", work_s=0.25) for n in range(2000)
+        Arrival(at_s=0, task=f"a{n:03}", tenant="a", user="a1", work_s=0.25) for n in range(200)
     ]
-    report = simulate([*short, *busy("b")], devices(1), tenants(a=1, b=1), Policy(), until_s=200)
-    assert report.device_s["a"] == pytest.approx(100, abs=2)
+    report = simulate([*short, *busy("b")], devices(1), tenants(a=1, b=1), Policy(), until_s=80)
+    assert report.device_s["a"] == pytest.approx(40, abs=2)
 
 
 def test_users_share_alike_inside_their_tenant() -> None:
@@ -252,13 +255,19 @@ CELLS = [".", "x", "#", "a", "a'", "a*", "a/", "a!", "b", "b'", "b#", "c", "c2",
 @given(
     cells=st.lists(st.sampled_from(CELLS), max_size=5),
     queue=st.lists(st.sampled_from(["a", "a2", "b", "c"]), max_size=6),
-    used=st.dictionaries(st.sampled_from("abc"), st.floats(0, 30), max_size=3),
+    used=st.dictionaries(st.sampled_from("abc"), st.integers(0, 30), max_size=3),
+    weights=st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.5, 2, 3]), max_size=2),
     dice=st.randoms(use_true_random=False),
 )
 def test_a_plan_follows_the_rules_whatever_the_island(
-    cells: list[str], queue: list[str], used: dict[str, float], dice: random.Random
+    cells: list[str],
+    queue: list[str],
+    used: dict[str, float],
+    weights: dict[str, float],
+    dice: random.Random,
 ) -> None:
-    drawn = _disturbed(island(" ".join(cells), queue=" ".join(queue), used=used), dice)
+    quiet = island(" ".join(cells), queue=" ".join(queue), used=used, weights=weights)
+    drawn = _disturbed(quiet, dice)
     plan = decide(drawn, now_s=NOW_S)
     assert plan == decide(_shuffled(drawn, dice), now_s=NOW_S)
     assert plan.look_again_s is None or plan.look_again_s > NOW_S
@@ -309,14 +318,37 @@ def _shuffled(drawn: Snapshot, dice: random.Random) -> Snapshot:
 
 
 def _check_pauses(drawn: Snapshot, plan: Plan) -> None:
-    """F6: after a full slice, and only for somebody else who then launches there."""
+    """F6, by plain arithmetic: after a full slice, and by who stays behind even so."""
+    owing = {task.id: task for task in drawn.tasks.values() if task.state in HOLDS_A_SEAT}
     for decision in plan.decisions:
+        task = drawn.tasks[decision.task]
+        if decision.move == Move.Launch:
+            owing[task.id] = replace(task, held_us=0)
+            continue
         if decision.move == Move.Pause and decision.against is not None:
-            victim, gains = drawn.tasks[decision.task], drawn.tasks[decision.against]
-            assert victim.held_us >= slice_us(drawn.policy, victim, gains)
+            gains = drawn.tasks[decision.against]
+            turn_us = slice_us(drawn.policy, task, gains)
+            assert task.held_us >= turn_us
             assert (gains.id, "Launch") in moves(plan)
-            if victim.user == gains.user:
-                assert victim.priority < gains.priority
+            if task.user == gains.user:
+                assert task.priority < gains.priority
+            else:
+                level = "user" if task.tenant == gains.tenant else "tenant"
+                mine = _served_us(drawn, owing.values(), getattr(gains, level), level, turn_us)
+                assert _served_us(drawn, owing.values(), getattr(task, level), level, 0) > mine
+        owing.pop(task.id, None)
+
+
+def _served_us(
+    drawn: Snapshot, owing: Iterable[Task], id: str, level: str, extra_us: int
+) -> Fraction:
+    """Usage over weight; whoever holds a seat owes what is left of a slice."""
+    party = drawn.tenants[id] if level == "tenant" else drawn.users[id]
+    used_us = Fraction(party.faded_us, 1 << FIXED_POINT_BITS) + extra_us
+    for task in owing:
+        if getattr(task, level) == id:
+            used_us += max(0, slice_us(drawn.policy, task) - task.held_us)
+    return used_us / (drawn.tenants[id].weight if level == "tenant" else 1000)
 
 
 def _check_seats(drawn: Snapshot, plan: Plan) -> None:

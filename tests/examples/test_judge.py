@@ -91,6 +91,13 @@ def test_what_was_paused_on_the_killed_device_may_lose_steps_back_to_its_checkpo
     assert not judge.kill_costs_little([too_far], KILL).held
 
 
+def test_a_launch_that_never_took_its_seat_loses_nothing():
+    before = stay("local.0", "paused", first=0, last=10, at_s=-9)
+    unseated = stay("local.1", "lost", first=None, last=None, at_s=-1, held_us=0)
+    after = stay("local.0", "finished", first=10, last=20, at_s=9)
+    assert judge.pauses_lose_nothing([life(before, unseated, after)], KILL).held
+
+
 def test_a_kill_that_hit_nobody_proves_nothing():
     quiet = life(stay("local.0", "finished", first=0, last=9, at_s=0))
     assert not judge.kill_costs_little([quiet], KILL).held

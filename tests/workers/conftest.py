@@ -7,6 +7,9 @@ a test makes it deaf.
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -20,7 +23,9 @@ from app.core.messages import Alive, Answer, Cancel, Event, Launch, Pause, Save,
 from app.store import Store
 from workers.device import House, Supervisor
 
-CODE = {path.name: path.read_text() for path in (Path(__file__).parent / "bundle").glob("*.py")}
+ROOT = Path(__file__).parent.parent.parent
+BUNDLE = Path(__file__).parent / "bundle"
+CODE = {path.name: path.read_text() for path in BUNDLE.glob("*.py")} | {"broken.py": "def ("}
 PRESET = {
     "threads": 1,
     "interop_threads": 1,
@@ -28,6 +33,20 @@ PRESET = {
     "float32_matmul_precision": "highest",
     "flush_denormal": False,
 }
+
+
+def alone(entry: str, params: dict[str, Any]) -> Any:
+    """What the job gives when it runs undisturbed, in a plain process of its own."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "workers.job", str(BUNDLE), entry),
+            *("--params", json.dumps(params), "--preset", json.dumps(PRESET)),
+        ],
+        stdout=subprocess.PIPE,
+        check=True,
+        cwd=ROOT,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def bundled(files: dict[str, str]) -> bytes:
@@ -89,6 +108,9 @@ class Ground:
     def _hear(self, alive: Alive) -> dict[str, int]:
         heard: dict[str, int] = {}
         for event in alive.events:
+            if (event.task, event.epoch) not in self.orders:
+                heard[key(event.task, event.epoch)] = event.seq
+                continue  # of a test that is over
             known = [e for e in self.events if (e.task, e.epoch) == (event.task, event.epoch)]
             assert event.seq <= len(known) + 1, f"a gap before {event}"
             if event.seq == len(known) + 1:
@@ -207,6 +229,24 @@ def grounds(tmp_path: Path) -> Iterator[Callable[..., Ground]]:
             made.close()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    made = Ground(tmp_path_factory.mktemp("home"))
+    made.open()
+    yield made
+    made.close()
+
+
 @pytest.fixture
-def ground(grounds: Callable[..., Ground]) -> Ground:
-    return grounds()
+def ground(shared: Ground) -> Iterator[Ground]:
+    """The same device for all tests of a file, empty before each."""
+    yield shared
+    shared.deaf = False
+    shared.drop += [list(name) for name in shared.orders]
+    shared.until(lambda: not shared.supervisor.residents and not shared.supervisor.stays)
+    forgotten = threading.Event()
+    shared.supervisor.receive(shared.supervisor.newest.clear)
+    shared.supervisor.receive(forgotten.set)
+    assert forgotten.wait(5)
+    for kept in (shared.orders, shared.events, shared.lines, shared.drop):
+        kept.clear()

@@ -1,9 +1,532 @@
+"""One device, with real processes: what it does with orders, with jobs, and with what they do."""
+
 from __future__ import annotations
 
-from app.core.messages import Finished, Paused, Saved, Started
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from app.core.messages import (
+    CAUSES,
+    Failed,
+    Finished,
+    Pause,
+    Paused,
+    Save,
+    Saved,
+    Started,
+    Stopped,
+)
+from tests.workers.conftest import PRESET, ROOT, Ground, alone
+from workers.device import CannotServe, _locked
+
+# --- a job's life ---------------------------------------------------------------------------------
 
 
 def test_a_job_runs_to_its_end(ground):
     ground.launch("t1", "jobs:Count", params={"steps": 5})
-    assert ground.event(Finished, "t1").result == {"done": 5}
-    assert ground.event(Started, "t1").resumed == "fresh"
+    finished = ground.event(Finished, "t1")
+    assert finished.result == {"done": 5}
+    assert finished.step == 5
+    started = ground.event(Started, "t1")
+    assert (started.resumed, started.step, started.preset) == ("fresh", 0, PRESET)
+    assert finished.held_us >= 5 * 5_000
+
+
+def test_an_ended_stay_is_forgotten_once_it_was_heard(ground):
+    ground.launch("t1", "jobs:Count", params={"steps": 2})
+    ground.event(Finished, "t1")
+    ground.until(lambda: ground.view("t1") is None)
+    assert not ground.supervisor.stays
+
+
+def test_what_a_job_returns_and_logs_are_its_metrics(ground):
+    ground.launch("t1", "jobs:Everything", params={"nap_s": 0.05, "steps": 30})
+    ground.until(lambda: (v := ground.view("t1")) and v.metrics)
+    assert set(ground.view("t1").metrics) == {"loss", "noise"}
+    assert isinstance(ground.view("t1").metrics["loss"], float)
+
+
+def test_a_traceback_goes_to_its_owner(ground):
+    ground.launch("t1", "jobs:Raise")
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "exception"
+    assert failed.message == "ValueError: no good at 3"
+    assert "in deeper" in failed.detail
+    assert "jobs.py" in failed.detail
+    assert "executor.py" not in failed.detail
+    assert failed.step == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ("jobs:Nowhere", "has no 'Nowhere'"),
+        ("nowhere:Job", "No module named 'nowhere'"),
+        ("broken:Job", "SyntaxError"),
+        ("queue:Queue", "a module of Python's own"),
+        ("workers:Job", "No module named 'workers'"),
+    ],
+)
+def test_code_that_cannot_be_loaded_is_said_to_be_so(ground, run, told):
+    ground.launch("t1", run)
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "bundle"
+    assert told in failed.message
+
+
+def test_a_bundle_that_is_not_in_the_store_is_said_to_be_so(ground):
+    ground.launch("t1", "jobs:Count", bundle="0" * 64)
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "bundle"
+    assert "not there" in failed.message
+
+
+def test_a_hanging_job_is_ended_by_its_budget(ground):
+    ground.launch("t1", "jobs:Hang", budget_us=700_000)
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "max_duration"
+    assert not CAUSES[failed.cause]
+    assert 700_000 <= failed.held_us < 2_000_000
+
+
+def test_what_cannot_be_captured_is_told_after_the_first_step(ground):
+    ground.launch("t1", "jobs:Uncapturable")
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "uncapturable"
+    assert failed.step == 1
+    assert failed.message.startswith("job.data._it: generator cannot be captured.")
+    assert "__next__" in failed.message
+
+
+def test_a_preset_that_is_not_taken_fails_the_task_with_the_difference(ground):
+    ground.launch("t1", "jobs:Count", preset={**PRESET, "threads": 0})
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "preset"
+    assert "threads: wanted 0" in failed.message
+
+
+def test_a_killed_process_is_reported(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 3)
+    (resident,) = ground.supervisor.residents.values()
+    os.kill(resident.pid, signal.SIGKILL)
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "exit"
+    assert "SIGKILL" in failed.message
+
+
+def test_a_function_gets_its_inputs_and_gives_its_outputs(ground):
+    ground.launch("t1", "jobs:tokenize", params={"text": "abc"}, outputs=["tokens"])
+    finished = ground.event(Finished, "t1")
+    assert finished.result == {"count": 3}
+    tokens = finished.outputs["tokens"]
+    assert ground.store.has(tokens["sha256"])
+    ground.launch("t2", "jobs:total", inputs={"tokens": tokens}, params={"plus": 1})
+    assert ground.event(Finished, "t2").result == {"total": sum(b"abc") + 1}
+
+
+def test_an_output_that_was_not_given_fails_the_task(ground):
+    ground.launch("t1", "jobs:tokenize", params={"text": "abc"}, outputs=["words"])
+    assert "no 'words'" in ground.event(Failed, "t1").message
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+def test_logs_are_complete_and_in_order(ground):
+    ground.launch("t1", "jobs:Chatty", params={"lines": 5000})
+    ground.event(Finished, "t1")
+    ground.until(lambda: ground.view("t1") is None)
+    lines = ground.lines["t1/1"]
+    said = [text for stream, text in lines if stream == "stdout"]
+    assert said == [f"line {i}" for i in range(5000)] + ["no end"]
+    assert ["stderr", "to stderr"] in lines
+
+
+def test_a_flood_is_cut_and_says_so(ground):
+    ground.launch("t1", "jobs:Flood")
+    ground.event(Finished, "t1")
+    ground.until(lambda: ground.view("t1") is None)
+    lines = ground.printed("t1")
+    numbers = [int(line.split()[0]) for line in lines if not line.startswith("…")]
+    assert numbers == sorted(numbers)
+    dropped = sum(int(line.split()[1]) for line in lines if line.startswith("…"))
+    assert dropped > 0
+    assert len(numbers) + dropped == 60_000
+
+
+# --- pause and go on ------------------------------------------------------------------------------
+
+
+def test_a_paused_job_goes_on_in_place(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 3)
+    ground.pause("t1")
+    paused = ground.event(Paused, "t1")
+    saved = ground.event(Saved, "t1")
+    assert saved.step == paused.step >= 3
+    assert ground.store.has(saved.sha256)
+    held_us = ground.view("t1").held_us
+    ground.launch(
+        "t1", "jobs:Count", epoch=2, images=[{"sha256": saved.sha256, "step": saved.step}]
+    )
+    started = ground.event(Started, "t1", 2)
+    assert (started.resumed, started.step) == ("resident", paused.step)
+    assert started.held_us == 0
+    assert held_us == paused.held_us
+    ground.steps("t1", paused.step + 3, epoch=2)
+
+
+def test_a_newer_checkpoint_beats_an_older_resident(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 3)
+    ground.pause("t1")
+    saved = ground.event(Saved, "t1")
+    newer = {"sha256": saved.sha256, "step": saved.step + 1}  # ran elsewhere meanwhile
+    ground.launch("t1", "jobs:Count", epoch=2, images=[newer])
+    assert ground.event(Started, "t1", 2).resumed == "image"
+
+
+def test_a_damaged_image_is_said_to_be_so(ground):
+    ground.launch("t1", "jobs:Count", images=[{"sha256": "1" * 64, "step": 5}])
+    assert ground.event(Failed, "t1").cause == "image"
+    sha256, _ = ground.store.put([b"no image at all, but long enough to be looked at"])
+    ground.launch("t2", "jobs:Count", images=[{"sha256": sha256, "step": 5}])
+    assert ground.event(Failed, "t2").cause == "image"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_disturbed_job_ends_with_the_same_bits(ground, seed):
+    """Paused at random moments, resumed in place or in a fresh process, and checkpointed."""
+    dice = random.Random(seed)
+    params = {"steps": 60, "nap_s": 0.002}
+    undisturbed = alone("jobs:Everything", params)
+    assert undisturbed["result"]["whole"]
+    images: list[dict[str, object]] = []
+    resumed = []
+    for epoch in range(1, 8):
+        ground.launch(
+            *("t1", "jobs:Everything", epoch),
+            params=params,
+            images=images,
+            checkpoint_every_s=0.05,
+        )
+        resumed.append(ground.event(Started, "t1", epoch).resumed)
+        if epoch == 7:
+            break
+        time.sleep(dice.uniform(0, 0.03))
+        images = _paused_and_saved(ground, "t1", epoch)
+        if dice.random() < 0.6:
+            ground.drop.append(["t1", epoch])
+            ground.until(lambda: not ground.supervisor.residents)
+    assert ground.event(Finished, "t1", 7).result == undisturbed["result"], resumed
+    assert set(resumed) == {"fresh", "resident", "image"}
+
+
+def _paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, object]]:
+    ground.pause(task, epoch)
+    paused = ground.event(Paused, task, epoch)
+
+    def saved() -> object:
+        there = ground.all(Saved, task, epoch)
+        return next((saved for saved in there if saved.step == paused.step), None)
+
+    return [{"sha256": ground.until(saved).sha256, "step": paused.step}]
+
+
+def test_a_launch_that_is_paused_before_its_seat_is_free_keeps_its_place(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.launch("t2", "jobs:Count", params={"steps": 3})
+    ground.until(
+        lambda: any(
+            r.task == "t2" and r.is_prepared for r in list(ground.supervisor.residents.values())
+        )
+    )
+    ground.pause("t2")
+    assert ground.event(Paused, "t2").held_us == 0
+    ground.cancel("t1")
+    ground.event(Stopped, "t1")
+    ground.launch("t2", "jobs:Count", epoch=2, params={"steps": 3})
+    assert ground.event(Started, "t2", 2).resumed == "resident"
+    assert ground.event(Finished, "t2", 2).result == {"done": 3}
+
+
+def test_a_checkpoint_is_written_while_the_job_goes_on(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.save("t1")
+    saved = ground.event(Saved, "t1")
+    ground.steps("t1", saved.step + 2)
+    ground.drop.append(["t1", 1])
+    ground.until(lambda: not ground.supervisor.residents)
+    ground.launch(
+        "t1", "jobs:Count", epoch=2, images=[{"sha256": saved.sha256, "step": saved.step}]
+    )
+    assert ground.event(Started, "t1", 2).step == saved.step
+    ground.steps("t1", saved.step + 2, epoch=2)
+
+
+def test_checkpoints_are_written_as_often_as_asked(ground):
+    ground.launch("t1", "jobs:Count", checkpoint_every_s=0.2)
+    ground.until(lambda: len(ground.all(Saved, "t1")) >= 3)
+    steps = [saved.step for saved in ground.all(Saved, "t1")]
+    assert steps == sorted(set(steps))
+
+
+# --- orders ---------------------------------------------------------------------------------------
+
+
+def test_doubled_and_stale_orders_change_nothing(ground):
+    first = ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.supervisor.receive(first)
+    ground.pause("t1")
+    ground.event(Paused, "t1")
+    ground.supervisor.receive(Pause(task="t1", epoch=1, seq=2))
+    ground.launch("t1", "jobs:Count", epoch=2)
+    ground.event(Started, "t1", 2)
+    ground.supervisor.receive(first)
+    ground.supervisor.receive(Pause(task="t1", epoch=1, seq=3))
+    now = ground.view("t1", 2).step
+    ground.steps("t1", now + 20, epoch=2)
+    assert len(ground.all(Started, "t1")) == len(ground.all(Paused, "t1")) == 1
+    assert not ground.all(Paused, "t1", 2)
+
+
+def test_an_order_that_overtakes_another_waits_for_it(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.supervisor.receive(Pause(task="t1", epoch=1, seq=3))
+    time.sleep(0.3)
+    assert ground.view("t1").state == "running"
+    assert ground.view("t1").order_seq == 1
+    ground.supervisor.receive(Save(task="t1", epoch=1, seq=2))
+    ground.event(Paused, "t1")
+    assert ground.view("t1").order_seq == 3
+
+
+def test_cancel_ends_a_job_at_its_safe_point(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.cancel("t1")
+    assert ground.event(Stopped, "t1").step >= 2
+
+
+def test_cancel_ends_a_hanging_job_by_force(ground):
+    ground.launch("t1", "jobs:Hang")
+    ground.until(lambda: ground.printed("t1") == ["hanging"])
+    began = time.monotonic()
+    ground.cancel("t1")
+    ground.event(Stopped, "t1")
+    assert 0.9 < time.monotonic() - began < 5.0  # the grace is 1 s
+
+
+def test_cancel_ends_a_paused_job(ground):
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.pause("t1")
+    ground.event(Paused, "t1")
+    ground.cancel("t1")
+    ground.event(Stopped, "t1")
+    ground.until(lambda: not ground.supervisor.residents)
+
+
+def test_nobody_sits_before_the_island_has_confirmed_it(ground):
+    ground.drop.append(["t1", 1])
+    ground.launch("t1", "jobs:Count")
+    ground.until(lambda: not ground.supervisor.stays)
+    ground.until(lambda: not ground.supervisor.residents)
+    assert not ground.all(Started, "t1")
+
+
+def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(ground):
+    ground.launch("t1", "jobs:Stamp", params={"nap_s": 1.0})
+    ground.event(Started, "t1")
+    ground.until(lambda: ground.view("t1").step >= 1)
+    ground.pause("t1")
+    ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01})
+    ground.until(
+        lambda: any(
+            r.task == "t2" and r.is_prepared for r in list(ground.supervisor.residents.values())
+        )
+    )
+    assert not ground.all(Paused, "t1"), "it was prepared while the other still ran"
+    ground.steps("t2", 3)
+    ground.pause("t2")
+    ground.event(Saved, "t2")
+    ground.until(lambda: ground.printed("t2"))
+    last = max(float(line.split()[1]) for line in ground.printed("t1"))
+    first = min(float(line.split()[0]) for line in ground.printed("t2"))
+    assert first > last
+    assert ground.event(Started, "t2").switch_us < 500_000
+
+
+# --- trust ----------------------------------------------------------------------------------------
+
+
+def test_without_answers_it_stops_stepping_in_time_and_goes_on_with_them(grounds):
+    ground = grounds(lease_s=2.0, lease_margin_s=1.0, beat_s=0.3)
+    ground.launch("t1", "jobs:Stamp", params={"nap_s": 0.01})
+    ground.steps("t1", 5)
+    ground.deaf = True
+    last_answer_s = ground.supervisor.lease.answered_us / 1e6
+    time.sleep(2.5)
+    ground.deaf = False
+    ground.event(Started, "t1")
+    stopped_at = ground.supervisor.stays["t1", 1].step
+    ground.steps("t1", stopped_at + 5)
+    ground.pause("t1")
+    ground.event(Paused, "t1")
+    ground.until(lambda: len(ground.printed("t1")) >= stopped_at + 5)
+    times = [tuple(map(float, line.split())) for line in ground.printed("t1")]
+    gap = max(b[0] - a[1] for a, b in itertools.pairwise(times))
+    assert gap > 1.0
+    before = [began for began, _ in times if began < last_answer_s + 2.2]
+    assert max(before) <= last_answer_s + 1.0 + 0.5, "stepped past its trust"
+
+
+def test_a_step_that_outlasts_the_lease_is_killed_without_a_word(grounds):
+    ground = grounds(lease_s=1.5, lease_margin_s=0.5, beat_s=0.3)
+    ground.launch("t1", "jobs:Hang")
+    ground.event(Started, "t1")
+    ground.deaf = True
+    time.sleep(2.0)
+    assert not ground.supervisor.residents
+    ground.deaf = False
+    ground.until(lambda: ground.reports and ground.view("t1") is None)
+    assert not ground.all(Failed, "t1")  # the island sees that it is not there
+
+
+def test_a_stopped_supervisor_does_not_let_its_job_run_on(tmp_path):
+    """Even SIGSTOP of the whole device worker: the resident reads the deadline itself."""
+    with _separate_device(tmp_path, "--nap", "0.02") as device:
+        os.kill(device.pid, signal.SIGSTOP)
+        time.sleep(3.5)  # the lease is 2 s
+        log = tmp_path / "steps"
+        before = log.read_text()
+        time.sleep(1.0)
+        assert log.read_text() == before
+        os.kill(device.pid, signal.SIGCONT)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_longest_paused_makes_room(grounds):
+    ground = grounds(residents_max=2)
+    for task in ("t1", "t2", "t3"):
+        ground.launch(task, "jobs:Count")
+        ground.steps(task, 2)
+        ground.pause(task)
+        ground.event(Saved, task)
+    ground.until(lambda: ground.view("t1") is None and ground.view("t3"))
+    assert ground.view("t2").state == "paused"
+    ground.launch("t1", "jobs:Count", epoch=2, images=_image_of(ground, "t1"))
+    assert ground.event(Started, "t1", 2).resumed == "image"
+
+
+def test_memory_is_bounded_by_what_launches_ask_for(grounds):
+    ground = grounds(memory_bytes=100 * 2**20)
+    for task in ("t1", "t2"):
+        ground.launch(task, "jobs:Count", memory_bytes=60 * 2**20)
+        ground.steps(task, 2)
+        ground.pause(task)
+        ground.event(Saved, task)
+    assert ground.view("t1") is None
+
+
+def test_what_is_not_durable_is_never_dropped(grounds):
+    ground = grounds(residents_max=1)
+    folder = ground.store.folder
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    hidden = folder.rename(folder.with_name("hidden"))
+    folder.write_text("in the way")  # nothing can be stored
+    ground.pause("t1")
+    ground.event(Paused, "t1")
+    folder.unlink()
+    hidden.rename(folder)
+    ground.launch("t2", "jobs:Count")
+    time.sleep(0.5)
+    assert ground.view("t1").state == "paused"
+    assert not ground.all(Started, "t2")
+    ground.event(Saved, "t1")  # tried again
+    ground.event(Started, "t2")
+    assert ground.view("t1") is None
+
+
+def _image_of(ground: Ground, task: str) -> list[dict[str, object]]:
+    saved = ground.event(Saved, task)
+    return [{"sha256": saved.sha256, "step": saved.step}]
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def test_a_stopping_worker_pauses_saves_and_says_goodbye(grounds):
+    before = set(psutil.Process().children(recursive=True))
+    ground = grounds()
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 3)
+    began = time.monotonic()
+    ground.close()
+    assert time.monotonic() - began < 10
+    assert ground.event(Saved, "t1").step == ground.event(Paused, "t1").step
+    last = ground.reports[-1]
+    assert last.facts["leaving"]
+    assert last.residents == []
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_dead_zygote_is_replaced_and_what_it_held_is_lost(grounds):
+    ground = grounds()
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.supervisor.zygote.process.kill()
+    ground.until(lambda: ground.view("t1") is None)
+    assert not ground.all(Failed, "t1")
+    ground.launch("t1", "jobs:Count", epoch=2, params={"steps": 3})
+    ground.event(Finished, "t1", 2)
+
+
+def test_a_killed_worker_leaves_no_process_and_frees_its_lock(tmp_path):
+    with _separate_device(tmp_path) as device:
+        children = psutil.Process(device.pid).children(recursive=True)
+        assert len(children) >= 2
+        device.kill()
+        device.wait()
+        os.close(_locked(tmp_path / "run" / "h.0.lock", 5.0))
+        _, alive = psutil.wait_procs(children, timeout=2)
+        assert not alive
+
+
+def test_a_second_worker_of_the_same_device_is_told_who_holds_it(ground):
+    with pytest.raises(CannotServe, match=f"process {os.getpid()}"):
+        _locked(ground.house.run / "h.0.lock", 0.3)
+
+
+@contextlib.contextmanager
+def _separate_device(home, *options):
+    """A device in a process of its own, with one job that steps."""
+    device = subprocess.Popen(
+        [sys.executable, "-m", "tests.workers.separate", str(home), *options],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        assert device.stdout.readline() == b"running\n"
+        yield device
+    finally:
+        device.kill()
+        device.wait()
+        device.stdout.close()

@@ -7,9 +7,11 @@ import time
 
 import torch
 
+PROCESS = int.from_bytes(os.urandom(4))  # behind the walls every process is number 1
+
 
 def say(what, step):
-    print(what, time.monotonic_ns(), os.getpid(), step, flush=True)
+    print(what, time.monotonic_ns(), PROCESS, step, flush=True)
 
 
 class Train:

@@ -1,5 +1,7 @@
 """Jobs as a tenant would write them; each is run by real residents."""
 
+# ruff: noqa: T201
+
 import hashlib
 import random
 import sys
@@ -29,7 +31,7 @@ class Net(torch.nn.Module):
 
 
 class Everything:
-    """Dropout, three sources of randomness, AdamW, a schedule with a lambda, ties, views, aliases."""
+    """Dropout, three sources of randomness, AdamW, a schedule with a lambda, ties, views."""
 
     def __init__(self, ctx, *, steps=40, nap_s=0.0):
         self.model = Net().to(ctx.device)
@@ -103,6 +105,7 @@ class Hang:
         pass
 
     def step(self, ctx):
+        print("hanging")
         time.sleep(1000)
 
 
@@ -137,3 +140,80 @@ def tokenize(ctx, *, text):
 
 def total(ctx, tokens, *, plus=0):
     return {"total": tokens.sum() + plus}
+
+
+class Stamp:
+    """Prints when each step began and ended, by the clock that all processes share."""
+
+    def __init__(self, ctx, *, nap_s=0.01, path=None):
+        self.nap_s, self.path = nap_s, path
+
+    def step(self, ctx):
+        began = time.monotonic()
+        time.sleep(self.nap_s)
+        print(f"{began} {time.monotonic()}")
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(f"{began}\n")
+
+
+class Uncapturable:
+    def __init__(self, ctx):
+        self.data = Batches()
+
+    def step(self, ctx):
+        next(self.data._it)
+
+
+class Batches:
+    def __init__(self):
+        self._it = (i for i in range(100))
+
+
+class Flood:
+    def __init__(self, ctx):
+        pass
+
+    def step(self, ctx):
+        for i in range(60_000):
+            print(f"{i} " + "x" * 90)
+        ctx.finish()
+
+
+class Look:
+    """Says what it can reach."""
+
+    def __init__(self, ctx, *, paths):
+        self.paths = paths
+
+    def step(self, ctx):
+        import os
+        import socket
+        import subprocess
+
+        found = {"pid": os.getpid(), "uid": os.getuid(), "environment": sorted(os.environ)}
+        found["cwd"] = os.getcwd()
+        for path in self.paths:
+            found[f"see {path}"] = os.path.exists(path)
+        for path in ("/usr/probe", "/code/probe", "/probe", "/etc/probe"):
+            try:
+                open(path, "w").close()
+                found[f"write {path}"] = True
+            except OSError:
+                found[f"write {path}"] = False
+        open("mine", "w").close()
+        open("/tmp/mine", "w").close()
+        try:
+            socket.create_connection(("1.1.1.1", 53), timeout=2).close()
+            found["network"] = True
+        except OSError:
+            found["network"] = False
+        found["processes"] = sorted(int(p) for p in os.listdir("/proc") if p.isdigit())
+        found["shell"] = subprocess.run(
+            ["/bin/sh", "-c", "echo hi"], capture_output=True
+        ).stdout.decode()
+        unshared = subprocess.run(["unshare", "-Ur", "true"], capture_output=True)
+        found["unshare"] = unshared.returncode == 0
+        with open("/proc/self/status") as status:
+            found["status"] = dict(line.split(None, 1) for line in status if len(line.split()) > 1)
+        ctx.finish(found)

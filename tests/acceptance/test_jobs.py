@@ -1,0 +1,150 @@
+"""What becomes of jobs that behave, misbehave, wait and depend; through HTTP alone."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+pytestmark = pytest.mark.acceptance
+
+
+@pytest.fixture
+def client(system):
+    return system.client("alpha")
+
+
+def ended(client, id):
+    return client.wait(id, timeout_s=60)["tasks"][0]
+
+
+def test_a_job_that_raises_shows_its_traceback_to_its_owner(client):
+    task = ended(client, client.submit_job("train:Raises", name="raises"))
+    assert (task["state"], task["cause"]) == ("failed", "exception")
+    assert task["message"] == "ValueError: the third step is cursed"
+    assert 'raise ValueError("the third step is cursed")' in task["detail"]
+    assert "workers/" not in task["detail"]
+
+
+def test_a_job_that_hangs_is_ended_by_max_duration(client):
+    task = ended(client, client.submit_job("train:Hangs", name="hangs", max_duration_s=1.5))
+    assert (task["state"], task["cause"]) == ("failed", "max_duration")
+    assert task["held_us"] >= 1_500_000
+
+
+def test_a_job_whose_state_cannot_be_captured_is_told_where_at_its_first_safe_point(client):
+    task = ended(client, client.submit_job("train:Uncapturable", name="uncapturable"))
+    assert (task["state"], task["cause"], task["step"]) == ("failed", "uncapturable", 1)
+    assert "job.data['source'][0]: generator" in task["message"]
+
+
+def test_a_crash_is_tried_again_as_often_as_allowed(client):
+    id = client.submit_job("train:Raises", name="again", retry={"max": 1})
+    task = ended(client, id)
+    assert (task["state"], task["attempts"]) == ("failed", 1)
+    assert len(list(client.items(f"/v1/tasks/{task['id']}/placements"))) == 2
+
+
+def test_paused_by_its_owner_it_waits_and_goes_on_after_the_same_step(system, client):
+    id = client.submit_job("train:Train", name="pause", params={"steps": 150, "seed": 5})
+    system.wait_running(client, id)
+    task_id = client.request(id)["tasks"][0]["id"]
+    client.post(f"/v1/tasks/{task_id}/pause")
+    held = client.wait_until(
+        id, lambda request: request["tasks"][0]["state"] == "blocked", timeout_s=30
+    )
+    at = held["tasks"][0]["step"]
+    why = client.get(f"/v1/tasks/{task_id}/explain")
+    assert [reason["code"] for reason in why["reasons"]] == ["HELD_BY_USER"]
+    time.sleep(1.0)
+    assert client.request(id)["tasks"][0]["step"] == at
+    client.post(f"/v1/tasks/{task_id}/resume")
+    task = ended(client, id)
+    assert (task["result"]["done"], task["lost_steps"], task["pauses"]) == (150, 0, 1)
+
+
+def test_cancel_ends_a_running_job_and_one_that_waits(system, client):
+    running = client.submit_job("train:Train", name="running", params={"steps": 100_000})
+    system.wait_running(client, running)
+    waiting = client.submit_job("train:Train", name="waiting", start={"hold": True})
+    for id in (running, waiting):
+        client.post(f"/v1/requests/{id}/cancel")
+        assert ended(client, id)["state"] == "cancelled"
+
+
+def test_data_flows_from_one_task_to_the_next(client):
+    request = {
+        "name": "flow",
+        "bundle": client.bundle,
+        "tasks": [
+            {
+                "name": "make",
+                "type": "preprocess",
+                "run": {"function": "train:make"},
+                "params": {"n": 10},
+                "outputs": ["numbers"],
+            },
+            {
+                "name": "total",
+                "type": "preprocess",
+                "run": {"function": "train:total"},
+                "params": {"scale": 2},
+                "inputs": {"numbers": "make.numbers"},
+            },
+        ],
+    }
+    ended_request = client.wait(client.submit(request)["id"], timeout_s=60)
+    assert ended_request["state"] == "done", ended_request
+    assert ended_request["tasks"][1]["result"] == {"total": 90}
+
+
+def test_what_needs_a_task_that_failed_is_told_so_and_never_runs(client):
+    request = {
+        "name": "broken",
+        "bundle": client.bundle,
+        "tasks": [
+            {"name": "first", "type": "train", "run": {"job": "train:Raises"}},
+            {
+                "name": "second",
+                "type": "train",
+                "run": {"job": "train:Train"},
+                "start": {"after": ["first"]},
+            },
+        ],
+    }
+    second = client.wait(client.submit(request)["id"], timeout_s=60)["tasks"][1]
+    assert (second["state"], second["cause"], second["epoch"]) == ("failed", "needs", 0)
+
+
+def test_not_before_keeps_a_task_until_its_time(client):
+    at = (datetime.now(UTC) + timedelta(seconds=3)).isoformat()
+    id = client.submit_job(
+        "train:Train", name="later", params={"steps": 2}, start={"not_before": at}
+    )
+    task = ended(client, id)
+    assert task["state"] == "done"
+    assert task["first_started_at"] >= at[:19]
+
+
+def test_a_task_waits_for_fair_share_with_a_reason_while_others_use_less(system):
+    """Two tenants keep both devices busy; the third's flood waits, and is told why."""
+    busy = [system.client("beta"), system.client("gamma")]
+    long = [c.submit_job("train:Train", name="busy", params={"steps": 100_000}) for c in busy]
+    for c, id in zip(busy, long, strict=True):
+        system.wait_running(c, id)
+    flood = system.client("alpha")
+    ids = [
+        flood.submit_job("train:Train", name=f"flood-{n}", params={"steps": 100_000})
+        for n in range(3)
+    ]
+    last = flood.request(ids[-1])["tasks"][0]["id"]
+    until_s = time.monotonic() + 20
+    while not (why := flood.get(f"/v1/tasks/{last}/explain"))["place"]:
+        assert time.monotonic() < until_s, why
+        time.sleep(0.1)
+    assert all(reason["message"] and reason["next_action"] for reason in why["reasons"])
+    for c, id in [*zip(busy, long, strict=True), *((flood, id) for id in ids)]:
+        c.post(f"/v1/requests/{id}/cancel")
+    for id in ids:
+        assert ended(flood, id)["state"] == "cancelled"

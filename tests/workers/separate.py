@@ -1,0 +1,34 @@
+"""A device in a process of its own, so that it can be stopped and killed.
+
+    python -m tests.workers.separate HOME [--nap S]
+
+Says "running" once its job steps, and writes the job's lines to HOME/steps as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from tests.workers.conftest import Ground
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--nap", type=float, default=0.01)
+    options = parser.parse_args()
+    ground = Ground(options.home, lease_s=2.0, lease_margin_s=1.0, beat_s=0.2, sandbox="off")
+    ground.open()
+    params = {"nap_s": options.nap, "path": str(options.home / "steps")}
+    ground.launch("t1", "jobs:Stamp", params=params)
+    ground.steps("t1", 3)
+    sys.stdout.write("running\n")
+    sys.stdout.flush()
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""What a tenant's code can reach from inside; each probe is a real job in a real resident."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from app.core.messages import Finished
+from tests.workers.conftest import ROOT
+from workers import sandbox
+from workers.sandbox import WALLS
+
+
+@pytest.fixture
+def found(ground):
+    """What the job saw; the walls that stand here are in `walls`."""
+    walls = set(ground.reports[-1].facts["sandbox"])
+    paths = [str(ground.store.folder), str(ground.house.run), str(ROOT / "app"), "/etc/shadow"]
+    ground.launch("t1", "jobs:Look", params={"paths": paths})
+    seen = ground.event(Finished, "t1").result
+    return {**seen, "walls": walls}
+
+
+def test_no_secret_is_in_its_environment(found):
+    assert set(found["environment"]) <= {
+        *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH"),
+        *sandbox.ENVIRONMENT,
+        *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+        *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "ATEN_CPU_CAPABILITY", "LC_CTYPE"),
+    }
+
+
+def test_it_sees_and_writes_only_what_is_its_own(found):
+    if "files" not in found["walls"]:
+        pytest.skip("this machine gives no mount namespaces")
+    assert found["cwd"] == "/scratch"
+    assert not [name for name, seen in found.items() if name.startswith("see ") and seen]
+    assert not [name for name, done in found.items() if name.startswith("write ") and done]
+
+
+def test_it_has_no_network(found):
+    if "network" not in found["walls"]:
+        pytest.skip("this machine gives no network namespaces")
+    assert found["network"] is False
+
+
+def test_it_sees_no_other_process(found):
+    if "processes" not in found["walls"]:
+        pytest.skip("this machine gives no process namespaces")
+    assert found["pid"] == 1
+    assert found["processes"] in ([1], [])
+
+
+def test_it_can_run_a_program(found):
+    assert found["shell"] == "hi\n"
+
+
+def test_it_can_gain_nothing(found):
+    walls, status = found["walls"], found["status"]
+    if "privileges" in walls:
+        assert status["NoNewPrivs:"].strip() == "1"
+    if "capabilities" in walls:
+        assert int(status["CapEff:"], 16) == int(status["CapBnd:"], 16) == 0
+    if "syscalls" in walls:
+        assert status["Seccomp:"].strip() == "2"
+        assert not found["unshare"]
+    if "user" in walls:
+        assert found["uid"] >= 200_000
+
+
+def test_every_wall_that_does_not_stand_is_said_with_its_reason(ground):
+    walls = ground.reports[-1].facts["sandbox"]
+    assert walls == [name for name in WALLS if name in walls]
+    if os.geteuid() == 0 and Path("/proc/self/ns/user").exists():
+        assert "privileges" in walls
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_somebody_who_is_not_root_gets_the_same_walls_but_a_user(tmp_path_factory):
+    """By a user namespace; where those are forbidden the walls are named as missing."""
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
+    if python is None:
+        pytest.skip("no interpreter here that another user may run")
+    folder = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
+    try:
+        _as_nobody(folder, python)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _as_nobody(folder: Path, python: str) -> None:
+    (folder / "workers").mkdir()
+    shutil.copy(sandbox.__file__, folder / "workers")
+    for name in ("code", "scratch"):
+        (folder / name).mkdir()
+    script = (
+        f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+        "from pathlib import Path\n"
+        "from workers import sandbox\n"
+        f"here = Path({str(folder)!r})\n"
+        "room = sandbox.Room(code=here / 'code', scratch=here / 'scratch', uid=9)\n"
+        "print(*sandbox.try_out(room)[0])\n"
+    )
+    (folder / "probe.py").write_text(script)
+    subprocess.run(["chown", "-R", "65534:65534", folder], check=True)
+    done = subprocess.run(
+        [python, folder / "probe.py"],
+        capture_output=True,
+        text=True,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
+    walls = set(done.stdout.split())
+    assert "user" not in walls
+    assert {"limits", "capabilities", "privileges"} <= walls
+    namespaces = {"processes", "ipc", "network", "files"}
+    assert walls & namespaces in (namespaces, set())
