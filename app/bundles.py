@@ -174,9 +174,7 @@ def _check_directory(file: IO[bytes], size: int) -> None:
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < 22:
         raise _refused("", "the end of the zip is missing", "archive")
-    entries, directory_bytes = struct.unpack_from("<H", tail, at + 10) + struct.unpack_from(
-        "<I", tail, at + 12
-    )
+    entries, directory_bytes = struct.unpack_from("<HI", tail, at + 10)
     if entries > 2 * MAX_FILES or directory_bytes > _MAX_DIRECTORY_BYTES:
         raise _refused("", f"more than {MAX_FILES} files, or its list is too long", "too-many")
     file.seek(0)
@@ -211,7 +209,8 @@ def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
             elif not member.isreg() or member.issparse():
                 raise _refused(member.name, "is a link or a device, not a file", "not-a-file")
             else:
-                name = _checked(member.name.removeprefix("./"))
+                name = member.name.removeprefix("./")
+                _checked(name)
                 body = archive.extractfile(member)
                 assert body is not None, "a regular member has a body"
                 look.file(name, body)
@@ -222,8 +221,13 @@ def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
 
 @dataclass(slots=True)
 class _Outline:
-    """Of one module: a class is "module:Name"; `derived` are (base, class) pairs."""
+    """Of one module; a class or function is "module:Name".
 
+    `derived` are (from, to) pairs along which a `step` is handed on: from a base to its class, from
+    a class to the name under which it is imported.
+    """
+
+    classes: set[str] = field(default_factory=set)
     steps: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
     derived: list[tuple[str, str]] = field(default_factory=list)
@@ -260,11 +264,14 @@ def _outline(module: str, source: bytes, *, package: bool) -> _Outline:
     known: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
-            known |= _imported(module, node, package=package)
+            for alias, origin in _imported(module, node, package=package).items():
+                known[alias] = f"{module}:{alias}"
+                outline.derived.append((origin, known[alias]))
         elif isinstance(node, ast.FunctionDef):
             outline.functions.add(f"{module}:{node.name}")
         elif isinstance(node, ast.ClassDef):
             known[node.name] = name = f"{module}:{node.name}"
+            outline.classes.add(name)
             if any(isinstance(part, ast.FunctionDef) and part.name == "step" for part in node.body):
                 outline.steps.add(name)
             bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -291,4 +298,4 @@ def _with_step(outlines: list[_Outline]) -> set[str]:
         fresh = set(heirs.get(open_.pop(), ())) - found
         found |= fresh
         open_ += fresh
-    return found
+    return found & {name for outline in outlines for name in outline.classes}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,8 @@ WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
 
 
 def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as tidy an end as Ctrl-C's
+        signal.signal(number, signal.default_int_handler)
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     console, began_s = Console(highlight=False, width=width), time.monotonic()
     console.print("Roundhouse: three tenants share two devices, by weight 1 : 1 : 2")
@@ -88,6 +91,9 @@ def main() -> int:
     except CannotStart as error:
         console.print(str(error), style="red", markup=False)
         return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; everything is stopped")
+        return 130
     broken = [verdict for verdict in found if not verdict.held]
     took_s = time.monotonic() - began_s
     console.print(f"{len(found) - len(broken)} of {len(found)} promises held, in {took_s:.0f} s")

@@ -7,8 +7,8 @@ Orders and answers only put a message into the supervisor's inbox; one long-live
 everything, and everything that it spawned dies with it.
 
 What always holds:
-* this process speaks for the device only once it holds the device's lock, which every process of a
-  former house holds too: getting it proves that the house is empty;
+* this process speaks for the device only once it has had the device's two locks, one held by every
+  process of ours and one by every resident: getting them proves that the house is empty;
 * a stale or doubled order changes nothing, and an order alone seats nobody: the island must have
   answered a report that named the resident;
 * nothing steps past the trust that the island's answers give, and what cannot stop is killed when
@@ -73,6 +73,7 @@ DRAIN_S = 8.0  # to pause and store what is held when the worker stops
 HANDOVER_US = 2_000_000  # how long a successor may take to get ready beside who gives way
 PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
 SAVE_AGAIN_US = 5_000_000
+REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stopped by the island
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
 BULK_TIMEOUT_S = 60.0
 ZYGOTE_AGAIN_S = 1.0
@@ -236,6 +237,8 @@ class Supervisor(threading.Thread):
     def _move_in(self) -> None:
         self.house.run.mkdir(parents=True, exist_ok=True)
         self._lock_fd = _locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
+        # Residents hold another one, each for itself: a tenant can only let go of its own.
+        os.close(_locked(self._house_file, LOCK_WAIT_S))
         for name in ("code", "scratch"):
             shutil.rmtree(self.house.folder / name, ignore_errors=True)
             (self.house.folder / name).mkdir(parents=True)
@@ -246,6 +249,10 @@ class Supervisor(threading.Thread):
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._woken)
+
+    @property
+    def _house_file(self) -> Path:
+        return self.house.run / f"{self.house.device}.residents"
 
     def _begin_to_leave(self) -> None:
         if self.stop_by_us is not None:
@@ -368,6 +375,8 @@ class Supervisor(threading.Thread):
             return
         self.rhythm.happened = True
         self.newest[launch.task] = launch.epoch
+        if len(self.newest) > REMEMBERED:
+            del self.newest[next(iter(self.newest))]
         stay = Stay(launch=launch, arrived_us=now_us(), order_seq=launch.seq)
         self.stays[stay.key] = stay
         resident = self._living(launch.task)
@@ -604,10 +613,11 @@ class Supervisor(threading.Thread):
         bulk, bulk_end = socket.socketpair()
         bulk.settimeout(BULK_TIMEOUT_S)
         pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
-        given = [control.fileno(), bulk_end.fileno(), self.trust.fd]
-        self.zygote.spawn(
-            self.last_id, room, self.walls, given + [write for _, write in pipes.values()]
-        )
+        writes = [write for _, write in pipes.values()]
+        inhabited = os.open(self._house_file, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(inhabited, fcntl.LOCK_SH)
+        given = [control.fileno(), bulk_end.fileno(), self.trust.fd, *writes, inhabited]
+        self.zygote.spawn(self.last_id, room, self.walls, given)
         resident = Resident(
             id=self.last_id,
             task=stay.launch.task,
@@ -619,7 +629,7 @@ class Supervisor(threading.Thread):
             deadline_us=now_us() + PREPARE_US,
             saved=fetched.image,
         )
-        _close_all([control.detach(), bulk_end.detach(), *(write for _, write in pipes.values())])
+        _close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
         self.residents[resident.id] = resident
         stay.resident = resident
         stay.resumed = "image" if fetched.image else "fresh"
@@ -974,8 +984,9 @@ def _fetch(launch: Launch, house: House) -> Fetched:
     fds: list[int] = []
     try:
         with _as_cause("bundle"):
-            archive = house.store.verified(launch.bundle)
-            code = unpacked(archive, house.folder / "code" / launch.bundle)
+            code = house.folder / "code" / launch.bundle
+            if not code.is_dir():
+                unpacked(house.store.verified(launch.bundle), code)
         with _as_cause("exception"):
             for port in sorted(launch.inputs):
                 fds.append(_opened(house.store, launch.inputs[port]["sha256"]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import os
 import random
@@ -44,6 +45,8 @@ JSON = dict[str, Any]
 
 REPORT_S = 0.2  # progress and metrics go up at most this often
 DETAIL_LIMIT = 60_000  # characters of a traceback
+RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
+METRICS_LIMIT = 100
 SEED = 0  # what a job that seeds nothing itself begins with, everywhere the same
 _HERE = {__file__}
 
@@ -290,7 +293,8 @@ def settle(work: Work) -> None:
         work.outgoing.put(_staged(work, result.pop(name), root=name), f"output:{name}")
     try:
         said = plain(result, "result")
-    except TypeError as error:
+        _must_be_small(said)
+    except (TypeError, ValueError) as error:
         raise _failed(error) from error
     while work.outgoing.busy:
         _listen(work, None)
@@ -300,6 +304,15 @@ def settle(work: Work) -> None:
             raise Ending("failed", cause="exit", message=told, detail="")
     work.say("progress", metrics=work.metrics, memory_bytes=_memory_bytes(work))
     raise Ending("finished", result=said)
+
+
+def _must_be_small(result: JSON) -> None:
+    size = len(json.dumps(result))
+    if size > RESULT_LIMIT_BYTES:
+        raise ValueError(
+            f"the result takes {size} bytes as JSON, and {RESULT_LIMIT_BYTES} are allowed: "
+            "name what is large in the descriptor's `outputs`"
+        )
 
 
 # --- at a safe point ------------------------------------------------------------------------------
@@ -504,14 +517,16 @@ def call(function: Any, ctx: Context) -> JSON:
 
 
 def metrics_of(values: JSON) -> JSON:
-    """Numbers as they are, anything else as a short text."""
-    said = {}
-    for name, value in values.items():
-        try:
-            said[str(name)] = plain(value, name)
-        except TypeError:
-            said[str(name)] = str(value)[:200]
-    return said
+    """Numbers as they are, anything else as a short text, and no more than METRICS_LIMIT."""
+    return {str(name)[:100]: _metric(values[name]) for name in list(values)[:METRICS_LIMIT]}
+
+
+def _metric(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and _is_one(value):
+        value = value.item()
+    if isinstance(value, bool | int) and abs(value) < 2**63:
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)[:200]
 
 
 def plain(value: Any, path: str) -> Any:

@@ -30,7 +30,7 @@ JSON = dict[str, Any]
 LINE_LIMIT_BYTES = 8 * 1024
 LOG_LIMIT_BYTES = 1 * 2**20  # kept per stay until acknowledged; more is dropped, and said so
 TEXT_LIMIT = 64 * 1024
-NAMES_LIMIT = 256
+NAMES_LIMIT = 20_000
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class Zygote:
         self.wire.send({"is": "begin", "probe": None if probe is None else _room(probe)})
 
     def spawn(self, id: int, room: Room, walls: list[str], fds: list[int]) -> None:
-        """`fds`: control, bulk, trust, stdout, stderr.  The caller closes its copies."""
+        """`fds`: control, bulk, trust, stdout, stderr, house.  The caller closes its copies."""
         body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls}
         self.wire.send(body, fds)
 

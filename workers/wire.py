@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import fcntl
 import json
+import math
 import mmap
 import os
 import select
@@ -22,7 +23,7 @@ JSON = dict[str, Any]
 
 LIMIT_BYTES = 4 * 2**20  # the largest frame either side takes
 FDS_LIMIT = 64
-FDS_PER_RESIDENT = 5  # what a resident is born with: control, bulk, trust, stdout, stderr
+FDS_PER_RESIDENT = 6  # what a resident is born with: control, bulk, trust, stdout, stderr, house
 
 _LENGTH = struct.Struct("!I")
 _DEADLINE = struct.Struct("=q")
@@ -66,7 +67,7 @@ class Wire:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True if something can be read within `timeout_s`."""
-        timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000) + 1)
+        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
         return bool(self._own_poll.poll(timeout_ms))
 
     def close(self) -> None:

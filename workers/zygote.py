@@ -133,9 +133,9 @@ def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
         if "processes" in walls and (inner := os.fork()):
             _keep(inner, lock_fd)
         sandbox.die_with_parent()
-        os._exit(_live(_room(message["room"]), walls, fds, lock_fd))
+        os._exit(_live(_room(message["room"]), walls, fds))
     except BaseException as error:
-        sys.stderr.write(f"Roundhouse could not start this job: {error}\n")
+        sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         os._exit(CANNOT_START)
 
@@ -156,11 +156,11 @@ def _keep(inner: int, lock_fd: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _live(room: Room, walls: list[str], fds: list[int], lock_fd: int) -> int:
+def _live(room: Room, walls: list[str], fds: list[int]) -> int:
     from workers import executor
     from workers.wire import TrustSeen
 
-    _close_all_but({0, 1, 2, lock_fd, *fds[:3]})
+    _close_all_but({0, 1, 2, *fds[:3], fds[5]})
     _, scratch = room.inside(walls)
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()

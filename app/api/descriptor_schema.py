@@ -131,6 +131,7 @@ SCHEMA = {
         ["tasks"],
     ),
     "title": "Descriptor",
+    "examples": [EXAMPLE],
 }
 
-DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(SCHEMA), Body(examples=[EXAMPLE])]
+DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(SCHEMA), Body()]

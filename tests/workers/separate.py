@@ -1,8 +1,8 @@
 """A device in a process of its own, so that it can be stopped and killed.
 
-    python -m tests.workers.separate HOME [--nap S]
+    python -m tests.workers.separate HOME [--nap S] [--sandbox off]
 
-Says "running" once its job steps, and writes the job's lines to HOME/steps as they come.
+Says "running" once its job steps; without walls the job writes to HOME/steps when each began.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("home", type=Path)
     parser.add_argument("--nap", type=float, default=0.01)
+    parser.add_argument("--sandbox", default="off")
     options = parser.parse_args()
-    ground = Ground(options.home, lease_s=2.0, lease_margin_s=1.0, beat_s=0.2, sandbox="off")
+    ground = Ground(
+        options.home, lease_s=2.0, lease_margin_s=1.0, beat_s=0.2, sandbox=options.sandbox
+    )
     ground.open()
-    params = {"nap_s": options.nap, "path": str(options.home / "steps")}
+    path = str(options.home / "steps") if options.sandbox == "off" else None
+    params = {"nap_s": options.nap, "path": path}
     ground.launch("t1", "jobs:Stamp", params=params)
     ground.steps("t1", 3)
     sys.stdout.write("running\n")

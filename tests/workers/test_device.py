@@ -108,10 +108,11 @@ def test_what_cannot_be_captured_is_told_after_the_first_step(ground):
 
 
 def test_a_preset_that_is_not_taken_fails_the_task_with_the_difference(ground):
-    ground.launch("t1", "jobs:Count", preset={**PRESET, "threads": 0})
-    failed = ground.event(Failed, "t1")
-    assert failed.cause == "preset"
-    assert "threads: wanted 0" in failed.message
+    for number, (name, value) in enumerate((("threads", 0), ("warp", 9))):
+        ground.launch(f"t{number}", "jobs:Count", preset={**PRESET, name: value})
+        failed = ground.event(Failed, f"t{number}")
+        assert failed.cause == "preset"
+        assert f"{name}: wanted {value}" in failed.message
 
 
 def test_a_killed_process_is_reported(ground):
@@ -350,9 +351,8 @@ def test_nobody_sits_before_the_island_has_confirmed_it(ground):
 
 
 def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(ground):
-    ground.launch("t1", "jobs:Stamp", params={"nap_s": 1.0})
+    ground.launch("t1", "jobs:Stamp", params={"nap_s": 3.0})
     ground.event(Started, "t1")
-    ground.until(lambda: ground.view("t1").step >= 1)
     ground.pause("t1")
     ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01})
     ground.until(
@@ -454,6 +454,8 @@ def test_what_is_not_durable_is_never_dropped(grounds):
     folder.write_text("in the way")  # nothing can be stored
     ground.pause("t1")
     ground.event(Paused, "t1")
+    (resident,) = ground.supervisor.residents.values()
+    ground.until(lambda: resident.save_again_us is not None)
     folder.unlink()
     hidden.rename(folder)
     ground.launch("t2", "jobs:Count")
@@ -499,13 +501,15 @@ def test_a_dead_zygote_is_replaced_and_what_it_held_is_lost(grounds):
     ground.event(Finished, "t1", 2)
 
 
-def test_a_killed_worker_leaves_no_process_and_frees_its_lock(tmp_path):
-    with _separate_device(tmp_path) as device:
+@pytest.mark.parametrize("walls", ["preferred", "off"])
+def test_a_killed_worker_leaves_no_process_and_frees_its_locks(tmp_path, walls):
+    with _separate_device(tmp_path, "--sandbox", walls) as device:
         children = psutil.Process(device.pid).children(recursive=True)
         assert len(children) >= 2
         device.kill()
         device.wait()
-        os.close(_locked(tmp_path / "run" / "h.0.lock", 5.0))
+        for name in ("h.0.lock", "h.0.residents"):
+            os.close(_locked(tmp_path / "run" / name, 5.0))
         _, alive = psutil.wait_procs(children, timeout=2)
         assert not alive
 
@@ -530,3 +534,20 @@ def _separate_device(home, *options):
         device.kill()
         device.wait()
         device.stdout.close()
+
+
+def test_a_result_that_is_too_large_or_no_json_says_what_to_do(ground):
+    ground.launch("t1", "jobs:tokenize", params={"text": "abc"})
+    assert "`outputs`" in ground.event(Failed, "t1").message
+    ground.launch("t2", "jobs:repeat", params={"times": 300_000})
+    assert "`outputs`" in ground.event(Failed, "t2").message
+
+
+def test_nonsense_ends_a_resident_and_nothing_else(ground):
+    """A tenant can write to the socket of its own process: it only harms itself."""
+    for number, word in enumerate(("garbage", "frame", "paused", "saving", "fd")):
+        ground.launch(f"t{number}", "jobs:Meddle", params={"word": word})
+        failed = ground.event(Failed, f"t{number}")
+        assert (failed.cause, ground.supervisor.is_alive()) == ("exit", True), word
+    ground.launch("t9", "jobs:Count", params={"steps": 2})
+    ground.event(Finished, "t9")

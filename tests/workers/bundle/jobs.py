@@ -217,3 +217,43 @@ class Look:
         with open("/proc/self/status") as status:
             found["status"] = dict(line.split(None, 1) for line in status if len(line.split()) > 1)
         ctx.finish(found)
+
+
+def repeat(ctx, *, times):
+    return {"text": "x" * times}
+
+
+class Meddle:
+    """Writes to the socket that its process has to its supervisor."""
+
+    def __init__(self, ctx, *, word):
+        self.word = word
+
+    def step(self, ctx):
+        import json
+        import os
+        import socket
+        import stat
+        import struct
+
+        def frame(message):
+            body = json.dumps(message).encode()
+            return struct.pack("!I", len(body)) + body
+
+        said = {
+            "garbage": b"\xff" * 64,
+            "frame": struct.pack("!I", 5) + b"[1,2]",
+            "paused": frame({"is": "paused", "step": "many"}),
+            "saving": frame({"is": "saving", "what": "image", "at_step": 1, "size_bytes": 2**60}),
+            "fd": frame({"is": "still"}),
+        }[self.word]
+        sockets = [n for n in range(3, 64) if self.is_socket(n, os, stat)]
+        control = socket.socket(fileno=os.dup(min(sockets)))
+        socket.send_fds(control, [said], [1] if self.word == "fd" else [])
+        time.sleep(5)
+
+    def is_socket(self, n, os, stat):
+        try:
+            return stat.S_ISSOCK(os.fstat(n).st_mode)
+        except OSError:
+            return False
