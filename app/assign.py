@@ -8,7 +8,7 @@ scheduler does the rest.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
@@ -19,17 +19,19 @@ from app.models import Device, Task
 
 def assign_new(session: Session) -> set[str]:
     """Give every request that has none an island; returns the islands that got something."""
-    portions = _unassigned(session)
+    portions, cancelled = _unassigned(session)
     if not portions:
         return set()
     devices, load = _devices(session), _load(session)
     touched = set()
     for request_id, kinds in portions.items():
         island = choose(kinds, devices, load)
+        if island is None and request_id in cancelled:
+            island = min(devices, default=None)  # any will do to end it
         if island is None:
             continue  # no island has such devices now; it is looked at again
-        values = {"island": island}
-        session.execute(update(Task).where(Task.request_id == request_id).values(values))
+        mine = (Task.request_id == request_id, Task.island.is_(None))
+        session.execute(update(Task).where(*mine).values(island=island))
         load[island] += sum(kinds.values())
         touched.add(island)
     return touched
@@ -47,22 +49,33 @@ def choose(
     return min(fitting, key=lambda i: (load[i] / devices[i].total(), i), default=None)
 
 
-def _unassigned(session: Session) -> dict[str, Counter[str]]:
+def _unassigned(session: Session) -> tuple[dict[str, Counter[str]], set[str]]:
+    """The tasks of each request by kind, and the requests of which something was cancelled.
+
+    Locked in the order of their ids, as wishes lock them, and without leaving any out: all tasks of
+    a request go to one island.
+    """
     query = (
-        select(Task.request_id, Task.kind)
+        select(Task.request_id, Task.kind, Task.cancel_asked_at)
         .where(Task.island.is_(None), Task.state.not_in(ENDED))
-        .order_by(Task.request_id)
-        .with_for_update(skip_locked=True)
+        .order_by(Task.id)
+        .with_for_update(key_share=True)
     )
     portions: dict[str, Counter[str]] = {}
-    for request_id, kind in session.execute(query):
+    cancelled = set()
+    for request_id, kind, cancel_asked_at in session.execute(query):
         portions.setdefault(request_id, Counter())[kind] += 1
-    return portions
+        if cancel_asked_at is not None:
+            cancelled.add(request_id)
+    return portions, cancelled
 
 
 def _devices(session: Session) -> dict[str, Counter[str]]:
     query = select(Device.island, Device.kind, func.count()).group_by(Device.island, Device.kind)
-    return _counted(session.execute(query).tuples())
+    islands: dict[str, Counter[str]] = {}
+    for island, kind, n in session.execute(query):
+        islands.setdefault(island, Counter())[kind] = n
+    return islands
 
 
 def _load(session: Session) -> Counter[str]:
@@ -71,11 +84,4 @@ def _load(session: Session) -> Counter[str]:
         .where(Task.island.is_not(None), Task.state.not_in(ENDED))
         .group_by(Task.island)
     )
-    return Counter({island: n for island, n in session.execute(query).tuples() if island})
-
-
-def _counted(rows: Iterable[tuple[str, str, int]]) -> dict[str, Counter[str]]:
-    islands: dict[str, Counter[str]] = {}
-    for island, kind, n in rows:
-        islands.setdefault(island, Counter())[kind] = n
-    return islands
+    return Counter({island: n for island, n in session.execute(query) if island})

@@ -57,4 +57,9 @@ Db = Annotated[Session, Depends(get_session, scope="function")]
 
 def now_s(session: Session) -> float:
     """The database's clock at the start of this transaction: the only clock leases know."""
-    return float(session.scalar(text("select extract(epoch from now())")))
+    transaction = session.get_transaction()
+    known = session.info.get("now_s")
+    if transaction is None or known is None or known[0] is not transaction:
+        at_s = float(session.scalar(text("select extract(epoch from now())")))
+        session.info["now_s"] = known = (session.get_transaction(), at_s)
+    return float(known[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sqlalchemy import and_, column, delete, func, or_, select, text, true, update
+from sqlalchemy import column, delete, func, or_, select, text, true, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Session
 
@@ -17,8 +17,9 @@ FINE_USAGE_KEPT = text("interval '2 days'")
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
+MARKED_CHECKPOINTS_KEPT = text("interval '1 hour'")
 HOUR_S = 3600
-FRESH_BLOB_S = 3600.0
+FRESH_BLOB_S = 3600.0  # younger bytes stay: a row that names them may be on its way
 
 
 def tidy(session: Session) -> list[str]:
@@ -29,7 +30,8 @@ def tidy(session: Session) -> list[str]:
     session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
     session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
     roll_up(session)
-    return prune_checkpoints(session)
+    prune_checkpoints(session)
+    return forget_checkpoints(session)
 
 
 def roll_up(session: Session) -> None:
@@ -53,35 +55,44 @@ def roll_up(session: Session) -> None:
     session.execute(row.on_conflict_do_update(constraint="pk_usage", set_=grown))
 
 
-def prune_checkpoints(session: Session) -> list[str]:
-    """Beyond `checkpoint.keep` of a live task, and all of one that ended a while ago."""
+def prune_checkpoints(session: Session) -> None:
+    """Mark those beyond `checkpoint.keep` of a live task, and all of one that ended a while ago."""
     age = func.row_number().over(
         partition_by=Checkpoint.task_id,
         order_by=(Checkpoint.step.desc(), Checkpoint.created_at.desc()),
     )
+    good = Checkpoint.damaged_at.is_(None)
     ranked = (
         select(Checkpoint.id, age.label("age"), Checkpoint.task_id)
-        .where(Checkpoint.deleted_at.is_(None), Checkpoint.damaged_at.is_(None))
+        .where(Checkpoint.deleted_at.is_(None), good)
         .subquery()
     )
     keep = Task.descriptor["checkpoint"]["keep"].as_integer()
-    surplus = (
-        select(ranked.c.id)
-        .join(Task, Task.id == ranked.c.task_id)
-        .where(
-            or_(
-                ranked.c.age > keep,
-                and_(Task.state.in_(ENDED), Task.ended_at < func.now() - ENDED_CHECKPOINTS_KEPT),
-            )
-        )
+    surplus = select(ranked.c.id).join(Task, Task.id == ranked.c.task_id).where(ranked.c.age > keep)
+    left_over = (
+        select(Checkpoint.id)
+        .join(Task, Task.id == Checkpoint.task_id)
+        .where(Task.state.in_(ENDED), Task.ended_at < func.now() - ENDED_CHECKPOINTS_KEPT)
     )
-    marked = (
-        update(Checkpoint)
-        .where(Checkpoint.id.in_(surplus))
-        .values(deleted_at=func.now())
-        .returning(Checkpoint.sha256)
+    of_no_use = or_(
+        Checkpoint.id.in_(surplus),
+        Checkpoint.id.in_(left_over),
+        Checkpoint.damaged_at < func.now() - ENDED_CHECKPOINTS_KEPT,
     )
-    return _unreferenced(session, set(session.scalars(marked)))
+    marked = update(Checkpoint).where(Checkpoint.deleted_at.is_(None), of_no_use)
+    session.execute(
+        marked.values(deleted_at=func.now()).execution_options(synchronize_session=False)
+    )
+
+
+def forget_checkpoints(session: Session) -> list[str]:
+    """Delete the rows that were marked an hour ago; returns the blobs that nothing names now.
+
+    Not at once: an order that offers the checkpoint may be on its way, and bytes that are younger
+    are never freed.
+    """
+    old = delete(Checkpoint).where(Checkpoint.deleted_at < func.now() - MARKED_CHECKPOINTS_KEPT)
+    return _unreferenced(session, set(session.scalars(old.returning(Checkpoint.sha256))))
 
 
 def free_blobs(sha256s: Iterable[str]) -> None:
@@ -93,6 +104,8 @@ def free_blobs(sha256s: Iterable[str]) -> None:
 
 def _unreferenced(session: Session, sha256s: set[str]) -> list[str]:
     """The same bytes may be another checkpoint, an output or a bundle of somebody."""
+    if not sha256s:
+        return []  # else every output of every task would be looked at, for nothing
     kept = set(
         session.scalars(
             select(Checkpoint.sha256).where(

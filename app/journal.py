@@ -8,26 +8,31 @@ scheduler writes at a time:
 
 Every event is fenced: it counts only if it comes from the epoch that the task is in, from the
 process that holds it, and carries the next `seq`.  Anything else is history and changes nothing.
+
+Wishes lock tasks too, those of one request in the order of their ids.  So that the two never wait
+for each other in a ring, `record` (or `lock`, for several heartbeats) locks all that it may touch
+at once and in that order, and `store` waits for nobody.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import Integer, Text, cast, column, func, select, union, update
+from sqlalchemy.dialects.postgresql import JSONB, insert
+from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
 from app import launch, ledger
 from app.core import lifecycle, messages
-from app.core.island import Decision, Plan
+from app.core.island import Decision, Plan, Reason
 from app.core.lifecycle import ENDED, Move
-from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
+from app.core.messages import CAUSES, JSON, Alive, Answer, LogLines, ResidentView, key
 from app.models import (
     Checkpoint,
     Device,
@@ -46,18 +51,28 @@ log = logging.getLogger(__name__)
 
 CHANGES = "roundhouse"  # the channel on which open streams hear that there is something to read
 RETRY_BACKOFF_S = 2.0  # doubled with each attempt
+RETRY_LONGEST_S = 600.0
+LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown: it died there
 
 
 # --- what was decided ---------------------------------------------------------------------------
 
 
-def store(session: Session, plan: Plan) -> None:
-    """Write the plan down, in its order; the orders it needs go into the outbox."""
-    tasks = _locked(session, {decision.task for decision in plan.decisions})
+def store(session: Session, plan: Plan) -> bool:
+    """Write the plan down, in its order; the orders it needs go into the outbox.
+
+    False, and nothing is written, if a wish about one of its tasks is being written just now: then
+    the plan is out of date already, and the next one will know.
+    """
+    wanted = {decision.task for decision in plan.decisions}
+    tasks = _locked(session, wanted, wait=False)
+    if len(tasks) < len(wanted):
+        return False
     for decision in plan.decisions:
         _DECIDED[decision.move](session, tasks[decision.task], decision)
     _order_saves(session)
     _store_reasons(session, plan)
+    return True
 
 
 def _unlock(session: Session, task: Task, decision: Decision) -> None:
@@ -96,7 +111,8 @@ def _pause(session: Session, task: Task, decision: Decision) -> None:
     _move(session, task, Move.Pause)
     _leave(session, task)
     _order(session, task, "Pause", successor=decision.against or "")
-    tell(session, task, "task.pausing", decision.because, rule=decision.rule, for_=decision.against)
+    # Not for whom: that may be another tenant's task.
+    tell(session, task, "task.pausing", decision.because, rule=decision.rule)
 
 
 def _cancel(session: Session, task: Task, decision: Decision) -> None:
@@ -132,19 +148,51 @@ _DECIDED = {
 
 def _order_saves(session: Session) -> None:
     """A wish that needs no decision: checkpoints asked for while the task runs."""
-    wished = select(Task).where(Task.save_asked, Task.state == "running").with_for_update()
-    for task in session.scalars(wished):
+    wished = select(Task).where(Task.save_asked, Task.state == "running")
+    free = wished.with_for_update(key_share=True, skip_locked=True)
+    for task in session.scalars(free.execution_options(populate_existing=True)):
         task.save_asked = False
         _order(session, task, "Save")
 
 
 def _store_reasons(session: Session, plan: Plan) -> None:
-    rows = select(Task.id, Task.reasons, Task.place).where(Task.id.in_(list(plan.reasons)))
+    """In one statement, as one launch moves everybody in line."""
+    rows = select(Task.id, Task.reasons, Task.place).where(Task.id == func.any(list(plan.reasons)))
+    news = []
     for id, reasons, place in session.execute(rows).all():
-        now = [asdict(reason) for reason in plan.reasons[id]]
+        now = [_as_json(reason) for reason in plan.reasons[id]]
         if (now, plan.places.get(id)) != (reasons, place):
-            values = {"reasons": now, "place": plan.places.get(id)}
-            session.execute(update(Task).where(Task.id == id).values(values))
+            news.append({"id": id, "reasons": now, "place": plan.places.get(id)})
+    if news:
+        _write_reasons(session, news)
+
+
+def _as_json(reason: Reason) -> JSON:
+    """As `dataclasses.asdict`, which is slow: thousands may wait."""
+    return {
+        "code": reason.code,
+        "message": reason.message,
+        "next_action": reason.next_action,
+        "unblocked_by": reason.unblocked_by,
+    }
+
+
+def _write_reasons(session: Session, news: list[JSON]) -> None:
+    columns = (column("id", Text), column("reasons", JSONB), column("place", Integer))
+    new = func.jsonb_to_recordset(cast(news, JSONB)).table_valued(*columns, name="new")
+    new = new.render_derived(with_types=True)
+    mine = (
+        select(Task.id, new.c.reasons, new.c.place)
+        .join(new, new.c.id == Task.id)
+        .with_for_update(of=Task, key_share=True, skip_locked=True)
+        .cte("mine")
+    )
+    session.execute(
+        update(Task)
+        .where(Task.id == mine.c.id)
+        .values(reasons=mine.c.reasons, place=mine.c.place)
+        .execution_options(synchronize_session=False)
+    )
 
 
 def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
@@ -168,33 +216,76 @@ def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
 # --- what a device says -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _House:
+    """What we believe of one device while its heartbeat is taken in; all of it is locked.
+
+    `open` are the placements that have not ended, by (task, epoch); `unanswered` the orders that it
+    has not shown to have taken in.
+    """
+
+    device: Device
+    tasks: dict[str, Task]
+    open: dict[tuple[str, int], Placement]
+    unanswered: list[Order]
+
+
 def record(session: Session, alive: Alive) -> tuple[Answer, bool] | None:
     """Write down a heartbeat: (the answer, did anything change), or None for a stale one."""
     device = _heard(session, alive)
     if device is None:
         return None
-    tasks = _locked(session, {item.task for item in [*alive.residents, *alive.events]})
-    changed = _empty_house(session, device) if device.incarnation != alive.incarnation else False
+    tasks = lock(session, [alive])
+    changed = (
+        _empty_house(session, device, tasks) if device.incarnation != alive.incarnation else False
+    )
     device.incarnation = alive.incarnation
+    house = _house(session, device, tasks)
     heard: dict[str, int] = {}
     for event in sorted(alive.events, key=lambda event: (event.task, event.epoch, event.seq)):
-        changed |= _take_in(session, device, tasks.get(event.task), event, heard)
-    keep, drop = [], []
+        changed |= _take_in(session, house, event, heard)
+    keep: list[list[Any]] = []
+    drop: list[list[Any]] = []
     for view in alive.residents:
-        here = _confirm(session, device, tasks.get(view.task), view)
+        here = _confirm(session, house, view)
         (keep if here else drop).append([view.task, view.epoch])
-    changed |= _miss(session, device, alive)
+    changed |= _miss(session, house, alive)
     answer = Answer(
         device=device.id,
         incarnation=alive.incarnation,
         sent_us=alive.sent_us,
         lease_us=int(settings().lease_s * 1e6),
         heard=heard,
-        logged=_store_logs(session, device, alive.logs),
+        logged=_store_logs(session, house, alive.logs),
         keep=keep,
         drop=drop,
     )
     return answer, changed
+
+
+def lock(session: Session, alives: Sequence[Alive]) -> dict[str, Task]:
+    """Every task that recording these heartbeats may touch, named by them or believed there."""
+    named = {view.task for alive in alives for view in alive.residents}
+    named |= {event.task for alive in alives for event in alive.events}
+    devices = [alive.device for alive in alives]
+    believed = union(
+        select(Placement.task_id).where(
+            Placement.device_id.in_(devices), Placement.ended_at.is_(None)
+        ),
+        select(Task.id).where(Task.image_on.in_(devices)),
+    )
+    return _locked(session, named | set(session.scalars(believed)))
+
+
+def _house(session: Session, device: Device, tasks: dict[str, Task]) -> _House:
+    open_ = select(Placement).where(Placement.device_id == device.id, Placement.ended_at.is_(None))
+    unanswered = select(Order).where(Order.device_id == device.id, Order.answered_at.is_(None))
+    return _House(
+        device=device,
+        tasks=tasks,
+        open={(row.task_id, row.epoch): row for row in session.scalars(open_)},
+        unanswered=list(session.scalars(unanswered.order_by(Order.id))),
+    )
 
 
 def _heard(session: Session, alive: Alive) -> Device | None:
@@ -210,6 +301,7 @@ def _heard(session: Session, alive: Alive) -> Device | None:
     device.seen_at = func.now()
     lease_s = 0.0 if alive.facts.get("leaving") else settings().lease_s
     device.lease_until = func.now() + timedelta(seconds=lease_s)
+    device.kind = alive.facts["kind"]
     device.threads = int(alive.facts.get("threads", 1))
     device.memory_bytes = int(alive.facts.get("memory_bytes", 0))
     if device.facts != alive.facts:
@@ -239,21 +331,18 @@ def _lease_open(session: Session, device: Device) -> bool:
     return bool(session.scalar(still))
 
 
-def _empty_house(session: Session, device: Device) -> bool:
+def _empty_house(session: Session, device: Device, tasks: dict[str, Task]) -> bool:
     """A new process speaks for the device.
 
     It holds the device's lock, which the kernel passes on only when every process of the old house
     is gone; so whatever was seated or parked there is lost, without waiting for the lease.
     """
-    parked = select(Task).where(Task.image_on == device.id).with_for_update()
-    for task in session.scalars(parked):
-        task.image_on = None
-    open_ = select(Placement.task_id).where(
-        Placement.device_id == device.id, Placement.ended_at.is_(None)
-    )
-    lost = _locked(session, session.scalars(open_).all())
-    for task in lost.values():
+    lost = [task for task in tasks.values() if task.seat == device.id]
+    for task in lost:
         lose(session, task, f"The worker of {device.id} was replaced.")
+    for task in tasks.values():
+        if task.image_on == device.id:
+            task.image_on = None
     return bool(lost)
 
 
@@ -269,16 +358,11 @@ def lose(session: Session, task: Task, because: str) -> None:
         tell(session, task, "task.lost", because, device=device, step=task.step)
 
 
-def _take_in(
-    session: Session,
-    device: Device,
-    task: Task | None,
-    event: messages.Event,
-    heard: dict[str, int],
-) -> bool:
+def _take_in(session: Session, house: _House, event: messages.Event, heard: dict[str, int]) -> bool:
     """Apply one event if it is the next of its epoch; acknowledge it if it will never count."""
     name = key(event.task, event.epoch)
-    placement = _placement(session, event.task, event.epoch, device)
+    task = house.tasks.get(event.task)
+    placement = _placement(session, house, event.task, event.epoch)
     if task is None or placement is None or event.epoch < task.epoch:
         heard[name] = max(event.seq, heard.get(name, 0))
         if task is not None and placement is not None and isinstance(event, messages.Saved):
@@ -287,11 +371,42 @@ def _take_in(
     if event.seq == task.event_seq + 1:
         task.event_seq = event.seq
         if placement.ended_at is None or isinstance(event, messages.Saved):
-            ledger.charge(session, placement, event.held_us)
             placement.last_step = event.step
-            _EVENTS[type(event)](session, task, event)
+            ledger.charge(session, placement, event.held_us)
+            _apply(session, task, placement, event)
     heard[name] = task.event_seq
     return True
+
+
+def _apply(session: Session, task: Task, placement: Placement, event: messages.Event) -> None:
+    """One event that makes no sense ends its own task's stay, and spoils nothing else.
+
+    Otherwise it would be reported again and again, and its device never be heard any more.
+    """
+    try:
+        with session.begin_nested():
+            _EVENTS[type(event)](session, task, event)
+        return
+    except (OperationalError, InterfaceError):
+        raise  # the database went away: nothing is wrong with the event
+    except Exception:
+        log.exception("%s of task %s cannot be written down", type(event).__name__, task.id)
+    if placement.ended_at is None:
+        told = f"Its process reported {type(event).__name__} in a way that makes no sense."
+        _failed(session, task, _failure(event, cause="exit", message=told))
+
+
+def _failure(event: messages.Event, *, cause: str, message: str) -> messages.Failed:
+    """What is made of an event that cannot be taken as it is."""
+    return messages.Failed(
+        task=event.task,
+        epoch=event.epoch,
+        seq=event.seq,
+        step=event.step,
+        held_us=event.held_us,
+        cause=cause,
+        message=message,
+    )
 
 
 def _started(session: Session, task: Task, event: messages.Started) -> None:
@@ -342,7 +457,10 @@ def _keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> Non
         size_bytes=event.size_bytes,
         took_us=event.took_us,
     )
-    session.execute(row.on_conflict_do_nothing())
+    # The same bytes at the same step once more: whatever became of them before, they are there now.
+    there = {"damaged_at": None, "deleted_at": None}
+    same = [Checkpoint.task_id, Checkpoint.step, Checkpoint.sha256]
+    session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
 
 
 def _paused(session: Session, task: Task, event: messages.Paused) -> None:
@@ -359,9 +477,15 @@ def _paused(session: Session, task: Task, event: messages.Paused) -> None:
 
 
 def _finished(session: Session, task: Task, event: messages.Finished) -> None:
+    lacking = sorted(set(task.descriptor.get("outputs", [])) - event.outputs.keys())
+    if lacking:
+        told = f"It finished without its declared outputs {', '.join(lacking)}."
+        _failed(session, task, _failure(event, cause="exception", message=told))
+        return
     _close(session, task, "finished")
     _move(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, event.outputs
+    task.cause = task.message = task.detail = None  # of an attempt before this one
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
 
 
@@ -369,34 +493,37 @@ def _failed(session: Session, task: Task, event: messages.Failed) -> None:
     _close(session, task, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
-    if event.cause == "image":
-        _damage(session, task)
-    retry = CAUSES[event.cause] and (event.cause == "image" or task.attempts < task.retry_max)
+    older = event.cause == "image" and _damage(session, task, event.epoch)
+    retry = older or (CAUSES[event.cause] and task.attempts < task.retry_max)
     _move(session, task, Move.Failed if retry else Move.GaveUp)
     task.image_on = None
     if task.state in ENDED:
         _end(session, task, f"task.{task.state}", event.message, cause=event.cause)
         return
-    if event.cause != "image":
+    told = "It goes on from the checkpoint before that one."
+    if not older:
         task.attempts += 1
-        task.retry_at = func.now() + timedelta(seconds=RETRY_BACKOFF_S * 2**task.attempts / 2)
-    told = f"{event.message} It will be tried again ({task.attempts} of {task.retry_max})."
-    tell(session, task, "task.retry", told, cause=event.cause)
+        wait_s = min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (task.attempts - 1))
+        task.retry_at = func.now() + timedelta(seconds=wait_s)
+        told = f"It will be tried again ({task.attempts} of {task.retry_max})."
+    tell(session, task, "task.retry", f"{event.message} {told}", cause=event.cause)
 
 
-def _damage(session: Session, task: Task) -> None:
-    """The newest checkpoint could not be restored: the one before it is taken next."""
-    newest = (
-        select(Checkpoint.id)
-        .where(Checkpoint.task_id == task.id, Checkpoint.damaged_at.is_(None))
-        .order_by(Checkpoint.step.desc(), Checkpoint.created_at.desc())
-        .limit(1)
+def _damage(session: Session, task: Task, epoch: int) -> bool:
+    """The checkpoint that this epoch went on from is damaged; False if there was none."""
+    launched = select(Order.body).where(
+        Order.task_id == task.id, Order.epoch == epoch, Order.kind == "Launch"
     )
-    session.execute(
-        update(Checkpoint)
-        .where(Checkpoint.id == newest.scalar_subquery())
-        .values(damaged_at=func.now())
+    images = (session.scalar(launched) or {}).get("images", [])
+    if not images:
+        return False
+    damaged = update(Checkpoint).where(
+        Checkpoint.task_id == task.id,
+        Checkpoint.sha256 == images[0]["sha256"],
+        Checkpoint.damaged_at.is_(None),
     )
+    now = damaged.values(damaged_at=func.now()).returning(Checkpoint.id)
+    return session.scalars(now).first() is not None
 
 
 def _stopped(session: Session, task: Task, event: messages.Stopped) -> None:
@@ -416,23 +543,24 @@ _EVENTS: dict[type, Any] = {
 }
 
 
-def _confirm(session: Session, device: Device, task: Task | None, view: ResidentView) -> bool:
+def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     """Take in how far a resident is; False if it must be dropped."""
-    if task is None or view.epoch != task.epoch:
+    task = house.tasks.get(view.task)
+    if task is None:
         return False
-    session.execute(
-        update(Order)
-        .where(Order.task_id == task.id, Order.epoch == task.epoch, Order.seq <= view.order_seq)
-        .where(Order.answered_at.is_(None))
-        .values(answered_at=func.now())
-    )
+    if view.epoch != task.epoch:
+        # Launched again here, which it has not heard yet: from this resident it will go on.
+        return view.state == "paused" and task.seat == house.device.id
+    for order in house.unanswered:
+        if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
+            order.answered_at = func.now()
     if view.state == "ended":
         return True  # it goes by itself when its last event is acknowledged
-    if task.seat != device.id:
-        return task.image_on == device.id
-    placement = _open_placement(session, task)
-    ledger.charge(session, placement, view.held_us)
+    if task.seat != house.device.id:
+        return task.image_on == house.device.id
+    placement = house.open[task.id, task.epoch]
     placement.last_step = view.step
+    ledger.charge(session, placement, view.held_us)
     task.held_us = placement.held_us
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
@@ -449,35 +577,32 @@ def _sample(session: Session, task: Task, view: ResidentView) -> None:
     session.execute(row.on_conflict_do_nothing())
 
 
-def _miss(session: Session, device: Device, alive: Alive) -> bool:
+def _miss(session: Session, house: _House, alive: Alive) -> bool:
     """What we believe to lie on the device and what it does not hold."""
     held = {(view.task, view.epoch) for view in alive.residents}
     told = {(event.task, event.epoch) for event in alive.events}
-    taken_in = select(Order.task_id).where(
-        Order.task_id == Placement.task_id,
-        Order.epoch == Placement.epoch,
-        Order.kind == "Launch",
-        Order.answered_at.is_not(None),
-    )
-    open_ = select(Placement.task_id, Placement.epoch).where(
-        Placement.device_id == device.id, Placement.ended_at.is_(None), taken_in.exists()
-    )
-    gone = {row.task_id for row in session.execute(open_) if tuple(row) not in held | told}
-    for task in _locked(session, gone).values():
-        lose(session, task, f"{device.id} holds it no longer.")
-    parked = select(Task).where(Task.image_on == device.id)
-    for task in session.scalars(parked):
-        if (task.id, task.epoch) not in held:
+    on_the_way = {
+        (order.task_id, order.epoch)
+        for order in house.unanswered
+        if order.kind == "Launch" and order.answered_at is None and order.sends < LAUNCHES_UNSEEN
+    }
+    gone = set()
+    for place, placement in house.open.items():
+        if placement.ended_at is None and place not in held | told | on_the_way:
+            lose(session, house.tasks[place[0]], f"{house.device.id} holds it no longer.")
+            gone.add(place)
+    for task in house.tasks.values():
+        if task.image_on == house.device.id and (task.id, task.epoch) not in held:
             task.image_on = None
-            gone.add(task.id)
+            gone.add((task.id, task.epoch))
     return bool(gone)
 
 
-def _store_logs(session: Session, device: Device, logs: Iterable[LogLines]) -> dict[str, int]:
+def _store_logs(session: Session, house: _House, logs: Iterable[LogLines]) -> dict[str, int]:
     logged = {}
     for chunk in logs:
         logged[key(chunk.task, chunk.epoch)] = chunk.first + len(chunk.lines)
-        placement = _placement(session, chunk.task, chunk.epoch, device)
+        placement = _placement(session, house, chunk.task, chunk.epoch)
         if placement is None or not chunk.lines:
             continue  # a device may only write into the log of what was placed on it
         rows = [
@@ -492,26 +617,35 @@ def _store_logs(session: Session, device: Device, logs: Iterable[LogLines]) -> d
         ]
         session.execute(insert(LogLine).values(rows).on_conflict_do_nothing())
         task = session.get_one(Task, chunk.task)
-        _changed(session, task.tenant_id, task.request_id)
+        _changed(session, task)
     return logged
 
 
 # --- shared by both -----------------------------------------------------------------------------
 
 
-def _locked(session: Session, ids: Iterable[str]) -> dict[str, Task]:
-    query = select(Task).where(Task.id.in_(set(ids))).order_by(Task.id).with_for_update()
-    return {task.id: task for task in session.scalars(query)}
+def _locked(session: Session, ids: Iterable[str], *, wait: bool = True) -> dict[str, Task]:
+    """The tasks, locked in the order of their ids; without `wait`, those that nobody else has."""
+    query = select(Task).where(Task.id.in_(set(ids))).order_by(Task.id)
+    free = query.with_for_update(key_share=True, skip_locked=not wait)
+    fresh = free.execution_options(populate_existing=True)
+    return {task.id: task for task in session.scalars(fresh)}
 
 
 def _move(session: Session, task: Task, move: str) -> None:
     task.state = lifecycle.after(task.id, task.state, move)
-    _changed(session, task.tenant_id, task.request_id)
+    session.info.setdefault("moved", set()).add(task.request_id)
+    _changed(session, task)
 
 
-def _placement(session: Session, task_id: str, epoch: int, device: Device) -> Placement | None:
+def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Placement | None:
+    """Of this epoch on this device, ended or not."""
+    if (task_id, epoch) in house.open:
+        return house.open[task_id, epoch]
     query = select(Placement).where(
-        Placement.task_id == task_id, Placement.epoch == epoch, Placement.device_id == device.id
+        Placement.task_id == task_id,
+        Placement.epoch == epoch,
+        Placement.device_id == house.device.id,
     )
     return session.scalar(query)
 
@@ -556,18 +690,19 @@ def tell(session: Session, task: Task, type_: str, message: str, **data: Any) ->
             data={"task": task.name, **data},
         )
     )
-    _changed(session, task.tenant_id, task.request_id)
+    _changed(session, task)
 
 
-def _changed(session: Session, tenant_id: str, request_id: str) -> None:
-    session.info.setdefault("changed", set()).add((tenant_id, request_id))
+def _changed(session: Session, task: Task) -> None:
+    session.info.setdefault("changed", set()).add((task.tenant_id, task.request_id))
 
 
 def settle(session: Session) -> None:
     """Sum up the requests whose tasks moved, and wake the open streams at the commit."""
     session.flush()
-    for tenant_id, request_id in sorted(session.info.pop("changed", ())):
+    for request_id in sorted(session.info.pop("moved", ())):
         _sum_up(session, request_id)
+    for tenant_id, request_id in sorted(session.info.pop("changed", ())):
         session.execute(select(func.pg_notify(CHANGES, f"{tenant_id} {request_id}")))
 
 

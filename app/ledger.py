@@ -92,6 +92,10 @@ def _rebase(session: Session, row: LedgerBase) -> None:
     halvings = int((db.now_s(session) - row.since_s) // row.half_life_s)
     if halvings < REBASE_HALF_LIVES:
         return
+    session.refresh(row, with_for_update=True)  # another island may have done it meanwhile
+    halvings = int((db.now_s(session) - row.since_s) // row.half_life_s)
+    if halvings < REBASE_HALF_LIVES:
+        return
     for account in session.scalars(select(Account).with_for_update()):
         account.faded = fairshare.rebase(int(account.faded), halvings)
     row.since_s += halvings * row.half_life_s

@@ -298,6 +298,8 @@ class Task(Base):
             "id",
             postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
         ),
+        Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
+        Index("ix_tasks_save_asked", "id", postgresql_where=text("save_asked")),
         {"postgresql_with": {"fillfactor": "70"}},
     )
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 
 from celery import Celery
 from kombu.exceptions import OperationalError
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from app import broker
@@ -82,11 +83,13 @@ def reachable() -> bool:
     return True
 
 
-def unsent(session: Session, island_devices: list[str], *, resend_s: float) -> list[Order]:
-    """Orders of live devices that were never sent, or sent long ago without an answer; in order."""
+def unsent(
+    session: Session, live: Sequence[str] | Select[tuple[str]], *, resend_s: float
+) -> list[Order]:
+    """Orders of `live` devices, never sent, or sent long ago without an answer; in order."""
     stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
     due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
-    query = select(Order).where(Order.answered_at.is_(None), Order.device_id.in_(island_devices))
+    query = select(Order).where(Order.answered_at.is_(None), Order.device_id.in_(live))
     return list(session.scalars(query.where(due).order_by(Order.id)))
 
 

@@ -105,7 +105,9 @@ Wish = Callable[[Task], bool]
 def _each(session: Session, request: Request, wish: Wish) -> bool:
     """Wish it of all tasks that have not ended; locked by id, as the island locks them."""
     query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
-    return _wish(session, session.scalars(query.order_by(Task.id).with_for_update()), wish)
+    locked = query.order_by(Task.id).with_for_update()
+    fresh = locked.execution_options(populate_existing=True)
+    return _wish(session, session.scalars(fresh), wish)
 
 
 def _one(session: Session, task: Task, wish: Wish) -> bool:

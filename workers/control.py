@@ -2,7 +2,7 @@
 
     celery -A workers.control worker --pool threads -Q control
 
-Any number of these may run: rows are taken with SKIP LOCKED and every chore can be done twice.
+Any number of these may run: who comes second waits, and every chore can be done twice.
 """
 
 from __future__ import annotations

@@ -557,9 +557,9 @@ class Supervisor(threading.Thread):
 
     def _give_way(self) -> None:
         """Who holds the seat goes on until its successor is ready, or cannot become so."""
-        if self.seat is None or self.seat.stay.yield_by_us is None:
+        stay = None if self.seat is None else self.seat.stay
+        if stay is None or stay.yield_by_us is None:
             return
-        stay = self.seat.stay
         if now_us() >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor):
             stay.yield_by_us = None
             self._pause(stay)
@@ -685,6 +685,8 @@ class Supervisor(threading.Thread):
             self._selector.register(fd, selectors.EVENT_READ, lambda: self._read(resident, fd))
 
     def _read(self, resident: Resident, fd: int) -> None:
+        if fd not in resident.pipes:
+            return  # its exit was heard in the same round; the number may be another's by now
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -704,14 +706,20 @@ class Supervisor(threading.Thread):
     # --- residents: what they say ---
 
     def _resident_says(self, resident: Resident) -> None:
+        if resident.is_gone:
+            return  # its exit was heard in the same round
         try:
-            for message in resident.wire.receive():
+            said = resident.wire.receive()
+            if len(said) > residents.MESSAGES_LIMIT:
+                raise Nonsense(f"it sent {len(said)} messages at once")
+            for message in said:
                 if resident.wire.fds:
                     raise Nonsense("it sent a file descriptor")
                 if not resident.doom:
                     self._take(resident, message)
         except (Garbled, Nonsense) as error:
-            log.warning("task %s speaks nonsense: %s", resident.task, error)
+            if not resident.doom:
+                log.warning("task %s speaks nonsense: %s", resident.task, error)
             self._doom(resident, "nonsense")
         if resident.wire.closed:
             self._selector.unregister(resident.wire)  # its exit will be reported
@@ -727,7 +735,7 @@ class Supervisor(threading.Thread):
             raise Nonsense("prepared twice")
         resident.is_prepared = True
         resident.preset = residents.table(message, "preset")
-        resident.capabilities = [str(c)[:40] for c in message.get("capabilities", [])][:16]
+        resident.capabilities = residents.words(message, "capabilities")
         resident.stay.step = residents.number(message, "step")
         if resident.stay.state == "pausing":
             self._paused(resident)
@@ -829,6 +837,8 @@ class Supervisor(threading.Thread):
 
     def _says_last(self, resident: Resident, message: JSON) -> None:
         """The last word: told when the process has ended and all that it printed is here."""
+        if message["is"] == "stopped" and resident.stay.state != "stopping":
+            raise Nonsense("stopped without being told to")
         resident.stay.step = residents.number(message, "step")
         if message["is"] == "failed":
             resident.verdict = {"is": messages.Failed, **residents.failed(message)}

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, Select, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
@@ -25,11 +25,13 @@ from sqlalchemy.orm import Session
 from app import broker, db, journal, outbox, snapshot
 from app.core.decide import decide
 from app.core.messages import Alive, Answer, BadMessage, decode, encode
-from app.models import Device, Island, Order, Placement
+from app.models import Device, Island, Order, Placement, Task
 from app.settings import settings
 from workers.loop import Loop, keep
 
 log = logging.getLogger(__name__)
+
+BUSY_S = 0.05  # until a wish that is being written now has been written
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value())
 
@@ -43,6 +45,7 @@ class Scheduler(Loop):
         self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
         self.nudged = threading.Event()
         self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
+        self.deaf_until_s = 0.0  # by the monotonic clock: silence says nothing about devices
 
     def hear(self, alive: Alive) -> None:
         self.inbox.put(alive)
@@ -70,17 +73,18 @@ class Scheduler(Loop):
     ) -> tuple[list[Answer], list[Order]]:
         with db.transaction() as session:
             # 1. Only one writes at a time.
-            row = self._row(session)
+            row, left_s = self._row(session)
             # 2. What devices say is true.
+            if len(heard) > 1:
+                journal.lock(session, heard)
             recorded = [taken for alive in heard if (taken := _record(session, alive))]
             # 3. Who leads also decides, if anything moved.
-            leads = self._lead(session, row)
+            leads = self._lead(session, row, left_s)
             if look_now or any(changed for _, changed in recorded):
-                again_s = self._cycle(session) if leads else settings().tick_s
+                again_s = self._plan(session) if leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s
             journal.settle(session)
-            live = _live(session, self.island)
-            due = outbox.unsent(session, live, resend_s=settings().order_resend_s)
+            due = outbox.unsent(session, _live(self.island), resend_s=settings().order_resend_s)
             return [answer for answer, _ in recorded], due
 
     def _not_written_down(self, heard: list[Alive]) -> None:
@@ -91,50 +95,78 @@ class Scheduler(Loop):
     def leave(self) -> None:
         """Let the standby take over at once."""
         with db.transaction() as session:
-            row = self._row(session)
+            row, _ = self._row(session)
             if row.leader == self.me:
                 row.leader_until = func.now()
 
     def _heard(self) -> list[Alive]:
-        heard = []
+        """The newest heartbeat of every device process: it says all that those before it said."""
+        newest: dict[tuple[str, str], Alive] = {}
         while not self.inbox.empty():
-            heard.append(self.inbox.get())
-        return heard
+            alive = self.inbox.get()
+            process = (alive.device, alive.incarnation)
+            if process not in newest or newest[process].sent_us < alive.sent_us:
+                newest[process] = alive
+        return [newest[process] for process in sorted(newest)]
 
-    def _row(self, session: Session) -> Island:
-        row = session.get(Island, self.island, with_for_update=True)
-        if row is None:
+    def _row(self, session: Session) -> tuple[Island, float]:
+        """The island's row, locked, and how many seconds are left of its leader's lease."""
+        left_s = func.extract("epoch", Island.leader_until - func.now())
+        query = select(Island, func.coalesce(left_s, 0)).where(Island.name == self.island)
+        locked = query.with_for_update(key_share=True)
+        found = session.execute(locked).one_or_none()
+        if found is None:
             session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
-            row = session.get_one(Island, self.island, with_for_update=True)
-        return row
+            found = session.execute(locked).one()
+        return found[0], float(found[1])
 
-    def _lead(self, session: Session, row: Island) -> bool:
-        """Take or renew the lease; False while another's is open."""
-        if row.leader != self.me:
-            free = session.scalar(
-                select(func.coalesce(Island.leader_until <= func.now(), True)).where(
-                    Island.name == self.island
-                )
-            )
-            if not free:
-                return False
+    def _lead(self, session: Session, row: Island, left_s: float) -> bool:
+        """Take or renew the lease; False while another's is open.
+
+        A lease of ours that has ended was a pause in which nobody was heard: we begin anew.
+        """
+        if left_s > 0 and row.leader != self.me:
+            return False
+        if left_s <= 0:
             log.warning("%s leads island %s", self.me[:8], self.island)
             row.leader, row.term, row.leading_since = self.me, row.term + 1, func.now()
             _spare_leases(session, self.island)
-        row.leader_until = func.now() + timedelta(seconds=settings().leader_s)
+        if left_s < settings().leader_s / 2:
+            row.leader_until = func.now() + timedelta(seconds=settings().leader_s)
         return True
+
+    def _plan(self, session: Session) -> float:
+        """In a savepoint: a plan that cannot be made or written down leaves what devices said."""
+        try:
+            with session.begin_nested():
+                return self._cycle(session)
+        except (OperationalError, InterfaceError):
+            raise
+        except Exception:
+            log.exception("island %s could not make its plan", self.island)
+            return settings().tick_s
 
     def _cycle(self, session: Session) -> float:
         session.flush()
         now_s = db.now_s(session)
-        if _silent(session, self.island) and not outbox.reachable():
-            _spare_leases(session, self.island)
+        self._spare_the_silent(session)
         before = snapshot.load(session, self.island, now_s=now_s)
         plan = decide(before, now_s=now_s)
-        journal.store(session, plan)
+        if not journal.store(session, plan):
+            return BUSY_S
         if plan.look_again_s is None:
             return settings().tick_s
         return min(settings().tick_s, max(0.0, plan.look_again_s - now_s))
+
+    def _spare_the_silent(self, session: Session) -> None:
+        """While Redis is away, and for one lease after it: devices must get through first."""
+        if not _silent(session, self.island):
+            return
+        if not outbox.reachable():
+            # Until the leases given now have ended and were given once more.
+            self.deaf_until_s = time.monotonic() + 2 * settings().lease_s
+        if time.monotonic() < self.deaf_until_s:
+            _spare_leases(session, self.island)
 
     def _send(self, answers: Iterable[Answer], due: list[Order]) -> None:
         for answer in answers:
@@ -164,28 +196,28 @@ def _spare_leases(session: Session, island: str) -> None:
     Devices stop by themselves when they are not answered, so nothing runs twice meanwhile.
     """
     until = func.now() + timedelta(seconds=settings().lease_s)
-    spared = update(Device).where(Device.island == island, _holds_something())
+    parked = select(Task.id).where(Task.image_on == Device.id, ~Task.saved)
+    spared = update(Device).where(Device.island == island, _seats_somebody() | parked.exists())
     session.execute(spared.values(lease_until=func.greatest(Device.lease_until, until)))
 
 
 def _silent(session: Session, island: str) -> bool:
     """Is a device about to be given up although it holds something?"""
     ended = select(Device.id).where(
-        Device.island == island, Device.lease_until <= func.now(), _holds_something()
+        Device.island == island, Device.lease_until <= func.now(), _seats_somebody()
     )
     return session.scalar(ended.limit(1)) is not None
 
 
-def _holds_something() -> ColumnElement[bool]:
+def _seats_somebody() -> ColumnElement[bool]:
     open_ = select(Placement.id).where(
         Placement.device_id == Device.id, Placement.ended_at.is_(None)
     )
     return open_.exists()
 
 
-def _live(session: Session, island: str) -> list[str]:
-    query = select(Device.id).where(Device.island == island, Device.lease_until > func.now())
-    return list(session.scalars(query))
+def _live(island: str) -> Select[tuple[str]]:
+    return select(Device.id).where(Device.island == island, Device.lease_until > func.now())
 
 
 scheduler = Scheduler(settings().island)

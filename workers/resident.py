@@ -31,6 +31,7 @@ LINE_LIMIT_BYTES = 8 * 1024
 LOG_LIMIT_BYTES = 1 * 2**20  # kept per stay until acknowledged; more is dropped, and said so
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
+MESSAGES_LIMIT = 1_000
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
@@ -306,6 +307,14 @@ def table(message: JSON, name: str) -> JSON:
         raise Nonsense(f"{name} is not a small table")
     cleaned: JSON = clean(value)
     return cleaned
+
+
+def words(message: JSON, name: str) -> list[str]:
+    """A few short ones; the rest is cut off."""
+    value = message.get(name)
+    if not isinstance(value, list):
+        raise Nonsense(f"{name} is {value!r:.100}")
+    return [str(clean(str(word)[:40])) for word in value[:16]]
 
 
 def clean(value: Any, depth: int = 0) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 JSON = dict[str, Any]
 
 LIMIT_BYTES = 4 * 2**20  # the largest frame either side takes
+READS_LIMIT = 128  # at once, so that nobody who writes without end holds up a reader
 FDS_LIMIT = 64
 FDS_PER_RESIDENT = 6  # what a resident is born with: control, bulk, trust, stdout, stderr, house
 
@@ -57,8 +58,10 @@ class Wire:
         self.sock.sendall(frame[sent:])
 
     def receive(self) -> list[JSON]:
-        """All messages that have arrived whole; raises Garbled."""
-        while not self.closed and self._readable():
+        """What has arrived whole, up to a limit; raises Garbled."""
+        for _ in range(READS_LIMIT):
+            if self.closed or not self.wait(0):
+                break
             self._read()
         messages = []
         while (message := self._take()) is not None:
@@ -75,9 +78,6 @@ class Wire:
         for fd in self.fds:
             os.close(fd)
         self.fds.clear()
-
-    def _readable(self) -> bool:
-        return bool(self._own_poll.poll(0))
 
     def _read(self) -> None:
         try:

@@ -387,6 +387,13 @@ def upgrade() -> None:
         postgresql_with={"fillfactor": "70"},
     )
     op.create_index(
+        "ix_tasks_image_on",
+        "tasks",
+        ["image_on"],
+        unique=False,
+        postgresql_where=sa.text("image_on is not null"),
+    )
+    op.create_index(
         "ix_tasks_live",
         "tasks",
         ["island", "id"],
@@ -394,6 +401,13 @@ def upgrade() -> None:
         postgresql_where=sa.text("state not in ('done', 'failed', 'cancelled')"),
     )
     op.create_index(op.f("ix_tasks_request_id"), "tasks", ["request_id"], unique=False)
+    op.create_index(
+        "ix_tasks_save_asked",
+        "tasks",
+        ["id"],
+        unique=False,
+        postgresql_where=sa.text("save_asked"),
+    )
     op.create_table(
         "web_sessions",
         sa.Column("token_sha256", sa.Text(), nullable=False),
@@ -646,7 +660,13 @@ def downgrade() -> None:
     op.drop_table("events")
     op.drop_table("checkpoints")
     op.drop_table("web_sessions")
+    op.drop_index("ix_tasks_save_asked", table_name="tasks", postgresql_where=sa.text("save_asked"))
     op.drop_index(op.f("ix_tasks_request_id"), table_name="tasks")
+    op.drop_index(
+        "ix_tasks_image_on",
+        table_name="tasks",
+        postgresql_where=sa.text("image_on is not null"),
+    )
     op.drop_index(
         "ix_tasks_live",
         table_name="tasks",

@@ -54,3 +54,32 @@ def test_everything_accepted_ends_right_when_one_process_is_killed(system, undis
         assert task["result"] == {"done": STEPS, "parameters": undisturbed}
         assert overlaps(runs(client.log_text(task["id"]))) == []
     system.check_ledger()
+
+
+def test_a_killed_device_costs_the_steps_since_the_last_checkpoint_and_no_more(system):
+    client = system.client("alpha")
+    id = client.submit_job(
+        "train:Train",
+        name="killed",
+        params={"steps": 400, "seed": 3},
+        checkpoint={"every_s": 1.0, "keep": 2},
+    )
+    task_id = client.wait_until(id, is_past_a_checkpoint(client), timeout_s=60)["tasks"][0]["id"]
+    system.kill("device." + client.get(f"/v1/tasks/{task_id}")["seat"].rpartition(".")[2])
+
+    task = client.wait(id, timeout_s=120)["tasks"][0]
+    after, before = client.items(f"/v1/tasks/{task_id}/placements")
+    assert (before["end"], after["end"]) == ("lost", "finished")
+    saved = {item["step"] for item in client.items(f"/v1/tasks/{task_id}/checkpoints")}
+    assert after["first_step"] in saved
+    assert task["lost_steps"] == before["last_step"] - after["first_step"] > 0
+    assert task["result"]["done"] == 400
+
+
+def is_past_a_checkpoint(client):
+    def is_past(request):
+        task = request["tasks"][0]
+        saved = [item["step"] for item in client.items(f"/v1/tasks/{task['id']}/checkpoints")]
+        return saved and task["step"] > max(saved)
+
+    return is_past

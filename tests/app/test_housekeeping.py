@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from app import housekeeping
 from app.models import Checkpoint, Request, Task, Tenant, Usage, User
+from app.settings import settings
+from app.store import Store
 
 
 @pytest.fixture
@@ -56,26 +60,68 @@ def checkpoint(session, task, step, sha256):
     session.flush()
 
 
+def left(session):
+    kept = select(Checkpoint.step).where(Checkpoint.deleted_at.is_(None))
+    return sorted(session.scalars(kept))
+
+
+def an_hour_later(session):
+    marked = update(Checkpoint).where(Checkpoint.deleted_at.is_not(None))
+    session.execute(marked.values(deleted_at=func.now() - timedelta(seconds=3601)))
+
+
 class TestPruneCheckpoints:
     def test_a_live_task_keeps_its_newest(self, session, task):
         for step in (10, 20, 30, 40):
             checkpoint(session, task, step, f"sha-{step}")
-        assert housekeeping.prune_checkpoints(session) == ["sha-10", "sha-20"]
-        kept = select(Checkpoint.step).where(Checkpoint.deleted_at.is_(None))
-        assert sorted(session.scalars(kept)) == [30, 40]
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [30, 40]
+
+    def test_a_damaged_one_does_not_count_and_goes_after_a_day(self, session, task):
+        for step in (10, 20, 30):
+            checkpoint(session, task, step, f"sha-{step}")
+        damaged = session.get_one(Checkpoint, "ckp_30")
+        damaged.damaged_at = func.now()
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10, 20, 30]
+        damaged.damaged_at = func.now() - timedelta(days=2)
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10, 20]
+
+    def test_a_task_that_ended_long_ago_keeps_none(self, session, task):
+        checkpoint(session, task, 10, "sha-10")
+        task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == []
+
+
+class TestForgetCheckpoints:
+    def test_young_bytes_are_freed_by_a_later_round_and_not_forgotten(self, session, task):
+        """A checkpoint a minute: each is marked when its bytes are still too young to go."""
+        store = Store(settings().store_folder)
+        for step in (10, 20, 30):
+            sha256, _ = store.put([str(step).encode()])
+            checkpoint(session, task, step, sha256)
+        oldest = store.path(session.get_one(Checkpoint, "ckp_10").sha256)
+        housekeeping.free_blobs(housekeeping.tidy(session))
+        assert oldest.exists()
+        an_hour_later(session)
+        os.utime(oldest, (0, time.time() - 3700))
+        housekeeping.free_blobs(housekeeping.tidy(session))
+        assert not oldest.exists()
+        assert session.scalar(select(func.count()).select_from(Checkpoint)) == 2
 
     def test_bytes_that_another_checkpoint_or_output_names_stay(self, session, task):
         for step, sha256 in ((10, "same"), (20, "output"), (30, "same"), (40, "new")):
             checkpoint(session, task, step, sha256)
         task.outputs = {"tokens": {"sha256": "output", "size_bytes": 1}}
         session.flush()
-        assert housekeeping.prune_checkpoints(session) == []
-
-    def test_a_task_that_ended_long_ago_keeps_none(self, session, task):
-        checkpoint(session, task, 10, "sha-10")
-        task.state, task.ended_at = "done", datetime.now(UTC) - timedelta(days=3)
-        session.flush()
-        assert housekeeping.prune_checkpoints(session) == ["sha-10"]
+        housekeeping.prune_checkpoints(session)
+        an_hour_later(session)
+        assert housekeeping.forget_checkpoints(session) == []
 
 
 class TestRollUp:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
+from sqlalchemy import event as events
 from sqlalchemy import func, select
 
 from app import journal, ledger
@@ -159,6 +162,58 @@ class TestLaunch:
         with pytest.raises(Exception, match="uq_placements_open_seat"):
             decide(session, session.get_one(Task, "tsk_b"), "Launch", device="h.0")
 
+    def test_a_launch_that_the_device_never_shows_is_given_up_at_last(self, session, task):
+        """Its resident died before any report that named it arrived: it can be sent for ever."""
+        hear(session)
+        decide(session, task, "Launch", device="h.0")
+        order = session.scalars(select(Order)).one()
+        order.sends = journal.LAUNCHES_UNSEEN - 1
+        hear(session)
+        assert task.state == "starting"
+        order.sends = journal.LAUNCHES_UNSEEN
+        hear(session)
+        assert (task.state, task.seat) == ("waiting", None)
+
+    def test_cancelling_what_the_device_never_took_in_ends_too(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", device="h.0")
+        decide(session, task, "Cancel")
+        for order in session.scalars(select(Order)):
+            order.sends = journal.LAUNCHES_UNSEEN
+        hear(session)
+        assert task.state == "cancelled"
+        assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
+
+
+class TestNonsense:
+    """Whatever one task's events say, its device goes on being heard."""
+
+    def test_an_event_that_cannot_be_fails_its_own_task_only(self, session, running):
+        running.retry_max = 1
+        stopped = event(Stopped, running, 2, step=3)  # nobody cancelled it
+        answer = hear(session, residents=[view(running, "ended")], events=[stopped])
+        assert answer.heard == {"tsk_a/1": 2}
+        assert (running.state, running.cause, running.attempts) == ("waiting", "exit", 1)
+        decide(session, running, "Launch", device="h.0")
+        again = [started(running, epoch=2), event(Stopped, running, 2, epoch=2)]
+        hear(session, residents=[view(running, "ended", epoch=2)], events=again)
+        assert running.state == "failed"
+
+    def test_what_postgres_does_not_take_fails_its_own_task_only(self, session, running):
+        done = event(Finished, running, 2, held_us=7, result={"text": "\0"}, outputs={})
+        answer = hear(session, residents=[view(running, "ended")], events=[done])
+        assert answer.heard == {"tsk_a/1": 2}
+        assert running.state == "failed"
+        assert session.scalars(select(Account.total_us)).one() == 7
+
+    def test_done_without_a_declared_output_is_failed(self, session, running):
+        """Else who needs the output could never be launched, nor anybody after it."""
+        running.descriptor = {**DESCRIPTOR, "outputs": ["model"]}
+        done = event(Finished, running, 2, result={}, outputs={})
+        hear(session, residents=[view(running, "ended")], events=[done])
+        assert (running.state, running.cause) == ("failed", "exception")
+        assert "model" in running.message
+
 
 class TestFence:
     def test_an_event_heard_twice_counts_once(self, session, running):
@@ -185,6 +240,22 @@ class TestFence:
         answer = hear(session, residents=[view(running, "running")])
         assert answer.drop == [["tsk_a", 1]]
 
+    def test_a_paused_resident_is_kept_while_its_next_launch_is_on_the_way(self, session, running):
+        parked = view(running, "paused", step=7)
+        hear(session, residents=[parked], events=[event(Paused, running, 2, step=7)])
+        decide(session, running, "Launch", device="h.0")
+        answer = hear(session, residents=[parked])  # sent before the order came
+        assert (answer.keep, answer.drop) == ([["tsk_a", 1]], [])
+
+    def test_a_paused_resident_is_dropped_once_its_task_is_launched_elsewhere(
+        self, session, running
+    ):
+        hear(session, device="h.1")
+        parked = view(running, "paused", step=7)
+        hear(session, residents=[parked], events=[event(Paused, running, 2, step=7)])
+        decide(session, running, "Launch", device="h.1")
+        assert hear(session, residents=[parked]).drop == [["tsk_a", 1]]
+
     def test_another_device_cannot_speak_for_the_task(self, session, running):
         done = event(Finished, running, 2, result={}, outputs={})
         hear(session, device="h.1", residents=[view(running, "running")], events=[done])
@@ -202,6 +273,11 @@ class TestFence:
         )
         assert journal.record(session, late) is None
         assert running.state == "running"
+
+    def test_a_device_that_became_another_kind_is_known_as_that(self, session, task):
+        hear(session)
+        hear(session, incarnation="p2", kind="cuda")
+        assert session.get_one(Device, "h.0").kind == "cuda"
 
 
 class TestLost:
@@ -266,6 +342,29 @@ class TestPause:
         hear(session, residents=[view(running, "seating", epoch=2)], events=[saved])
         assert session.scalars(select(Checkpoint)).one().sha256 == "ab"
 
+    def test_nobody_is_told_whose_task_takes_the_device(self, session, running):
+        decide(session, running, "Pause", against="tsk_of_another_tenant")
+        told = session.scalars(select(Event).where(Event.type == "task.pausing")).one()
+        assert "tsk_of_another_tenant" not in f"{told.message} {told.data}"
+
+    def test_a_checkpoint_made_again_counts_again(self, session, running):
+        saved = {"step": 9, "sha256": "ab", "size_bytes": 5, "took_us": 1}
+        hear(
+            session,
+            residents=[view(running, "running")],
+            events=[event(Saved, running, 2, **saved)],
+        )
+        old = session.scalars(select(Checkpoint)).one()
+        old.damaged_at = old.deleted_at = func.now()
+        session.flush()
+        hear(
+            session,
+            residents=[view(running, "running")],
+            events=[event(Saved, running, 3, **saved)],
+        )
+        session.refresh(old)
+        assert (old.damaged_at, old.deleted_at) == (None, None)
+
 
 class TestEnd:
     def test_finished_keeps_the_result_and_ends_the_request(self, session, running):
@@ -288,19 +387,59 @@ class TestEnd:
         hear(session, residents=[view(running, "ended", epoch=2)], events=again)
         assert (running.state, running.attempts) == ("failed", 1)
 
+    def test_what_is_done_in_the_end_has_no_cause_of_failure(self, session, running):
+        running.retry_max = 1
+        crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")
+        hear(session, residents=[view(running, "ended")], events=[crash])
+        decide(session, running, "Launch", device="h.0")
+        again = [
+            started(running, epoch=2),
+            event(Finished, running, 2, epoch=2, result={}, outputs={}),
+        ]
+        hear(session, residents=[view(running, "ended", epoch=2)], events=again)
+        assert (running.state, running.cause, running.detail) == ("done", None, None)
+
     def test_what_can_never_succeed_is_not_tried_again(self, session, running):
         running.retry_max = 5
         hang = event(Failed, running, 2, cause="max_duration", message="too long")
         hear(session, residents=[view(running, "ended")], events=[hang])
         assert running.state == "failed"
 
-    def test_a_damaged_checkpoint_is_passed_over(self, session, running):
+    @pytest.fixture
+    def restoring(self, session, running):
+        """Lost after its checkpoint at step 9, and launched again from it, in epoch 2."""
         saved = event(Saved, running, 2, step=9, sha256="ab", size_bytes=5, took_us=1)
         hear(session, residents=[view(running, "running")], events=[saved])
-        broken = event(Failed, running, 3, cause="image", message="does not match")
-        hear(session, residents=[view(running, "ended")], events=[broken])
-        assert (running.state, running.attempts) == ("waiting", 0)
+        journal.lose(session, running, "test")
+        decide(session, running, "Launch", device="h.0")
+        return running
+
+    def test_a_damaged_checkpoint_is_passed_over(self, session, restoring):
+        broken = event(Failed, restoring, 1, epoch=2, cause="image", message="does not match")
+        hear(session, residents=[view(restoring, "ended", epoch=2)], events=[broken])
+        assert (restoring.state, restoring.attempts) == ("waiting", 0)
         assert session.scalars(select(Checkpoint)).one().damaged_at is not None
+
+    def test_the_checkpoint_that_was_restored_is_the_damaged_one(self, session, restoring):
+        late = event(Saved, restoring, 3, epoch=1, step=12, sha256="cd", size_bytes=5, took_us=1)
+        hear(session, residents=[view(restoring, "seating", epoch=2)], events=[late])
+        broken = event(Failed, restoring, 1, epoch=2, cause="image", message="does not match")
+        hear(session, residents=[view(restoring, "ended", epoch=2)], events=[broken])
+        damaged = select(Checkpoint.sha256).where(Checkpoint.damaged_at.is_not(None))
+        assert session.scalars(damaged).all() == ["ab"]
+
+    def test_a_bad_image_where_there_was_none_counts_as_an_attempt(self, session, running):
+        """Else a job that says so each time is launched for ever, without a pause."""
+        broken = event(Failed, running, 2, cause="image", message="so it says")
+        hear(session, residents=[view(running, "ended")], events=[broken])
+        assert running.state == "failed"
+
+    def test_the_hundredth_attempt_still_has_a_date(self, session, running):
+        running.retry_max, running.attempts = 100, 90
+        crash = event(Failed, running, 2, cause="exception", message="boom")
+        hear(session, residents=[view(running, "ended")], events=[crash])
+        wait = Task.retry_at - func.now() <= timedelta(seconds=journal.RETRY_LONGEST_S)
+        assert session.scalars(select(wait)).one()
 
     def test_cancel_waits_for_the_device_and_survives_a_pause_under_way(self, session, running):
         decide(session, running, "Pause")
@@ -362,3 +501,20 @@ class TestLogs:
         forged = LogLines(task=running.id, epoch=1, first=0, lines=[["out", "forged"]])
         hear(session, device="h.1", logs=[forged])
         assert session.scalars(select(LogLine)).all() == []
+
+
+class TestCost:
+    """A heartbeat comes twice a second for each talkative job."""
+
+    def test_a_heartbeat_with_log_lines_needs_few_statements(self, session, running):
+        here = [view(running, "running", step=1, held_us=5)]
+        lines = LogLines(task=running.id, epoch=1, first=0, lines=[["out", "one"]])
+        hear(session, residents=here, logs=[lines])
+        said = []
+        engine = session.connection().engine
+        events.listen(engine, "before_cursor_execute", lambda *a: said.append(a[2]))
+        here = [view(running, "running", step=2, held_us=9)]
+        session.expire_all()
+        hear(session, residents=here, logs=[replace(lines, first=1)])
+        assert len(said) <= 18, "\n".join(said)
+        assert not [s for s in said if "requests" in s], "log lines move no request"

@@ -352,8 +352,8 @@ def test_nobody_sits_before_the_island_has_confirmed_it(ground):
 
 def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(ground):
     ground.launch("t1", "jobs:Stamp", params={"nap_s": 3.0})
-    ground.event(Started, "t1")
-    ground.pause("t1")
+    ground.steps("t1", 1)
+    ground.pause("t1")  # in the midst of the second
     ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01})
     ground.until(
         lambda: any(
@@ -545,9 +545,56 @@ def test_a_result_that_is_too_large_or_no_json_says_what_to_do(ground):
 
 def test_nonsense_ends_a_resident_and_nothing_else(ground):
     """A tenant can write to the socket of its own process: it only harms itself."""
-    for number, word in enumerate(("garbage", "frame", "paused", "saving", "fd")):
+    for number, word in enumerate(("garbage", "frame", "paused", "saving", "fd", "stopped")):
         ground.launch(f"t{number}", "jobs:Meddle", params={"word": word})
         failed = ground.event(Failed, f"t{number}")
         assert (failed.cause, ground.supervisor.is_alive()) == ("exit", True), word
     ground.launch("t9", "jobs:Count", params={"steps": 2})
     ground.event(Finished, "t9")
+
+
+@pytest.mark.parametrize("seed", [3])
+def test_whatever_is_ordered_only_one_steps_at_a_time(ground, seed):
+    """A hundred random orders, kills and losses; the steps of all tasks never overlap."""
+    dice = random.Random(seed)
+    epochs = {f"t{number}": 0 for number in range(5)}
+    for _ in range(100):
+        _disturb(ground, dice, epochs)
+        time.sleep(dice.uniform(0, 0.1))
+    ground.until(lambda: not ground.supervisor.fetched)
+    lines = [line for said in list(ground.lines.values()) for _, line in said]
+    steps = sorted(tuple(map(float, line.split())) for line in lines if line[0].isdigit())
+    assert len(steps) > 100
+    for (_, ended), (began, _) in itertools.pairwise(steps):
+        assert ended <= began
+    last = "t9"
+    ground.drop += [list(name) for name in ground.orders]
+    ground.launch(last, "jobs:Count", params={"steps": 3})
+    ground.event(Finished, last)
+
+
+def _disturb(ground: Ground, dice: random.Random, epochs: dict[str, int]) -> None:
+    task = dice.choice(sorted(epochs))
+    often = {"launch": 4, "pause": 3, "cancel": 1, "kill": 1, "drop": 1}
+    (what,) = dice.choices(list(often), list(often.values()))
+    epoch = epochs[task]
+    if what == "launch":
+        if epoch and not _is_over(ground, task, epoch):
+            return
+        epochs[task] += 1
+        ground.launch(task, "jobs:Stamp", epoch + 1, params={"nap_s": 0.003}, memory_bytes=2**30)
+    elif what == "kill":
+        for resident in list(ground.supervisor.residents.values())[:1]:
+            resident.kill()
+    elif not epoch:
+        return
+    elif what == "drop":
+        ground.drop.append([task, epoch])
+    else:
+        getattr(ground, what)(task, epoch)
+
+
+def _is_over(ground: Ground, task: str, epoch: int) -> bool:
+    ends = (Paused, Finished, Failed, Stopped)
+    gone = [task, epoch] in ground.drop
+    return gone or any(ground.all(kind, task, epoch) for kind in ends)

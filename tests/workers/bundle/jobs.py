@@ -246,6 +246,7 @@ class Meddle:
             "paused": frame({"is": "paused", "step": "many"}),
             "saving": frame({"is": "saving", "what": "image", "at_step": 1, "size_bytes": 2**60}),
             "fd": frame({"is": "still"}),
+            "stopped": frame({"is": "stopped", "step": 1}),
         }[self.word]
         sockets = [n for n in range(3, 64) if self.is_socket(n, os, stat)]
         control = socket.socket(fileno=os.dup(min(sockets)))
