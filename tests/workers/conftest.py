@@ -21,7 +21,8 @@ import pytest
 
 from app.core.messages import Alive, Answer, Cancel, Event, Launch, Pause, Save, decode, encode, key
 from app.store import Store
-from workers.device import House, Supervisor
+from workers.house import House
+from workers.supervisor import Supervisor
 
 ROOT = Path(__file__).parent.parent.parent
 BUNDLE = Path(__file__).parent / "bundle"

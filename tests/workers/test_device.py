@@ -26,7 +26,7 @@ from app.core.messages import (
     Stopped,
 )
 from tests.workers.conftest import PRESET, ROOT, Ground, alone
-from workers.device import CannotServe, _locked
+from workers.house import CannotServe, locked
 
 # --- a job's life ---------------------------------------------------------------------------------
 
@@ -509,14 +509,14 @@ def test_a_killed_worker_leaves_no_process_and_frees_its_locks(tmp_path, walls):
         device.kill()
         device.wait()
         for name in ("h.0.lock", "h.0.residents"):
-            os.close(_locked(tmp_path / "run" / name, 5.0))
+            os.close(locked(tmp_path / "run" / name, 5.0))
         _, alive = psutil.wait_procs(children, timeout=2)
         assert not alive
 
 
 def test_a_second_worker_of_the_same_device_is_told_who_holds_it(ground):
     with pytest.raises(CannotServe, match=f"process {os.getpid()}"):
-        _locked(ground.house.run / "h.0.lock", 0.3)
+        locked(ground.house.run / "h.0.lock", 0.3)
 
 
 @contextlib.contextmanager

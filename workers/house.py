@@ -1,0 +1,98 @@
+"""What a device worker is, where it keeps things, and the locks that say that it is alone.
+
+A house is the processes of one device worker and all that they hold.  Each of them holds one of its
+locks, so whoever gets those knows that nobody of the house before is left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.settings import Settings
+from app.store import Store
+
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """What a device worker is and where it keeps things; `run` is its own folder under the home."""
+
+    device: str
+    island: str
+    store: Store
+    run: Path
+    kind: str = "cpu"
+    threads: int = 1
+    memory_bytes: int = 4 * 2**30
+    residents_max: int = 4
+    stop_grace_s: float = 5.0
+    lease_margin_s: float = 3.0
+    beat_s: float = 2.0
+    sandbox: str = "preferred"
+    incarnation: str = field(
+        default_factory=lambda: f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+    )
+
+    @classmethod
+    def of(cls, settings: Settings) -> House:
+        return cls(
+            device=settings.device,
+            island=settings.island,
+            store=Store(settings.store_folder),
+            run=settings.home / "run",
+            kind=settings.device_kind,
+            threads=settings.device_threads,
+            memory_bytes=settings.device_memory_bytes,
+            residents_max=settings.residents_max,
+            stop_grace_s=settings.stop_grace_s,
+            lease_margin_s=settings.lease_margin_s,
+            beat_s=settings.beat_s,
+            sandbox=settings.sandbox,
+        )
+
+    @property
+    def folder(self) -> Path:
+        return self.run / self.device
+
+    @property
+    def facts(self) -> JSON:
+        return {
+            "host": self.device.rpartition(".")[0] or self.device,
+            "island": self.island,
+            "kind": self.kind,
+            "threads": self.threads,
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+class CannotServe(Exception):
+    """This device worker must not take work; the message says why and what to do."""
+
+
+def locked(path: Path, wait_s: float) -> int:
+    """The device's lock, held by us alone; the kernel frees it when its last holder is dead."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+            if time.monotonic() >= until_s:
+                os.close(fd)
+                raise CannotServe(
+                    f"{path} is held by {holder or 'another process'}: "
+                    "a device has one worker; stop that one first"
+                ) from None
+            time.sleep(0.2)  # the kernel has no timed flock
+        else:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} and its children".encode(), 0)
+            return fd

@@ -1,0 +1,932 @@
+"""The supervisor of one device: it owns the seat, and everything that lives there.
+
+At most one resident steps at a time: it has the seat.  Others wait in memory, paused or prepared.
+Orders and answers only put a message into the supervisor's inbox; one long-lived thread does
+everything, and everything that it spawned dies with it.
+
+What always holds:
+* this process speaks for the device only once it has had the device's two locks, one held by every
+  process of ours and one by every resident: getting them proves that the house is empty;
+* a stale or doubled order changes nothing, and an order alone seats nobody: the island must have
+  answered a report that named the resident;
+* nothing steps past the trust that the island's answers give, and what cannot stop is killed when
+  the lease ends;
+* what happened is reported until it is acknowledged.
+
+No torch, no database, and no tenant's bytes are interpreted here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import selectors
+import shutil
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from app.core import messages
+from app.core.messages import (
+    Alive,
+    Answer,
+    Cancel,
+    Launch,
+    Order,
+    Pause,
+    Save,
+)
+from workers import resident as residents
+from workers import sandbox, transfer
+from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
+from workers.house import CannotServe, House, locked
+from workers.resident import Nonsense, Resident, Saving, Stay, Zygote, log_lines
+from workers.sandbox import Room
+from workers.transfer import Fetched, NotFetched, OutOfStep
+from workers.wire import Garbled, Trust, pair
+
+log = logging.getLogger(__name__)
+
+JSON = dict[str, Any]
+
+LOCK_WAIT_S = 30.0
+DRAIN_S = 8.0  # to pause and store what is held when the worker stops
+HANDOVER_US = 2_000_000  # how long a successor may take to get ready beside who gives way
+PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
+SAVE_AGAIN_US = 5_000_000
+REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stopped by the island
+MUTED_US = 50_000  # how long a resident whose log is full is not read from
+BULK_TIMEOUT_S = 60.0
+ZYGOTE_AGAIN_S = 1.0
+
+#: Ends that are told to nobody: the island sees that the resident is not there any more.
+_SILENT = frozenset({"evicted", "dropped", "replaced", "lease", "zygote", "leaving"})
+
+
+class Supervisor(threading.Thread):
+    """Everything here runs in its own thread, but `receive` and `stop`."""
+
+    def __init__(
+        self, house: House, transport: Transport, *, on_fatal: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(name=f"device {house.device}", daemon=True)
+        self.house, self.on_fatal = house, on_fatal
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.pulse = Pulse(transport)
+        self.rhythm = Rhythm(int(house.beat_s * 1e6))
+        self.lease = Lease()
+        self.trust = Trust()
+        self.facts = house.facts
+        self.walls: list[str] = []
+        self.residents: dict[int, Resident] = {}
+        self.stays: dict[tuple[str, int], Stay] = {}
+        self.newest: dict[str, int] = {}  # task -> the highest epoch ever launched here
+        self.fetched: list[tuple[Stay, Fetched]] = []  # wait for room
+        self.seat: Resident | None = None
+        self.seat_free_us = 0
+        self.muted: list[tuple[int, Resident, int]] = []
+        self.zygote: Zygote | None = None
+        self.zygote_due_us: int | None = None
+        self.stop_by_us: int | None = None
+        self.last_id = 0
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
+        self._lock_fd = -1
+
+    # --- from other threads ---
+
+    def receive(self, message: Any) -> None:
+        """Take in an order, an answer, or a call to be made in this thread."""
+        self.inbox.put(message)
+        os.eventfd_write(self._woken, 1)
+
+    def stop(self, timeout_s: float = DRAIN_S + 2.0) -> None:
+        """Pause and durably save what is held, say so, and end everything."""
+        self.receive(self._begin_to_leave)
+        self.join(timeout_s)
+
+    # --- the thread ---
+
+    def run(self) -> None:
+        try:
+            self._move_in()
+            while not self._may_leave():
+                self._round()
+            self._say_goodbye()
+        except CannotServe as error:
+            log.critical("%s: %s", self.house.device, error)
+            self.on_fatal()
+        except Exception:
+            log.exception("%s: the supervisor failed; everything it holds ends", self.house.device)
+            self.on_fatal()
+        finally:
+            self._move_out()
+
+    def _round(self) -> None:
+        # 1. Hear: residents, the zygote, whatever was put into the inbox.
+        for key, _ in self._selector.select(self._timeout_s()):
+            key.data()
+        while not self.inbox.empty():
+            self._hear(self.inbox.get())
+        # 2. What time alone changes.
+        self._keep_time(now_us())
+        # 3. Who comes in, who gives way, and who sits.
+        self._make_room()
+        self._give_way()
+        self._seat_next()
+        # 4. Say what is new.
+        self._report_if_due()
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case Order():
+                self._order(message)
+            case Answer():
+                self._answered(message)
+            case _:
+                message()
+
+    # --- moving in and out ---
+
+    def _move_in(self) -> None:
+        self.house.run.mkdir(parents=True, exist_ok=True)
+        self._lock_fd = locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
+        # Residents hold another one, each for itself: a tenant can only let go of its own.
+        os.close(locked(self._house_file, LOCK_WAIT_S))
+        for name in ("code", "scratch"):
+            shutil.rmtree(self.house.folder / name, ignore_errors=True)
+            (self.house.folder / name).mkdir(parents=True)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
+        self.pulse.start()
+        self._start_zygote()
+
+    def _awake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
+
+    @property
+    def _house_file(self) -> Path:
+        return self.house.run / f"{self.house.device}.residents"
+
+    def _begin_to_leave(self) -> None:
+        if self.stop_by_us is not None:
+            return
+        self.stop_by_us = now_us() + int(DRAIN_S * 1e6)
+        for stay in list(self.stays.values()):
+            if stay.state == "seating":
+                self._vanish(stay, "leaving")
+            elif stay.state == "running":
+                self._pause(stay)
+
+    def _may_leave(self) -> bool:
+        if self.stop_by_us is None:
+            return False
+        kept = [r for r in self.residents.values() if not r.doom]
+        done = self.seat is None and all(r.is_durable and not r.is_saving for r in kept)
+        return done or now_us() >= self.stop_by_us
+
+    def _say_goodbye(self) -> None:
+        """The last report: everything that happened, nobody here, the lease given back."""
+        self.pulse.flush(1.0)
+        for _ in range(2):  # twice, because nobody will ask again
+            self.pulse.say(self._alive(leaving=True))
+            self.pulse.flush(1.0)
+
+    def _move_out(self) -> None:
+        if self.zygote is not None:
+            self.zygote.end()
+        self.pulse.end()
+        self._hands.shutdown(cancel_futures=True)  # whoever they listened to is dead
+        for resident in self.residents.values():
+            resident.close()
+            resident.bulk.close()
+        for _, fetched in self.fetched:
+            transfer.close_all(fetched.fds)
+        self._selector.close()
+        self.trust.close()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+
+    # --- the zygote ---
+
+    def _start_zygote(self) -> None:
+        self.zygote_due_us = None
+        probe = None if self.house.sandbox == "off" else self._room("probe")
+        self.zygote = Zygote(lock_fd=self._lock_fd, probe=probe)
+        self._selector.register(self.zygote.wire, selectors.EVENT_READ, lambda: self._zygote_says())
+
+    def _zygote_says(self) -> None:
+        assert self.zygote is not None
+        wire = self.zygote.wire
+        for message in wire.receive():
+            match message["is"]:
+                case "ready":
+                    self._zygote_ready(message)
+                case "spawned":
+                    self._spawned(message, wire.fds.pop(0))
+                case "exited":
+                    self._exited(self.residents[message["id"]], message["status"])
+        if wire.closed:
+            self._zygote_gone()
+
+    def _zygote_ready(self, message: JSON) -> None:
+        assert self.zygote is not None
+        self.zygote.is_ready = True
+        self.walls, missing = message["walls"], message["missing"]
+        for name, why in missing.items():
+            log.warning("sandbox: no wall %r (%s): %s", name, sandbox.WALLS[name], why)
+        lacking = sorted(sandbox.NEEDED - set(self.walls))
+        if self.house.sandbox == "required" and lacking:
+            raise CannotServe(
+                f"the sandbox is required, and these walls do not stand here: {', '.join(lacking)}"
+                " (the log says why); allow user namespaces, or set ROUNDHOUSE_SANDBOX=preferred"
+            )
+        self.facts = {**self.facts, "sandbox": self.walls, "torch": message["torch"]}
+        self.rhythm.happened = True
+
+    def _zygote_gone(self) -> None:
+        """Whatever it forked died with it.  Our fault: no task is said to have failed."""
+        assert self.zygote is not None
+        log.error("the zygote of %s died; it is replaced", self.house.device)
+        self._selector.unregister(self.zygote.wire)
+        self.zygote.end()
+        self.zygote = None
+        for resident in list(self.residents.values()):
+            self._doom(resident, "zygote")
+            _wait_for_end(resident)
+            self._exited(resident, -9)
+        self.zygote_due_us = now_us() + int(ZYGOTE_AGAIN_S * 1e6)
+
+    # --- orders ---
+
+    def _order(self, order: Order) -> None:
+        if isinstance(order, Launch):
+            self._launch(order)
+            return
+        stay = self.stays.get((order.task, order.epoch))
+        if stay is None or order.seq <= stay.order_seq:
+            return  # not known yet, in which case it is sent again, or long obeyed
+        if isinstance(order, Cancel):
+            stay.order_seq = order.seq  # whatever it overtook does not matter any more
+            self._cancel(stay)
+            return
+        stay.early[order.seq] = order
+        while (following := stay.early.pop(stay.order_seq + 1, None)) is not None:
+            stay.order_seq += 1
+            self._obey(stay, following)
+
+    def _obey(self, stay: Stay, order: Order) -> None:
+        self.rhythm.happened = True
+        if isinstance(order, Pause) and order.successor and stay.state == "running":
+            stay.successor, stay.yield_by_us = order.successor, now_us() + HANDOVER_US
+        elif isinstance(order, Pause):
+            self._pause(stay)
+        elif isinstance(order, Save):
+            self._save(stay)
+
+    def _launch(self, launch: Launch) -> None:
+        if launch.epoch <= self.newest.get(launch.task, 0) or self.stop_by_us is not None:
+            return
+        self.rhythm.happened = True
+        self.newest[launch.task] = launch.epoch
+        if len(self.newest) > REMEMBERED:
+            del self.newest[next(iter(self.newest))]
+        stay = Stay(launch=launch, arrived_us=now_us(), order_seq=launch.seq)
+        self.stays[stay.key] = stay
+        resident = self._living(launch.task)
+        if resident is not None and _can_go_on(resident, launch):
+            _begin_again(resident, stay)
+            return
+        if resident is not None:
+            self._vanish(resident.stay, "replaced")
+        house = self.house
+        self._aside(
+            lambda: transfer.fetch(launch, house), lambda fetched: self._take_fetched(stay, fetched)
+        )
+
+    def _living(self, task: str) -> Resident | None:
+        living = (r for r in self.residents.values() if r.task == task and not r.doom)
+        return next(living, None)
+
+    def _take_fetched(self, stay: Stay, fetched: Fetched | BaseException) -> None:
+        if stay.state != "seating":
+            if isinstance(fetched, Fetched):
+                transfer.close_all(fetched.fds)
+        elif isinstance(fetched, Fetched):
+            self.fetched.append((stay, fetched))
+        else:
+            assert isinstance(fetched, NotFetched), fetched
+            self._end(stay, messages.Failed, cause=fetched.cause, message=fetched.message)
+
+    def _pause(self, stay: Stay) -> None:
+        resident = stay.resident
+        if stay.state == "running" and resident is not None:
+            stay.state = "pausing"
+            resident.send("pause")
+        elif stay.state == "seating" and resident is None:
+            stay.tell(messages.Paused, now_us())
+            self._vanish(stay, "dropped")
+        elif stay.state == "seating" and resident is not None:
+            stay.state = "pausing"
+            if resident.is_prepared:
+                self._paused(resident)
+
+    def _save(self, stay: Stay) -> None:
+        resident = stay.resident
+        if resident is None or stay.state not in ("running", "paused"):
+            return  # a Pause that is under way saves too
+        if stay.state == "paused" and resident.saved and resident.saved.step == stay.step:
+            self._tell_saved(stay, resident.saved)
+        else:
+            resident.send("save")
+
+    def _cancel(self, stay: Stay) -> None:
+        self.rhythm.happened = True
+        resident = stay.resident
+        if resident is None:
+            if stay.state == "seating":
+                self._end(stay, messages.Stopped)
+            return
+        if stay.state in ("ended", "vanished"):
+            return
+        on_the_seat = self.seat is resident
+        stay.state = "stopping"
+        if on_the_seat:
+            resident.send("cancel")
+            resident.kill_us = now_us() + int(self.house.stop_grace_s * 1e6)
+        else:
+            self._doom(resident, "cancel")
+
+    # --- answers ---
+
+    def _answered(self, answer: Answer) -> None:
+        if (answer.device, answer.incarnation) != (self.house.device, self.house.incarnation):
+            return
+        # What must go goes before anything may go on: it may run elsewhere by now.
+        for task, epoch in answer.drop:
+            self._drop(task, epoch)
+        for task, epoch in answer.keep:
+            if (task, epoch) in self.stays:
+                self.stays[task, epoch].is_confirmed = True
+        self.lease = self.lease.after(answer, margin_us=int(self.house.lease_margin_s * 1e6))
+        self.trust.extend(self.lease.trusted_until_us)
+        if self.seat is not None and self.seat.is_still:
+            self.seat.send("look")
+        for stay in list(self.stays.values()):
+            name = messages.key(*stay.key)
+            stay.heard(answer.heard.get(name, 0))
+            stay.log.acknowledged(answer.logged.get(name, 0))
+            if stay.is_over():
+                del self.stays[stay.key]
+
+    def _drop(self, task: str, epoch: int) -> None:
+        stay = self.stays.pop((task, epoch), None)
+        if stay is not None:
+            self._vanish(stay, "dropped")
+
+    # --- time ---
+
+    def _keep_time(self, now: int) -> None:
+        for resident in list(self.residents.values()):
+            if resident.kill_us is not None and now >= resident.kill_us:
+                self._doom(resident, "cancel")
+            elif not resident.is_prepared and now >= resident.deadline_us:
+                self._doom(resident, "slow")
+            elif resident.save_again_us is not None and now >= resident.save_again_us:
+                resident.save_again_us = None
+                resident.send("save")
+        self._watch_the_seat(now)
+        for due_us, resident, fd in list(self.muted):
+            if now >= due_us:
+                self.muted.remove((due_us, resident, fd))
+                self._listen_to(resident, fd)
+        if self.zygote_due_us is not None and now >= self.zygote_due_us:
+            self._start_zygote()
+
+    def _watch_the_seat(self, now: int) -> None:
+        resident = self.seat
+        if resident is None or resident.doom:
+            return
+        if resident.stay.held_us(now) >= resident.stay.launch.budget_us:
+            self._doom(resident, "max_duration")
+        elif now >= self.lease.ends_us and not resident.is_still:
+            log.warning(
+                "%s lost touch with its island while a step of %s ran: ended",
+                self.house.device,
+                resident.task,
+            )
+            self._doom(resident, "lease")
+
+    def _timeout_s(self) -> float:
+        due = [self.rhythm.due_us(self.lease.answered_us)] if self._may_report() else []
+        due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
+        due += [due_us for due_us, _, _ in self.muted]
+        for resident in self.residents.values():
+            due += [us for us in (resident.kill_us, resident.save_again_us) if us is not None]
+            due += [] if resident.is_prepared else [resident.deadline_us]
+        if self.seat is not None and not self.seat.doom:
+            stay = self.seat.stay
+            due.append(now_us() + stay.launch.budget_us - stay.held_us(now_us()))
+            due += [] if stay.yield_by_us is None else [stay.yield_by_us]
+            due += [] if self.seat.is_still else [self.lease.ends_us]
+        if not due:
+            return 10.0
+        return min(10.0, max(0.0, (min(due) - now_us()) / 1e6))
+
+    # --- room and seat ---
+
+    def _make_room(self) -> None:
+        while self.fetched and self.zygote is not None and self.zygote.is_ready:
+            stay, fetched = self.fetched[0]
+            if stay.state != "seating":
+                self.fetched.pop(0)
+                transfer.close_all(fetched.fds)
+            elif self._has_room(stay.launch.memory_bytes):
+                self.fetched.pop(0)
+                self._spawn(stay, fetched)
+            elif not self._evict():
+                return
+        while not self._has_room(0, places=0) and self._evict():
+            pass
+
+    def _has_room(self, bytes_wanted: int, places: int = 1) -> bool:
+        living = [r for r in self.residents.values() if not r.doom]
+        if not living:
+            return True  # alone: whether it fits at all is not decided here
+        held_bytes = sum(max(r.memory_bytes, r.stay.launch.memory_bytes) for r in living)
+        fits = held_bytes + bytes_wanted <= self.house.memory_bytes
+        return fits and len(living) + places <= self.house.residents_max
+
+    def _evict(self) -> bool:
+        """End the longest paused resident whose image is durable; one that is not is never lost."""
+        paused = [
+            r
+            for r in self.residents.values()
+            if not r.doom and r.stay.state == "paused" and r.is_durable and not r.is_saving
+        ]
+        if not paused:
+            return False
+        self._vanish(min(paused, key=lambda r: r.paused_us).stay, "evicted")
+        return True
+
+    def _give_way(self) -> None:
+        """Who holds the seat goes on until its successor is ready, or cannot become so."""
+        stay = None if self.seat is None else self.seat.stay
+        if stay is None or stay.yield_by_us is None:
+            return
+        if now_us() >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor):
+            stay.yield_by_us = None
+            self._pause(stay)
+
+    def _is_ready_or_stuck(self, task: str) -> bool:
+        if any(stay.launch.task == task for stay, _ in self.fetched):
+            return True  # there is no room for it until somebody paused can be let go
+        living = self._living(task)
+        return living is not None and living.is_prepared and living.stay.is_confirmed
+
+    def _seat_next(self) -> None:
+        now = now_us()
+        if self.seat is not None or now >= self.lease.trusted_until_us:
+            return
+        ready = [
+            r
+            for r in self.residents.values()
+            if r.stay.state == "seating" and r.stay.is_confirmed and r.is_prepared and not r.doom
+        ]
+        if not ready:
+            return
+        resident = min(ready, key=lambda r: r.stay.arrived_us)
+        stay, self.seat = resident.stay, resident
+        resident.has_state, resident.is_still = True, False
+        resident.send("go")
+        stay.take_seat(now)
+        stay.state = "running"
+        stay.tell(
+            messages.Started,
+            now,
+            preset=resident.preset,
+            capabilities=resident.capabilities,
+            resumed=stay.resumed,
+            switch_us=now - max(self.seat_free_us, stay.arrived_us),
+        )
+        self.rhythm.happened = True
+
+    def _free_the_seat(self, resident: Resident) -> None:
+        if self.seat is resident:
+            now = now_us()
+            resident.stay.leave_seat(now)
+            self.seat, self.seat_free_us = None, now
+
+    # --- residents: birth ---
+
+    def _spawn(self, stay: Stay, fetched: Fetched) -> None:
+        assert self.zygote is not None
+        self.last_id += 1
+        room = self._room(str(self.last_id), fetched.code)
+        wire, control = pair()
+        bulk, bulk_end = socket.socketpair()
+        bulk.settimeout(BULK_TIMEOUT_S)
+        pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
+        writes = [write for _, write in pipes.values()]
+        inhabited = os.open(self._house_file, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(inhabited, fcntl.LOCK_SH)
+        given = [control.fileno(), bulk_end.fileno(), self.trust.fd, *writes, inhabited]
+        self.zygote.spawn(self.last_id, room, self.walls, given)
+        resident = Resident(
+            id=self.last_id,
+            task=stay.launch.task,
+            wire=wire,
+            bulk=bulk,
+            pipes={read: name for name, (read, _) in pipes.items()},
+            scratch=room.scratch,
+            stay=stay,
+            deadline_us=now_us() + PREPARE_US,
+            saved=fetched.image,
+        )
+        transfer.close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
+        self.residents[resident.id] = resident
+        stay.resident = resident
+        stay.resumed = "image" if fetched.image else "fresh"
+        resident.send("begin", fetched.fds, spec=self._spec(stay, room, fetched))
+        transfer.close_all(fetched.fds)
+        self._selector.register(wire, selectors.EVENT_READ, lambda: self._resident_says(resident))
+        for fd in resident.pipes:
+            os.set_blocking(fd, False)
+            self._listen_to(resident, fd)
+
+    def _spec(self, stay: Stay, room: Room, fetched: Fetched) -> JSON:
+        launch = stay.launch
+        code, scratch = room.inside(self.walls)
+        return {
+            "task": launch.task,
+            "run": launch.run,
+            "params": launch.params,
+            "inputs": sorted(launch.inputs),
+            "outputs": launch.outputs,
+            "preset": launch.preset,
+            "kind": self.house.kind,
+            "rank": 0,
+            "world_size": launch.world_size,
+            "code": str(code),
+            "scratch": str(scratch),
+            "image": fetched.image is not None,
+            "checkpoint_every_s": launch.checkpoint_every_s,
+        }
+
+    def _room(self, name: str, code: Path | None = None) -> Room:
+        """A folder of its own for one resident, and a user of its own where root can give one."""
+        scratch = self.house.folder / "scratch" / name
+        scratch.mkdir(exist_ok=True)
+        slot = zlib.crc32(self.house.device.encode()) % 4096 * 256 + self.last_id % 256
+        room = Room(
+            code=code or self.house.folder / "code",
+            scratch=scratch,
+            uid=200_000 + slot,
+            kind=self.house.kind,
+        )
+        if os.geteuid() == 0 and (name == "probe" or "user" in self.walls):
+            os.chown(scratch, room.uid, room.uid)
+        return room
+
+    def _spawned(self, message: JSON, pidfd: int) -> None:
+        resident = self.residents[message["id"]]
+        resident.pid, resident.pidfd = message["pid"], pidfd
+        if resident.doom:
+            resident.kill()
+
+    def _listen_to(self, resident: Resident, fd: int) -> None:
+        if fd in resident.pipes:
+            self._selector.register(fd, selectors.EVENT_READ, lambda: self._read(resident, fd))
+
+    def _read(self, resident: Resident, fd: int) -> None:
+        if fd not in resident.pipes:
+            return  # its exit was heard in the same round; the number may be another's by now
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return
+        stay_log = resident.stay.log
+        if data:
+            stay_log.write(resident.pipes[fd], data)
+            self.rhythm.chatter = True
+        if not data or stay_log.is_full:
+            self._selector.unregister(fd)
+        if not data:
+            del resident.pipes[fd]
+            os.close(fd)
+        elif stay_log.is_full:
+            self.muted.append((now_us() + MUTED_US, resident, fd))
+
+    # --- residents: what they say ---
+
+    def _resident_says(self, resident: Resident) -> None:
+        if resident.is_gone:
+            return  # its exit was heard in the same round
+        try:
+            said = resident.wire.receive()
+            if len(said) > residents.MESSAGES_LIMIT:
+                raise Nonsense(f"it sent {len(said)} messages at once")
+            for message in said:
+                if resident.wire.fds:
+                    raise Nonsense("it sent a file descriptor")
+                if not resident.doom:
+                    self._take(resident, message)
+        except (Garbled, Nonsense) as error:
+            if not resident.doom:
+                log.warning("task %s speaks nonsense: %s", resident.task, error)
+            self._doom(resident, "nonsense")
+        if resident.wire.closed:
+            self._selector.unregister(resident.wire)  # its exit will be reported
+
+    def _take(self, resident: Resident, message: JSON) -> None:
+        heard = _HEARD.get(message["is"])
+        if heard is None:
+            raise Nonsense(f"it says {message['is']!r:.100}")
+        heard(self, resident, message)
+
+    def _says_prepared(self, resident: Resident, message: JSON) -> None:
+        if resident.is_prepared:
+            raise Nonsense("prepared twice")
+        resident.is_prepared = True
+        resident.preset = residents.table(message, "preset")
+        resident.capabilities = residents.words(message, "capabilities")
+        resident.stay.step = residents.number(message, "step")
+        if resident.stay.state == "pausing":
+            self._paused(resident)
+
+    def _says_progress(self, resident: Resident, message: JSON) -> None:
+        if self.seat is not resident:
+            raise Nonsense("progress without a seat")
+        resident.stay.step = residents.number(message, "step")
+        resident.stay.metrics = residents.table(message, "metrics")
+        resident.memory_bytes = residents.number(message, "memory_bytes")
+        self.rhythm.chatter = True
+
+    def _says_still(self, resident: Resident, message: JSON) -> None:
+        resident.is_still = True
+
+    def _says_moving(self, resident: Resident, message: JSON) -> None:
+        resident.is_still = False
+
+    def _says_paused(self, resident: Resident, message: JSON) -> None:
+        if self.seat is not resident or resident.stay.state not in ("pausing", "stopping"):
+            raise Nonsense("paused without being told to")
+        resident.stay.step = residents.number(message, "step")
+        resident.has_state = message.get("has_state") is not False
+        resident.is_still = False
+        self._free_the_seat(resident)
+        if resident.stay.state == "stopping":
+            self._doom(resident, "cancel")
+            return
+        self._paused(resident)
+
+    def _paused(self, resident: Resident) -> None:
+        stay = resident.stay
+        stay.state, resident.paused_us = "paused", now_us()
+        stay.tell(messages.Paused, now_us())
+        if resident.saved is not None and resident.saved.step == stay.step:
+            self._tell_saved(stay, resident.saved)
+        self.rhythm.happened = True
+
+    def _says_saving(self, resident: Resident, message: JSON) -> None:
+        what, step = residents.text(message, "what"), residents.number(message, "at_step")
+        size = residents.number(message, "size_bytes")
+        is_output = what.startswith("output:") and what[7:] in resident.stay.launch.outputs
+        if resident.is_saving or not (what == "image" or is_output):
+            raise Nonsense(f"it saves {what!r:.100}")
+        if size > 2 * self.house.memory_bytes + 2**30:
+            raise Nonsense(f"an image of {size} bytes")
+        resident.is_saving = True
+        bulk, store, began_us = resident.bulk, self.house.store, now_us()
+        self._aside(
+            lambda: transfer.store(bulk, size, store),
+            lambda stored: self._stored(resident, what, step, began_us, stored),
+        )
+
+    def _stored(
+        self,
+        resident: Resident,
+        what: str,
+        step: int,
+        began_us: int,
+        stored: tuple[str, int] | BaseException,
+    ) -> None:
+        resident.is_saving = False
+        if isinstance(stored, BaseException):
+            self._not_stored(resident, what, stored)
+        else:
+            sha256, size = stored
+            resident.send("kept", what=what)
+            if what == "image":
+                resident.saved = Saving(
+                    step=step, sha256=sha256, size_bytes=size, took_us=now_us() - began_us
+                )
+                self._tell_saved(resident.stay, resident.saved)
+            else:
+                resident.outputs[what[7:]] = {"sha256": sha256, "size_bytes": size}
+        if resident.is_gone:
+            resident.bulk.close()
+
+    def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:
+        if resident.is_gone or resident.doom:
+            return
+        log.error("task %s: its %s could not be stored: %s", resident.task, what, error)
+        if isinstance(error, OutOfStep):
+            self._doom(resident, "nonsense")
+            return
+        resident.send("kept", what=what, error=str(error))
+        if what == "image":
+            resident.save_again_us = now_us() + SAVE_AGAIN_US
+
+    def _tell_saved(self, stay: Stay, saved: Saving) -> None:
+        stay.tell(
+            messages.Saved,
+            now_us(),
+            step=saved.step,
+            sha256=saved.sha256,
+            size_bytes=saved.size_bytes,
+            took_us=saved.took_us,
+        )
+        self.rhythm.happened = True
+
+    def _says_last(self, resident: Resident, message: JSON) -> None:
+        """The last word: told when the process has ended and all that it printed is here."""
+        if message["is"] == "stopped" and resident.stay.state != "stopping":
+            raise Nonsense("stopped without being told to")
+        resident.stay.step = residents.number(message, "step")
+        if message["is"] == "failed":
+            resident.verdict = {"is": messages.Failed, **residents.failed(message)}
+        elif message["is"] == "stopped":
+            resident.verdict = {"is": messages.Stopped}
+        else:
+            result = residents.table(message, "result")
+            resident.verdict = {"is": messages.Finished, "result": result}
+
+    # --- residents: end ---
+
+    def _doom(self, resident: Resident, why: str) -> None:
+        if not resident.doom:
+            resident.doom = why
+            resident.kill()
+
+    def _vanish(self, stay: Stay, why: str) -> None:
+        """The stay ends without a word."""
+        stay.state = "vanished"
+        if stay.resident is not None and stay.resident.stay is stay:
+            self._doom(stay.resident, why)
+        self.rhythm.happened = True
+
+    def _end(self, stay: Stay, kind: type[messages.Event], **said: Any) -> None:
+        stay.tell(kind, now_us(), **said)
+        stay.state = "ended"
+        self.rhythm.happened = True
+
+    def _exited(self, resident: Resident, status: int) -> None:
+        self._hear_the_rest(resident)
+        self._free_the_seat(resident)
+        stay = resident.stay
+        stay.log.end()
+        resident.is_gone = True
+        del self.residents[resident.id]
+        resident.close()
+        if not resident.is_saving:
+            resident.bulk.close()
+        self._hands.submit(shutil.rmtree, resident.scratch, ignore_errors=True)
+        if resident.doom in _SILENT or stay.state in ("vanished", "paused"):
+            self._vanish(stay, resident.doom)
+        else:
+            last = _last_word(resident, status)
+            self._end(stay, last.pop("is"), **last)
+
+    def _hear_the_rest(self, resident: Resident) -> None:
+        registered = self._selector.get_map()
+        if not resident.wire.closed:
+            self._resident_says(resident)
+        if resident.wire in registered:
+            self._selector.unregister(resident.wire)
+        self.muted = [item for item in self.muted if item[1] is not resident]
+        for fd, name in resident.pipes.items():
+            if fd in registered:
+                self._selector.unregister(fd)
+            while data := _read_now(fd):
+                resident.stay.log.write(name, data)
+
+    # --- reports ---
+
+    def _may_report(self) -> bool:
+        """Not before we can work: a device that speaks is given work."""
+        return "torch" in self.facts
+
+    def _report_if_due(self) -> None:
+        now = now_us()
+        if self._may_report() and now >= self.rhythm.due_us(self.lease.answered_us):
+            self.rhythm.reported(now)
+            self.pulse.say(self._alive())
+
+    def _alive(self, *, leaving: bool = False) -> Alive:
+        now = now_us()
+        stays = list(self.stays.values())
+        held = [] if leaving else [s.view(now) for s in stays if s.state != "vanished"]
+        return Alive(
+            device=self.house.device,
+            incarnation=self.house.incarnation,
+            sent_us=now,
+            facts={**self.facts, "leaving": True} if leaving else self.facts,
+            residents=held,
+            events=[event for stay in stays for event in stay.events],
+            logs=log_lines(stays, LOGS_LIMIT_BYTES),
+        )
+
+    # --- other threads' work ---
+
+    def _aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Do `work` in another thread; `then` gets its result, or its error, in this one."""
+
+        def done(future: Future[Any]) -> None:
+            if not future.cancelled():
+                error = future.exception()
+                self.receive(lambda: then(future.result() if error is None else error))
+
+        self._hands.submit(work).add_done_callback(done)
+
+
+_HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
+    "prepared": Supervisor._says_prepared,
+    "progress": Supervisor._says_progress,
+    "still": Supervisor._says_still,
+    "moving": Supervisor._says_moving,
+    "paused": Supervisor._says_paused,
+    "saving": Supervisor._says_saving,
+    "failed": Supervisor._says_last,
+    "finished": Supervisor._says_last,
+    "stopped": Supervisor._says_last,
+}
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def _can_go_on(resident: Resident, launch: Launch) -> bool:
+    """Its state in memory is at least as new as the newest checkpoint."""
+    newest = launch.images[0]["step"] if launch.images else 0
+    return resident.stay.state == "paused" and resident.step >= newest
+
+
+def _begin_again(resident: Resident, stay: Stay) -> None:
+    before = resident.stay
+    before.log.end()
+    before.state = "ended"
+    stay.step, stay.metrics = before.step, before.metrics
+    stay.resumed, stay.resident, resident.stay = "resident", resident, stay
+
+
+def _last_word(resident: Resident, status: int) -> JSON:
+    """The final event of a stay, out of what its process said and how it ended."""
+    said, doom = resident.verdict, resident.doom
+    if said is not None and said["is"] is messages.Finished:
+        return {**said, "outputs": resident.outputs}
+    if doom == "cancel" or resident.stay.state == "stopping":
+        return {"is": messages.Stopped}
+    if said is not None and not doom:
+        return said
+    cause = {"max_duration": "max_duration", "slow": "bundle"}.get(doom, "exit")
+    return {"is": messages.Failed, "cause": cause, "message": _how_it_ended(doom, status)}
+
+
+def _how_it_ended(doom: str, status: int) -> str:
+    match doom:
+        case "max_duration":
+            return "It held its seat for max_duration_s and was ended."
+        case "slow":
+            return f"Importing its code took more than {PREPARE_US // 1_000_000} s."
+        case "nonsense":
+            return "Its process sent something that Roundhouse does not understand."
+    number = -status if status < 0 else status - 128 if status > 128 else 0
+    if number == 9:
+        return "Its process was killed (SIGKILL); perhaps it ran out of memory."
+    if number:
+        return f"Its process died of signal {number}."
+    return f"Its process ended by itself, with status {status}."
+
+
+def _wait_for_end(resident: Resident) -> None:
+    """A killed process is gone when its descriptor says so; that takes a moment."""
+    if resident.pidfd is not None:
+        with selectors.DefaultSelector() as ended:
+            ended.register(resident.pidfd, selectors.EVENT_READ)
+            ended.select(2.0)
+
+
+def _read_now(fd: int) -> bytes:
+    try:
+        return os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return b""
