@@ -39,6 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	        "Name another with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	    echo "Python cannot make environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing into $(VENV), torch included; the first time this takes some minutes."
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[embedded,dev]"
 	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'); \
 	    test "$${found%%+*}" = $(TORCH) || { echo "torch $(TORCH) is needed, found $$found" >&2; exit 1; }

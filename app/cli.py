@@ -10,11 +10,13 @@ codes are stable:
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -31,6 +33,9 @@ from app.terminal import Output, err, facts, out, show, show_line, table
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
 INTERRUPTED = 130
+SILENT_S = 5.0  # so long no event comes before a watcher is told why
+
+log = logging.getLogger(__name__)
 
 
 class _Verbs(TyperGroup):
@@ -45,7 +50,7 @@ class _Verbs(TyperGroup):
             _fail(NO_ANSWER, telling.unreachable(error))
         except login.NoLogin as error:
             _fail(NO_ACCESS, Text(str(error)))
-        except Unreadable as error:
+        except (Unreadable, login.BadAddress) as error:
             _fail(USAGE, Text(str(error)))
         except KeyboardInterrupt:
             _fail(INTERRUPTED, Text("Interrupted here; what was submitted goes on."))
@@ -113,8 +118,9 @@ def log_in(
 ) -> None:
     """Remember where the service is and your key."""
     url = url or os.environ.get("ROUNDHOUSE_URL") or typer.prompt("Address", err=True)
+    url = login.address(url, "the address")
     key = key or typer.prompt("API key", hide_input=True, err=True)
-    new = login.Login(url=url.rstrip("/"), key=key.strip(), source="")
+    new = login.Login(url=url, key=key.strip(), source="")
     with _client(ctx, new) as client:
         me = client.get("/v1/me")
     file = login.store(new)
@@ -176,7 +182,8 @@ def submit(
             show(request, output, lambda: telling.accepted(request))
             return
         err().print(telling.accepted(request))
-        _watch(client, request["id"], output)
+        with _Waits(partial(_client, ctx), request["id"]) as waits:
+            _watch(client, request["id"], output, waits)
 
 
 def _descriptor(source: Path | None, job: str, params: list[str], name: str) -> JSON:
@@ -272,8 +279,13 @@ def why(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
         tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else _open_tasks(client, id)
-        told = [{"task": t["name"], **client.get(f"/v1/tasks/{t['id']}/explain")} for t in tasks]
-    show(told, output, lambda: telling.explained(told))
+        told = [_explain(client, task) for task in tasks]
+    failed = [task for task in tasks if task["state"] == "failed"]
+    show(told, output, lambda: telling.explained(told, failed))
+
+
+def _explain(client: Client, task: JSON) -> JSON:
+    return {"task": task["name"], **client.get(f"/v1/tasks/{task['id']}/explain")}
 
 
 def _open_tasks(client: Client, request_id: str) -> list[JSON]:
@@ -295,8 +307,12 @@ def logs(
         if kind == "tasks":
             found = client.get(f"/v1/tasks/{id}")
             path, task = f"/v1/requests/{found['request_id']}/logs", found["name"]
+        printed = False
         for line in _lines(client, path, task, follow):
             show_line(line, output, partial(telling.log_line, line))
+            printed = True
+        if not printed and (value := client.get(f"/v1/{kind}/{id}"))["state"] in telling.ENDED:
+            err().print(telling.silent(value))
 
 
 def _lines(client: Client, path: str, task: str | None, follow: bool) -> Iterator[JSON]:
@@ -309,9 +325,56 @@ def _lines(client: Client, path: str, task: str | None, follow: bool) -> Iterato
             yield event.data
 
 
-def _watch(client: Client, request_id: str, output: Output) -> None:
+class _Waits:
+    """Tells why a request waits, whenever its events were silent for SILENT_S and that changed.
+
+    It asks with a client of its own, in a thread, as the stream of events has the other.
+    """
+
+    def __init__(self, client: Callable[[], Client], request_id: str) -> None:
+        self._client, self._request_id = client, request_id
+        self._news, self._over, self._told = threading.Event(), False, ""
+        self._thread = threading.Thread(target=self._run, name="waits", daemon=True)
+
+    def __enter__(self) -> _Waits:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        self._news.set()
+        self._thread.join(timeout=SILENT_S)
+
+    def heard(self) -> None:
+        self._news.set()
+
+    def _run(self) -> None:
+        with self._client() as client:
+            while not self._over:
+                if self._news.wait(SILENT_S):
+                    self._news.clear()
+                    continue
+                try:
+                    self._tell(client)
+                except (Problem, Unreachable) as error:
+                    log.debug("why it waits is unknown: %s", error)  # the stream meets it, too
+
+    def _tell(self, client: Client) -> None:
+        states = ("blocked", "waiting")
+        tasks = [task for task in _open_tasks(client, self._request_id) if task["state"] in states]
+        if not tasks:
+            return
+        told = _explain(client, min(tasks, key=lambda task: task["state"] == "blocked"))
+        line = telling.waits(told)
+        if told["state"] in states and not self._over and line.plain != self._told:
+            self._told = line.plain
+            err().print(line)
+
+
+def _watch(client: Client, request_id: str, output: Output, waits: _Waits) -> None:
     """Tells events until the request has ended; exits with JOB_FAILED if it did not end well."""
     for event in client.stream(f"/v1/requests/{request_id}/events"):
+        waits.heard()
         if event.type != "end":
             show_line(event.data, output, partial(telling.event, event.data))
     request = client.get(f"/v1/requests/{request_id}")

@@ -11,6 +11,7 @@ AppError                 500 internal
 ├── StaleVersion         412 precondition-failed
 ├── VersionNeeded        428 precondition-required
 ├── TooLarge             413 payload-too-large
+├── WrongMediaType       415 unsupported-media-type
 └── Unavailable          503 unavailable           Postgres does not answer
 """
 
@@ -94,6 +95,12 @@ class TooLarge(AppError):
     status = 413
     type = "payload-too-large"
     title = "The body is too large"
+
+
+class WrongMediaType(AppError):
+    status = 415
+    type = "unsupported-media-type"
+    title = "The body is not JSON"
 
 
 class Unavailable(AppError):

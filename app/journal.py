@@ -555,6 +555,7 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
             order.answered_at = func.now()
     if view.state == "ended":
+        _sample(session, task, view)
         return True  # it goes by itself when its last event is acknowledged
     if task.seat != house.device.id:
         return task.image_on == house.device.id
@@ -564,13 +565,12 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     task.held_us = placement.held_us
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
-    if view.metrics:
-        _sample(session, task, view)
+    _sample(session, task, view)
     return True
 
 
 def _sample(session: Session, task: Task, view: ResidentView) -> None:
-    if task.metrics == view.metrics:
+    if not view.metrics or task.metrics == view.metrics:
         return
     task.metrics = view.metrics
     row = insert(Metric).values(task_id=task.id, step=view.step, values=view.metrics)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ class Login:
     source: str
 
 
+class BadAddress(Exception):
+    """What was given as the service's address is none."""
+
+
 class NoLogin(Exception):
     """There is no service to talk to, or no key for it."""
 
@@ -33,9 +38,10 @@ class NoLogin(Exception):
 def found(who: str | None = None) -> Login:
     """The login to use; `who` is TENANT or TENANT:ROLE among the keys of `make up`.
 
-    Raises NoLogin.
+    Raises NoLogin, and BadAddress for ROUNDHOUSE_URL.
     """
-    url = os.environ.get("ROUNDHOUSE_URL", "").rstrip("/")
+    url = os.environ.get("ROUNDHOUSE_URL", "")
+    url = address(url, "ROUNDHOUSE_URL") if url else ""
     key = os.environ.get("ROUNDHOUSE_KEY", "")
     stored = list(_stored(who))
     if key and who is None:
@@ -48,6 +54,13 @@ def found(who: str | None = None) -> Login:
         f"there is no key {f'for {url}' if url else 'here'}: roundhouse login --url URL, or set"
         " ROUNDHOUSE_URL and ROUNDHOUSE_KEY, or start a service with make up"
     )
+
+
+def address(url: str, given_by: str) -> str:
+    """Without a slash at its end; raises BadAddress if it is no http address."""
+    if not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", url):
+        raise BadAddress(f"{given_by}: {url!r} is no address; give one like http://localhost:8000")
+    return url.rstrip("/")
 
 
 def store(login: Login) -> Path:

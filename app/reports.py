@@ -242,8 +242,12 @@ def _usage_now_us(faded: int, base: LedgerBase | None, now: datetime) -> int:
     )
 
 
-def verdict(share: TenantShare) -> str:
-    """One sentence for the tenant: what it holds, what it should, what waits."""
+def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
+    """One sentence for the tenant: what it holds, what it should, who goes first, what waits.
+
+    `shares` are those of all tenants: the scheduler goes by usage for one's weight, not by what is
+    held, so who holds little may still come after others.
+    """
     devices = sum(kind.devices for kind in share.kinds)
     if not devices:
         return f"No device takes work now; {_tasks(share.waiting)}."
@@ -254,17 +258,45 @@ def verdict(share: TenantShare) -> str:
             f"{_devices(devices)} {'is' if entitled == 1 else 'are'} yours, "
             "and what others leave idle too."
         )
-    fair = f"your fair share now is {number(share.fair)}{_so(share)}"
+    fair = f"your fair share now is {number(share.fair)}{_so(share, shares)}"
     return f"You hold {share.held} of {_devices(devices)}; {fair}; {_tasks(share.waiting)}."
 
 
-def _so(share: TenantShare) -> str:
-    """What the difference between held and fair comes to."""
-    if share.held > share.fair:
-        return ", so others are due a turn"
-    if share.held < share.fair and share.waiting:
-        return ", so your turn is due"
-    return ""
+_OTHERS_FIRST = "; others, who have used less for their weight, go first"
+_YOUR_TURN = "; others have used more for their weight, so your turn comes"
+_OTHERS_TURN = "; others wait who have used less for their weight, so they are due a turn"
+
+
+def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
+    """Who goes first; nothing if kinds of devices differ in that, or nobody is ahead."""
+    rest = [other for other in shares if other.id != share.id]
+    if share.waiting:
+        waited = [kind for kind in share.kinds if kind.waiting and kind.devices]
+        said = {_who_goes_first(share, kind, rest) for kind in waited}
+        return said.pop() if len(said) == 1 else ""
+    over = [kind for kind in share.kinds if kind.held > kind.fair]
+    due = any(
+        other.score < share.score and _of_kind(other, kind.kind).waiting
+        for kind in over
+        for other in rest
+    )
+    return _OTHERS_TURN if due else ""
+
+
+def _who_goes_first(share: TenantShare, kind: KindShare, rest: Sequence[TenantShare]) -> str:
+    """Rules F3 and F6 for one kind that the tenant waits for, by what the ledger has booked."""
+    rivals = [(other, _of_kind(other, kind.kind)) for other in rest]
+    waiting = [other.score for other, their in rivals if their.waiting]
+    holding = [other.score for other, their in rivals if their.held]
+    taken = kind.held + sum(their.held for _, their in rivals) >= kind.devices
+    stay = taken and bool(holding) and max(holding) < share.score
+    if stay or any(score < share.score for score in waiting):
+        return _OTHERS_FIRST
+    return _YOUR_TURN if any(score > share.score for score in waiting + holding) else ""
+
+
+def _of_kind(share: TenantShare, kind: str) -> KindShare:
+    return next(each for each in share.kinds if each.kind == kind)
 
 
 def verdict_of_all(shares: Sequence[TenantShare]) -> str:

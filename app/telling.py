@@ -13,7 +13,7 @@ from rich.text import Text
 
 from app.bundling import IGNORE_FILE, Bundle
 from app.client import JSON, Problem, Unreachable
-from app.terminal import Column, ago, clock, facts, seconds, size, state, table, words
+from app.terminal import Column, ago, cell, clock, facts, seconds, size, state, table, words
 
 ENDED = frozenset({"done", "failed", "cancelled"})
 
@@ -22,7 +22,7 @@ ENDED = frozenset({"done", "failed", "cancelled"})
 REQUESTS = [
     Column("ID", lambda r: r["id"]),
     Column("NAME", lambda r: r["name"]),
-    Column("STATE", lambda r: state(r["state"])),
+    Column("STATE", lambda r: _request_state(r)),
     Column("TENANT", lambda r: r["tenant"]),
     Column("USER", lambda r: r["user"]),
     Column("TASKS", lambda r: _counted(r["task_states"])),
@@ -41,7 +41,7 @@ WISHED = [
     Column("ID", lambda x: x["id"]),
     Column("NAME", lambda x: x["name"]),
     Column("STATE", lambda x: state(x["state"])),
-    Column("ASKED", lambda x: _asked(x)),
+    Column("ASKED", lambda x: _asked(x) or _too_late(x)),
 ]
 
 
@@ -68,7 +68,7 @@ def request(value: JSON) -> RenderableType:
         [
             ("request", value["id"]),
             ("name", value["name"]),
-            ("state", state(value["state"])),
+            ("state", _request_state(value)),
             ("owner", f"{value['user']} of {value['tenant']}"),
             ("priority", value["priority"] or None),
             ("labels", value["labels"]),
@@ -79,7 +79,24 @@ def request(value: JSON) -> RenderableType:
     )
     tasks = value["tasks"]
     failures = [failure(task) for task in tasks if task["state"] == "failed"]
-    return Group(head, Text(), table(tasks, TASKS), *failures)
+    return Group(head, Text(), table(tasks, TASKS), *_results(tasks), *failures)
+
+
+def _results(tasks: Iterable[JSON]) -> list[Text]:
+    """A line each, since a result may be far wider than a column."""
+    return [
+        Text.assemble("\n", words(f"{task['name']} gave ", "dim"), cell(task["result"]))
+        for task in tasks
+        if task["result"]
+    ]
+
+
+def _request_state(value: JSON) -> Text:
+    """A started request of which nothing is on a device is paused if it is held, else it waits."""
+    live = value["task_states"].keys() - ENDED
+    if value["state"] != "running" or not live or live - {"blocked", "waiting"}:
+        return state(value["state"])
+    return state("paused" if value["hold"] else "waiting")
 
 
 def _asked(changed: JSON) -> str:
@@ -90,6 +107,10 @@ def _asked(changed: JSON) -> str:
     if holders := {task["hold"] for task in tasks} - {""}:
         return f"held by {', '.join(sorted(holders))}"
     return ""
+
+
+def _too_late(changed: JSON) -> str:
+    return f"already {changed['state']}; nothing changed" if changed["state"] in ENDED else ""
 
 
 def _counted(states: JSON) -> str:
@@ -111,7 +132,7 @@ TASKS = [
     Column("HELD", lambda t: seconds(t["held_us"]), right=True),
     Column("PAUSES", lambda t: t["pauses"], right=True),
     Column("LOST", lambda t: t["lost_steps"], right=True),
-    Column("METRICS", lambda t: t["result"] or t["metrics"]),
+    Column("METRICS", lambda t: t["metrics"]),
 ]
 
 PLACEMENTS = [
@@ -185,8 +206,29 @@ _WHAT_TO_DO = {
 }
 
 
-def explained(tasks: Iterable[JSON]) -> RenderableType:
-    return Group(*(_explained(task) for task in tasks))
+def explained(tasks: Iterable[JSON], failed: Iterable[JSON]) -> RenderableType:
+    return Group(*(_explained(task) for task in tasks), *(_cause(task) for task in failed))
+
+
+def waits(told: JSON) -> Text:
+    """The first reason of one explanation, in a line."""
+    place = f", place {told['place']} of its island" if told["place"] else ""
+    return words(f"{told['task']} is {told['state']}{place}: {told['message']}", "dim")
+
+
+def silent(value: JSON) -> Text:
+    """Of a request or task that has ended and printed nothing."""
+    tasks = value.get("tasks", [value])
+    text = words(f"{value['name']} is {value['state']} and printed nothing.")
+    if failed := [task for task in tasks if task["state"] == "failed"]:
+        return text.append(" ").append_text(_cause(failed[0], of=value["id"]))
+    return text.append(f"  roundhouse show {value['id']}")
+
+
+def _cause(task: JSON, of: str = "") -> Text:
+    first = (task["message"] or "").partition("\n")[0]
+    text = words(f"{task['name']}: {task['cause']}: {first}", "red")
+    return text.append(f"  roundhouse show {of or task['id']}", "default")
 
 
 def _explained(task: JSON) -> Text:

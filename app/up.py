@@ -29,7 +29,7 @@ from typing import Any
 
 from app import embedded
 from app.embedded import CannotStart
-from app.settings import settings
+from app.settings import default_home, settings
 from app.supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
 
 ROOT = Path(__file__).parent.parent  # where the packages `app` and `workers` lie
@@ -69,7 +69,7 @@ def up(wanted: Wanted, say: Callable[[str], None]) -> None:
     """Runs the system until SIGINT, SIGTERM or SIGHUP; raises CannotStart or NotReady."""
     embedded.prepare(wanted.home)
     with embedded.locked(wanted.home):
-        port = wanted.port or _free_port(wanted.host)
+        port = wanted.port or _usual_port(wanted)
         state = _State(wanted, f"http://{wanted.host}:{port}")
         supervisor = Supervisor(wanted.home / "logs", changed=state.write, say=say)
         state.supervisor = supervisor
@@ -227,10 +227,23 @@ def answers(url: str, path: str) -> bool:
         connection.close()
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def _usual_port(wanted: Wanted) -> int:
+    """The port of the last time, if nobody has taken it, so that addresses in use stay true."""
+    kept = wanted.home / "port"
+    port = _free_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)
+    kept.write_text(f"{port}\n")
+    return port
+
+
+def _free_port(host: str, wish: int = 0) -> int:
+    try:
+        with socket.create_server((host, wish)) as listener:
+            port: int = listener.getsockname()[1]
+            return port
+    except OSError:
+        if not wish:
+            raise
+        return _free_port(host)
 
 
 def _welcome(wanted: Wanted, state: _State) -> str:
@@ -244,6 +257,8 @@ def _welcome(wanted: Wanted, state: _State) -> str:
     ]
     for tenant, keys in json.loads(wanted.keys_file.read_text()).items():
         lines += [f"    {tenant:9} {role:15} {key}" for role, key in keys.items()]
+    if wanted.home != default_home():
+        lines.append(f"For `roundhouse` in another terminal: export ROUNDHOUSE_HOME={wanted.home}")
     return "\n".join([*lines, "Ctrl-C stops everything."])
 
 

@@ -4,6 +4,8 @@ A wish is written down and answered at once; the island acts on it and writes th
 twice changes nothing more.  Each wish that changes something leaves an event that says who asked.
 After the commit the open streams and the island (or control, if no island has the task yet) hear of
 it; both hints may be lost.
+
+What has ended stays as it is: to cancel it is no error, any other wish about it is a Conflict.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ def cancel_request(session: Session, request: Request, *, by: str) -> None:
 
 
 def hold_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
+    _check_live(request)
     hold = ADMIN_HOLD if as_admin else USER_HOLD
     if _each(session, request, lambda task: _wish_hold(task, hold)):
         _tell(session, request, None, "request.hold_asked", f"{by} holds it.")
 
 
 def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
+    _check_live(request)
     if _each(session, request, lambda task: _wish_release(task, as_admin)):
         _tell(session, request, None, "request.release_asked", f"{by} released it.")
 
@@ -72,29 +76,30 @@ def cancel_task(session: Session, task: Task, *, by: str) -> None:
 
 
 def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
-    _check_live(task, "paused")
+    _check_live(task)
     hold = ADMIN_HOLD if as_admin else USER_HOLD
     if _one(session, task, lambda task: _wish_hold(task, hold)):
         _tell(session, task, task, "task.hold_asked", f"{by} asked to pause it.")
 
 
 def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
-    _check_live(task, "resumed")
+    _check_live(task)
     if _one(session, task, lambda task: _wish_release(task, as_admin)):
         _tell(session, task, task, "task.release_asked", f"{by} asked to resume it.")
 
 
 def save_task(session: Session, task: Task, *, by: str) -> None:
     """Raises Conflict unless the task sits on a device."""
+    _check_live(task)
     if task.state not in ON_A_DEVICE:
         raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
     if _one(session, task, lambda task: _set(task, "save_asked", True)):
         _tell(session, task, task, "task.save_asked", f"{by} asked for a checkpoint.")
 
 
-def _check_live(task: Task, wished: str) -> None:
-    if task.state in ENDED:
-        raise Conflict(f"it is {task.state} and cannot be {wished} any more")
+def _check_live(wished_of: Request | Task) -> None:
+    if wished_of.state in ENDED:
+        raise Conflict(f"it is already {wished_of.state}; nothing changed")
 
 
 # --- how a wish is written ----------------------------------------------------------------------

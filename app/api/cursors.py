@@ -44,7 +44,8 @@ def opened_numbers(cursor: str, parts: int = 1, *, where: str = "?cursor") -> li
 
 
 def _bad(where: str) -> BadInput:
-    return BadInput.at(where, "this is not a cursor that a list gave out", "cursor")
+    given_by = "list" if where.startswith("?") else "stream"
+    return BadInput.at(where, f"this is not a cursor that a {given_by} gave out", "cursor")
 
 
 def page(

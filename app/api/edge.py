@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import problems
 from app.core.descriptor import Fault
-from app.errors import BadInput, TooLarge
+from app.errors import BadInput, TooLarge, WrongMediaType
 
 DRAINED_BYTES = 64 * 2**20  # of a body that is too large: so much is still read, and thrown away
 LARGE_BYTES = 2**16  # a body above this is parsed off the event loop
@@ -143,13 +143,30 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.body_field is not None:
+            self.responses = {**self.responses, **problems.described(415)}
+
     def get_route_handler(self) -> Callable[..., Any]:
-        handle = super().get_route_handler()
+        handle, takes_json = super().get_route_handler(), self.body_field is not None
 
         async def handle_strictly(request: Request) -> Any:
+            if takes_json:
+                _check_media_type(request.headers)
             return await handle(StrictRequest(request.scope, request.receive))
 
         return handle_strictly
+
+
+def _check_media_type(headers: Headers) -> None:
+    """A form of another origin could send any other type without being asked first."""
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    given = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and given != "application/json":
+        raise WrongMediaType(
+            f"the body came as {given or 'no type at all'}; send Content-Type: application/json"
+        )
 
 
 def strict_json(body: bytes) -> Any:

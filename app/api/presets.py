@@ -61,6 +61,9 @@ def put_preset(
     """Counts from the next launch on.  A device that does not take it fails the task, with the
     difference.
     """
+    if kind not in preset.KINDS:
+        known = ", ".join(preset.KINDS)
+        raise BadInput.at("{kind}", f"there is no device kind {kind!r}; known: {known}", "unknown")
     if faults := preset.check(body.params, kind=kind):
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
     row = insert(Preset).values(task_type=task_type, kind=kind, params=body.params)

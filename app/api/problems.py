@@ -80,6 +80,11 @@ MEANINGS = {
         "The body is larger than this service takes.",
         "Send less: large data does not belong into a request. `detail` names the limit.",
     ),
+    "unsupported-media-type": (
+        "The body came with a Content-Type that this address does not read. curl -d, for one, "
+        "calls every body a form.",
+        "Send `Content-Type: application/json` and a body in JSON.",
+    ),
     "bad-request": (
         "The call could not be understood as HTTP or as what this address takes.",
         "Compare it with the example in /docs.",
@@ -251,6 +256,11 @@ def _page(title: str, body: str) -> str:
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Problem responses, as FastAPI's `responses=`."""
     return {status: {"model": schemas.Problem, **_content(status)} for status in statuses}
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The same for a route that exists already; others have brought the model into the page."""
+    return {status: _content(status) for status in statuses}
 
 
 def _content(status: int) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def _owner(caller: Caller) -> intake.Owner:
 def _states(text: str | None) -> list[str]:
     states = [word.strip() for word in (text or "").split(",") if word.strip()]
     if unknown := [state for state in states if state not in get_args(RequestState)]:
-        raise BadInput.at("?state", f"{unknown[0]!r} is none of {get_args(RequestState)}", "state")
+        known = ", ".join(get_args(RequestState))
+        raise BadInput.at("?state", f"{unknown[0]!r} is none of {known}", "state")
     return states
 
 
@@ -156,7 +157,7 @@ def _label(item: str) -> dict[str, str]:
 def _wait_s(text: Any) -> Any:
     if isinstance(text, str):
         if not re.fullmatch(r"\d{1,3}(\.\d+)?s?", text):
-            raise ValueError("give seconds, such as 30s")
+            raise ValueError(f"give seconds, such as 30s, at most {LONGEST_WAIT_S:g}s")
         return min(float(text.removesuffix("s")), LONGEST_WAIT_S)
     return text
 
@@ -227,13 +228,20 @@ def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> 
 _WISH: dict[str, Any] = {
     "status_code": 202,
     "response_model": RequestOut,
-    "responses": declared(403, 404),
+    "responses": declared(403, 404, 409),
 }
 
 
-@router.post("/requests/{id}/cancel", summary="Cancel a request", **_WISH)
+@router.post(
+    "/requests/{id}/cancel",
+    summary="Cancel a request",
+    **{**_WISH, "responses": declared(403, 404)},
+)
 def cancel_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """All its tasks end; what has ended stays as it is.  Cancelling twice is no error."""
+    """All its tasks end; what has ended stays as it is.
+
+    Cancelling twice, or after its end, is no error.
+    """
     found = request_to_act_on(session, caller, id)
     wishes.cancel_request(session, found, by=caller.user_name)
     return request_out(session, found)
@@ -270,14 +278,23 @@ def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]
     ids = [request.id for request in requests]
     names = {row.id: row for row in session.execute(_names(ids))}
     states: dict[str, dict[str, int]] = {id: {} for id in ids}
+    holders: dict[str, set[str]] = {id: set() for id in ids}
     counted = (
-        select(Task.request_id, Task.state, func.count())
+        select(Task.request_id, Task.state, Task.hold, func.count())
         .where(Task.request_id.in_(ids))
-        .group_by(Task.request_id, Task.state)
+        .group_by(Task.request_id, Task.state, Task.hold)
     )
-    for id, state, n in session.execute(counted):
-        states[id][state] = n
-    return [_summary(request, names[request.id], states[request.id]) for request in requests]
+    for id, state, hold, n in session.execute(counted):
+        states[id][state] = states[id].get(state, 0) + n
+        if state not in ENDED:
+            holders[id].add(hold)
+    return [
+        {
+            **_summary(request, names[request.id], states[request.id]),
+            "hold": min(holders[request.id], default=""),  # "" sorts first: one is not held
+        }
+        for request in requests
+    ]
 
 
 def _names(ids: list[str]) -> Any:

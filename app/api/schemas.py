@@ -206,6 +206,7 @@ class RequestSummary(Out):
     submitted_at: datetime
     ended_at: datetime | None
     task_states: dict[str, int]
+    hold: str = Field("", description="who holds back all that has not ended: user or admin")
 
 
 class RequestOut(RequestSummary):

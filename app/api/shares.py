@@ -57,7 +57,7 @@ def get_fair_share(session: Db, caller: Authed) -> FairShare:
     mine = [share for share in shares if share.id == caller.tenant_id]
     return FairShare(
         at=now,
-        verdict=reports.verdict(mine[0]) if mine else reports.verdict_of_all(shares),
+        verdict=reports.verdict(mine[0], shares) if mine else reports.verdict_of_all(shares),
         tenants=mine,
         others=reports.others(shares, caller.tenant_id),
     )

@@ -81,7 +81,7 @@ def list_events(
     """With `Accept: text/event-stream` the same as `…/events/stream`."""
     visible_request(session, caller, id)
     if "text/event-stream" in http.headers.get("accept", ""):
-        return _event_stream(id, last_event_id or cursor)
+        return _event_stream(id, _last_seen(last_event_id, 2) or cursor)
     found = read_events(session, id, cursor, limit + 1).items
     return cursors.page(http, response, found, limit, [item.cursor for item in found])
 
@@ -97,7 +97,7 @@ def stream_events(
 ) -> StreamingResponse:
     """Server-sent events named by their `type`, from the first on, or after `Last-Event-ID`."""
     visible_request(session, caller, id)
-    return _event_stream(id, last_event_id or cursor)
+    return _event_stream(id, _last_seen(last_event_id, 2) or cursor)
 
 
 def _event_stream(request_id: str, after: str | None) -> StreamingResponse:
@@ -174,7 +174,8 @@ def list_logs(
     visible_request(session, caller, id)
     names = _tasks(session, id, task)
     if "text/event-stream" in http.headers.get("accept", ""):
-        return _log_stream(id, names, last_event_id or cursor or _before(session, names, tail))
+        after = _last_seen(last_event_id) or cursor or _before(session, names, tail)
+        return _log_stream(id, names, after)
     if tail is not None:
         if cursor is not None:
             raise BadInput.at("?tail", "give either tail or cursor", "both")
@@ -201,7 +202,8 @@ def stream_logs(
     """Server-sent events named `log`, from the first line on, or the last ones with `tail`."""
     visible_request(session, caller, id)
     names = _tasks(session, id, task)
-    return _log_stream(id, names, last_event_id or cursor or _before(session, names, tail))
+    after = _last_seen(last_event_id) or cursor or _before(session, names, tail)
+    return _log_stream(id, names, after)
 
 
 def _log_stream(request_id: str, names: dict[str, str], after: str | None) -> StreamingResponse:
@@ -252,6 +254,13 @@ def read_logs(session: Session, names: dict[str, str], after: str | None, limit:
         for line in session.scalars(query)
     ]
     return Read(items)
+
+
+def _last_seen(event_id: str | None, parts: int = 1) -> str | None:
+    """The event id as a cursor; what is wrong with it is said of the header that brought it."""
+    if event_id:
+        cursors.opened_numbers(event_id, parts, where="Last-Event-ID:")
+    return event_id
 
 
 # --- how a stream runs --------------------------------------------------------------------------

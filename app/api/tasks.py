@@ -68,7 +68,8 @@ def list_tasks(
 def _states(text: str) -> list[str]:
     states = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := [state for state in states if state not in get_args(TaskState)]:
-        raise BadInput.at("?state", f"{unknown[0]!r} is none of {get_args(TaskState)}", "state")
+        known = ", ".join(get_args(TaskState))
+        raise BadInput.at("?state", f"{unknown[0]!r} is none of {known}", "state")
     return states
 
 

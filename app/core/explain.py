@@ -139,15 +139,26 @@ def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
         told = []
         if standing is not None:
             has = "has" if who == "Your tenant" else "have"
-            told.append(
-                f"{who} {has} used {rounded(standing.mine_s)} device-seconds per weight with the "
-                f"next turn; who holds a device has used no more than {rounded(standing.theirs_s)}."
-            )
+            told.append(f"{who} {has} used {_compared(standing)}.")
         if others:
             whose = "tenants" if who == "Your tenant" else "users of your tenant"
             told.append(f"{others} {_plural('task', others)} of less served {whose} go first.")
         if told:
             yield _reason(code, " ".join(told), "others use more, or your usage fades")
+
+
+def _compared(standing: Standing) -> str:
+    """Both sides, or how far apart they are at most where both would read the same."""
+    mine, theirs = rounded(standing.mine_s), rounded(standing.theirs_s)
+    if mine != theirs:
+        return (
+            f"{mine} device-seconds per weight with the next turn; "
+            f"who holds a device has used no more than {theirs}"
+        )
+    more = f"{bound(standing.mine_s - standing.theirs_s):g}"
+    return (
+        f"up to {more} device-seconds per weight more, with the next turn, than who holds a device"
+    )
 
 
 def _own(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
@@ -184,6 +195,14 @@ def _plural(what: str, n: int) -> str:
 def rounded(seconds: float) -> str:
     """Two digits are enough for a comparison, and do not change with every second."""
     return f"{float(f'{seconds:.2g}'):g}"
+
+
+def bound(seconds: float) -> float:
+    """The next of 1, 2, 5, 10, 20, 50, ... : a difference that shrinks reads the same for long."""
+    scale = 1.0
+    while seconds > 5 * scale:
+        scale *= 10
+    return next(step * scale for step in (1, 2, 5) if seconds <= step * scale)
 
 
 def clock(at_s: float) -> str:

@@ -33,6 +33,8 @@ class Parameter:
     on: tuple[str, ...] = ()
 
 
+KINDS = ("cpu", "cuda")  # of devices that a preset can be applied to
+
 PARAMETERS: dict[str, Parameter] = {
     "threads": Parameter(kind=int, default=1, least=1, most=1024),
     "interop_threads": Parameter(kind=int, default=1, least=1, most=1024),

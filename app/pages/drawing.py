@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from typing import Any
 
-from app.reports import Curve, Stay, UsageRow
+from app.reports import Curve, Happened, Stay, UsageRow
 
 COLOURS = 8  # series that can be told apart; roundhouse.css names them
 
@@ -221,4 +222,44 @@ def _part(
         colour=devices.index(stay.device) % COLOURS,
         words=f"{stay.device}, launch {stay.epoch}, {duration(ended - begun)}, "
         f"{stay.end or 'still there'}",
+    )
+
+
+# --- what happened ------------------------------------------------------------------------------
+
+#: What every turn tells again: of interest one by one, but not by the hundred.
+TURN = frozenset({"task.launched", "task.started", "task.pausing", "task.paused", "task.saved"})
+FOLDED_ABOVE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """More than `FOLDED_ABOVE` events in a row that only tell of one task's turns, as one line."""
+
+    at: datetime
+    task: str | None
+    message: str
+    turns: tuple[Happened, ...]
+
+
+def folded(happened: Sequence[Happened]) -> list[Happened | Turns]:
+    """The same events in the same order, with long runs of turns of one task put together."""
+    told: list[Happened | Turns] = []
+    for (_, is_turn), run in groupby(happened, key=lambda one: (one.task_id, one.type in TURN)):
+        events = tuple(run)
+        if is_turn and len(events) > FOLDED_ABOVE:
+            told.append(_turns(events))
+        else:
+            told.extend(events)
+    return told
+
+
+def _turns(events: tuple[Happened, ...]) -> Turns:
+    kinds = [event.type for event in events]
+    count = max(kinds.count("task.launched"), kinds.count("task.started"), 1)
+    return Turns(
+        at=events[0].at,
+        task=events[0].task,
+        message=f"{count} turn{'' if count == 1 else 's'}: paused and resumed",
+        turns=events,
     )

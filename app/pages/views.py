@@ -162,7 +162,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         caller,
         now=now,
         section="overview",
-        verdict=reports.verdict(mine) if mine else reports.verdict_of_all(shares),
+        verdict=reports.verdict(mine, shares) if mine else reports.verdict_of_all(shares),
         half_life=drawing.duration(settings().half_life_s) if settings().half_life_s else "",
         shares=shares if caller.sees_all else [],
         mine=mine,
@@ -234,10 +234,7 @@ def list_requests(
 def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Response:
     found = reports.request(session, None if caller.sees_all else caller.tenant_id, id)
     if found is None:
-        said = NotFound("request", id).detail
-        return _page(
-            request, "message.html", caller, status=404, heading="There is nothing here", said=said
-        )
+        return _nothing_here(request, caller, NotFound("request", id).detail)
     now = reports.clock(session)
     stays = reports.stays(session, id)
     return _page(
@@ -253,8 +250,13 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
         stays=stays,
         line=drawing.time_line(stays, now=now),
         log=reports.log_tail(session, id),
-        happened=reports.events(session, None, request=id, limit=100),
+        happened=drawing.folded(reports.events(session, None, request=id, limit=100)),
     )
+
+
+def _nothing_here(request: Request, caller: Caller, said: str) -> Response:
+    heading = "There is nothing here"
+    return _page(request, "message.html", caller, status=404, heading=heading, said=said)
 
 
 def _page(
@@ -302,3 +304,13 @@ async def _changed(topic: str) -> AsyncIterator[str]:
 
 
 CHANGED = "event: changed\ndata:\n\n"
+
+
+# --- any other address: it must stay the last route ---------------------------------------------
+
+
+@router.get("/ui/{rest:path}")
+def show_nothing(request: Request, caller: Visitor, rest: str) -> Response:
+    if rest.endswith("/"):
+        return RedirectResponse(request.url.path.rstrip("/"))
+    return _nothing_here(request, caller, f"No page has the address {request.url.path}.")

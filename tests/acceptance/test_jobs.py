@@ -27,6 +27,12 @@ def test_a_job_that_raises_shows_its_traceback_to_its_owner(client):
     assert "workers/" not in task["detail"]
 
 
+def test_the_metrics_of_the_last_step_are_kept_however_short_the_job(client):
+    task = ended(client, client.submit_job("train:Train", name="short", params={"steps": 3}))
+    assert task["metrics"].keys() == {"loss"}
+    assert [row["step"] for row in client.items(f"/v1/tasks/{task['id']}/metrics")][-1] == 3
+
+
 def test_a_job_that_hangs_is_ended_by_max_duration(client):
     task = ended(client, client.submit_job("train:Hangs", name="hangs", max_duration_s=1.5))
     assert (task["state"], task["cause"]) == ("failed", "max_duration")

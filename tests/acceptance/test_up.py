@@ -71,12 +71,13 @@ def test_a_second_one_on_the_same_home_is_refused_and_told_why(system):
 
 def test_ctrl_c_leaves_nothing_behind_and_data_survive(home):
     with running(home, devices=1) as first:
-        before = me(first)
+        before, url = me(first), first.url
         assert first.stop(signal.SIGINT) == 0
         assert family(home) == []
         assert not socket_folder(home).exists()
     with running(home, devices=1) as again:
         assert me(again) == before
+        assert again.url == url
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing_behind_and_the_next_start_recovers(home):

@@ -122,12 +122,15 @@ def test_what_is_not_strict_json_is_refused(what, red, rows):
     assert rows() == before
 
 
-def test_json_with_another_content_type_is_refused(red, rows):
-    """Such a call could come from a form of another origin."""
+@pytest.mark.parametrize("given", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_json_with_another_content_type_is_refused(given, red, rows):
+    """Such a call could come from a form of another origin, or from a bare curl -d."""
     before = rows()
-    headers = {"Content-Type": "text/plain"}
+    headers = {"Content-Type": given} if given else {}
     content = json.dumps(descriptor())
-    problem(red.post("/v1/requests", content=content, headers=headers), 422, UNFIT, "")
+    answer = red.post("/v1/requests", content=content, headers=headers)
+    found = problem(answer, 415, "unsupported-media-type")
+    assert "send Content-Type: application/json" in found["detail"]
     assert rows() == before
 
 
@@ -294,6 +297,31 @@ def test_a_wrong_role_is_told_so(as_, submitted, rows):
 )
 def test_a_bad_query_parameter_is_refused(query, pointer, red):
     problem(red.get(f"/v1/requests?{query}"), 422, UNFIT, pointer)
+
+
+def test_a_bad_state_is_told_with_the_plain_words_there_are(red):
+    for path, words in (("requests", "queued, running, done"), ("tasks", "blocked, waiting")):
+        found = problem(red.get(f"/v1/{path}?state=qeued"), 422, UNFIT, "?state")
+        assert words in found["detail"]
+
+
+def test_a_wait_that_is_too_long_is_told_the_longest(red, submitted):
+    answer = red.get(f"/v1/requests/{submitted['id']}?wait=1000")
+    assert "at most 60s" in problem(answer, 422, UNFIT, "?wait")["detail"]
+
+
+def test_a_bad_last_event_id_is_named_as_that_header(red, submitted):
+    for what in ("events", "logs"):
+        url = f"/v1/requests/{submitted['id']}/{what}/stream"
+        answer = red.get(url, headers={"Last-Event-ID": "!"})
+        problem(answer, 422, UNFIT, "Last-Event-ID:")
+
+
+def test_a_preset_for_an_unknown_kind_is_told_the_known_ones(as_, rows):
+    before = rows()
+    answer = as_("root").put("/v1/presets/train/gpu", json={"params": {}})
+    assert "cpu, cuda" in problem(answer, 422, UNFIT, "{kind}")["detail"]
+    assert rows() == before
 
 
 def test_a_nul_in_a_path_is_refused(red):

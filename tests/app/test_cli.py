@@ -213,6 +213,13 @@ class TestLogin:
         assert result.exit_code == 3
         assert "roundhouse login" in result.stderr
 
+    def test_what_is_no_address_is_a_mistake_of_usage(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_URL", "notaurl")
+        for words in (("ps",), ("login", "--key", "rh_x")):
+            result = run(*words)
+            assert result.exit_code == 2, result.output
+            assert "'notaurl' is no address" in result.stderr
+
     def test_a_service_that_is_not_there_is_told_in_words(self, run, monkeypatch):
         monkeypatch.setenv("ROUNDHOUSE_URL", f"http://127.0.0.1:{_free_port()}")
         monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_x")
@@ -372,6 +379,43 @@ class TestLooking:
         assert "train: exception: ValueError: [red]no[/red] data" in shown
         assert '  File "train.py", line 3' in shown
 
+    def test_a_result_is_shown_below_the_table(self, run, service, submitted):
+        service.ends(submitted, "done", metrics='{"loss": 0.5}', result='{"words": "so many"}')
+        [row] = [line for line in run("show", submitted).stdout.splitlines() if "tsk_" in line]
+        assert "loss=0.5" in row
+        assert "so many" not in row
+        assert "train gave words=so many" in run("show", submitted).stdout
+
+    def test_one_that_failed_silently_is_told_with_its_cause(self, run, service, submitted):
+        service.ends(submitted, "failed", cause="exception", message="KeyError: 'x'\nmore")
+        for verb in ("logs", "why"):
+            for id in (submitted, service.task_of(submitted)):
+                result = run(verb, id)
+                assert result.exit_code == 0, result.output
+                [line] = [line for line in result.output.splitlines() if "KeyError" in line]
+                assert "exception: KeyError: 'x'  roundhouse show " in line
+
+    def test_a_started_request_without_a_device_is_paused_or_waits(self, run, service, submitted):
+        def shown():
+            [row] = [line for line in run("ps").stdout.splitlines() if submitted in line]
+            [fact] = [
+                x for x in run("show", submitted).stdout.splitlines() if x.startswith("state")
+            ]
+            return row.split()[2], fact.split()[1]
+
+        service.sql("update requests set state = 'running' where id = %s", submitted)
+        for state, hold, told in (
+            ("running", "user", "running"),
+            ("waiting", "", "waiting"),
+            ("blocked", "user", "paused"),
+        ):
+            service.sql(
+                "update tasks set state = %s, hold = %s where request_id = %s",
+                *(state, hold, submitted),
+            )
+            assert shown() == (told, told)
+        assert json.loads(run("show", submitted, "-o", "json").stdout)["state"] == "running"
+
     def test_why_tells_every_reason_its_place_and_what_to_do(self, run, service, submitted):
         reasons = [
             {
@@ -494,6 +538,35 @@ class TestFollowing:
         assert "Paused after step 7" in result.stdout
         assert f"{name} is {state}: 2.5 s of device time, 1 pause, no lost steps." in result.stderr
 
+    def test_watching_tells_why_it_waits_once_and_again_when_that_changes(
+        self, run, service, code, monkeypatch
+    ):
+        monkeypatch.setattr(cli, "SILENT_S", 0.1)
+        name = f"waits-{time.time_ns()}"
+
+        def play() -> None:
+            found = "select id from requests where name = %s"
+            [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
+            for place in (3, 2):
+                reasons = [{"code": "A", "message": "All are taken.", "next_action": "wait"}]
+                service.sql(
+                    "update tasks set state = 'waiting', place = %s, reasons = %s"
+                    " where request_id = %s",
+                    *(place, json.dumps(reasons), id),
+                )
+                time.sleep(1.0)
+            service.ends(id, "done")
+
+        playing = threading.Thread(target=play)
+        playing.start()
+        result = run("submit", "--job", "train:Train", "--bundle", code, "--name", name, "--watch")
+        playing.join()
+        assert result.exit_code == 0, result.output
+        told = [line for line in result.stderr.splitlines() if "All are taken." in line]
+        assert told == [
+            f"train is waiting, place {n} of its island: All are taken." for n in (3, 2)
+        ]
+
 
 # --- wishes ---
 
@@ -517,6 +590,15 @@ class TestWishes:
 
     def test_what_its_state_does_not_allow_is_refused(self, run, service, submitted):
         service.ends(submitted, "done")
-        result = run("pause", service.task_of(submitted))
-        assert result.exit_code == 4, result.output
-        assert "it is done" in result.stderr
+        for verb in ("pause", "resume"):
+            for id in (submitted, service.task_of(submitted)):
+                result = run(verb, id)
+                assert result.exit_code == 4, result.output
+                assert "it is already done; nothing changed" in result.stderr
+
+    def test_cancelling_what_has_ended_is_no_error_and_told(self, run, service, submitted):
+        service.ends(submitted, "done")
+        for id in (submitted, service.task_of(submitted)):
+            result = run("cancel", id)
+            assert result.exit_code == 0, result.output
+            assert "already done; nothing changed" in result.stdout

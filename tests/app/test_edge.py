@@ -140,6 +140,11 @@ class TestOpenApi:
                 if int(status) >= 400 and "/v1/" in name:
                     assert "application/problem+json" in answer["content"], name
 
+    def test_what_takes_json_declares_that_it_takes_nothing_else(self, operations):
+        for name, operation in operations:
+            content = operation.get("requestBody", {}).get("content", {})
+            assert ("415" in operation["responses"]) == ("application/json" in content), name
+
     def test_every_body_has_an_example(self, operations, document):
         for name, operation in operations:
             content = operation.get("requestBody", {}).get("content", {})

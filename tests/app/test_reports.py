@@ -118,29 +118,78 @@ class TestFairShare:
         )
 
 
+def one_kind(id, *, devices=2, fair=1.0, held=0, waiting=0, score=0.0):
+    kind = KindShare(
+        kind="cpu", devices=devices, by_weight=devices / 3, fair=fair, held=held, waiting=waiting
+    )
+    return TenantShare(
+        id=id, tenant=id, weight=1.0, share=1 / 3, fair=fair, held=held, waiting=waiting,
+        usage_us=int(score), total_us=0, score=score, kinds=(kind,),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("devices", "fair", "held", "waiting", "said"),
     [
-        (2, 0.5, 1, 2, "You hold 1 of 2 devices; your fair share now is 0.5, "
-            "so others are due a turn; 2 tasks wait."),
-        (2, 0.5, 0, 1, "You hold 0 of 2 devices; your fair share now is 0.5, "
-            "so your turn is due; 1 task waits."),
         (2, 1.0, 1, 3, "You hold 1 of 2 devices; your fair share now is 1; 3 tasks wait."),
         (3, 1.0, 1, 0, "You hold 1 of 3 devices; your fair share now is 1; no task waits."),
         (2, 0.0, 0, 0, "Nothing of yours runs or waits; by weight 0.67 of 2 devices are yours, "
             "and what others leave idle too."),
         (0, 0.0, 0, 3, "No device takes work now; 3 tasks wait."),
+        (0, 0.0, 0, 0, "No device takes work now; no task waits."),
     ],
 )  # fmt: skip
 def test_the_verdict_is_one_true_sentence(devices, fair, held, waiting, said):
-    kind = KindShare(
-        kind="cpu", devices=devices, by_weight=devices / 3, fair=fair, held=held, waiting=waiting
-    )
-    share = TenantShare(
-        id="t", tenant="t", weight=1.0, share=1 / 3, fair=fair, held=held, waiting=waiting,
-        usage_us=0, total_us=0, score=0.0, kinds=(kind,),
-    )  # fmt: skip
-    assert reports.verdict(share) == said
+    share = one_kind("t", devices=devices, fair=fair, held=held, waiting=waiting)
+    idle = one_kind("idle", devices=devices, fair=0.0)
+    assert reports.verdict(share, [share, idle]) == said
+
+
+FIRST = "; others, who have used less for their weight, go first"
+YOURS = "; others have used more for their weight, so your turn comes"
+THEIRS = "; others wait who have used less for their weight, so they are due a turn"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "score", "held", "said"),
+    [
+        (waiting, score, held, said)
+        for waiting, score, saids in [
+            (1, 5, (YOURS, YOURS, YOURS)),
+            (1, 10, ("", "", "")),
+            (1, 20, (FIRST, FIRST, FIRST)),
+            (0, 5, (None, "", "")),
+            (0, 10, (None, "", "")),
+            (0, 20, (None, "", THEIRS)),
+        ]
+        for held, said in enumerate(saids)
+    ],
+)
+def test_the_verdict_goes_by_usage_as_the_scheduler_does(waiting, score, held, said):
+    mine = one_kind("t", fair=1.0, held=held, waiting=waiting, score=score)
+    rival = one_kind("r", fair=1.0, held=2 - held, waiting=1, score=10)
+    told = reports.verdict(mine, [mine, rival])
+    if said is None:
+        assert told.startswith("Nothing of yours runs or waits")
+    else:
+        assert f"; your fair share now is 1{said}; " in told
+
+
+@pytest.mark.parametrize(
+    ("rivals", "said"),
+    [
+        ([("holds", 1, 0, 5)], FIRST),  # it keeps its device
+        ([("holds", 1, 0, 5), ("holds too", 1, 0, 20)], YOURS),  # the one with more gives way
+        ([("holds", 2, 0, 20), ("waits", 0, 1, 5)], FIRST),
+        ([("holds", 2, 0, 20), ("idle", 0, 0, 5)], YOURS),
+        ([("idle", 0, 0, 5)], ""),
+    ],
+)
+def test_only_rivals_with_work_count(rivals, said):
+    used = sum(held for _, held, _, _ in rivals)
+    mine = one_kind("t", held=2 - used, waiting=1, score=10)
+    rest = [one_kind(id, held=held, waiting=wait, score=score) for id, held, wait, score in rivals]
+    assert f"now is 1{said}; 1 task waits." in reports.verdict(mine, [mine, *rest])
 
 
 class TestQueue:

@@ -237,3 +237,26 @@ class TestWishes:
         problem(red.post(f"{url}/release"), 403, "insufficient-scope")
         assert red.post(f"{url}/hold").json()["tasks"][0]["hold"] == "admin"
         assert as_("root").post(f"{url}/release").json()["tasks"][0]["hold"] == ""
+
+    @pytest.mark.parametrize("wish", ["hold", "release"])
+    def test_what_has_ended_cannot_be_wished_back(self, wish, red, submitted, session, rows):
+        session.execute(update(Task).values(state="done"))
+        session.execute(update(Request).values(state="done"))
+        session.commit()
+        before = rows()
+        answer = red.post(f"/v1/requests/{submitted['id']}/{wish}")
+        said = problem(answer, 409, "conflict-state")["detail"]
+        assert said == "it is already done; nothing changed"
+        assert rows() == before
+
+    def test_a_request_is_held_if_all_that_has_not_ended_is(self, red, session):
+        tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b", "c")]
+        first = red.post("/v1/requests", json=descriptor(tasks=tasks)).json()
+        ended, held, _ = (task["id"] for task in first["tasks"])
+        session.execute(update(Task).where(Task.id == ended).values(state="done"))
+        session.execute(update(Task).where(Task.id == held).values(hold="user"))
+        session.commit()
+        url = f"/v1/requests/{first['id']}"
+        assert red.get(url).json()["hold"] == ""
+        assert red.post(f"{url}/hold").json()["hold"] == "user"
+        assert red.get(url).json()["task_states"] == {"blocked": 2, "done": 1}

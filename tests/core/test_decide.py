@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.decide import decide, slice_us
+from app.core.explain import bound
 from app.core.island import Conditions, Plan, Policy, Snapshot, Task
 from tests.core.pictures import NOW_S, SECOND, codes, island, moves, seats
 
@@ -319,6 +320,23 @@ def test_a_tenant_that_had_more_is_told_so_without_naming_the_others() -> None:
         "TENANT_OVER_FAIR_SHARE",
         "EARLIER_TASK_AHEAD",
     ]
+
+
+@pytest.mark.parametrize(
+    ("used", "more"), [(838, "1"), (838.5, "1"), (839.5, "2"), (843, "5"), (843.5, "10")]
+)
+def test_two_sides_that_read_the_same_are_told_by_their_difference(used: float, more: str) -> None:
+    told = plan(island("b", queue="a", used={"a": used, "b": 829})).reasons["a"][1].message
+    assert told == (
+        f"Your tenant has used up to {more} device-seconds per weight more, with the next turn, "
+        "than who holds a device."
+    )
+
+
+def test_a_bound_is_a_round_number_no_smaller() -> None:
+    assert [bound(s) for s in (0, 1, 1.1, 4, 6, 12, 50, 51, 700)] == [
+        1, 1, 2, 5, 10, 20, 50, 100, 1000
+    ]  # fmt: skip
 
 
 def test_a_user_is_told_of_users_and_priorities_before_it() -> None:

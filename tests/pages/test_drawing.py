@@ -4,8 +4,17 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from app.pages.drawing import curve_charts, duration, figure, size, time_line, usage_chart
-from app.reports import Curve, Stay, UsageRow
+from app.pages.drawing import (
+    Turns,
+    curve_charts,
+    duration,
+    figure,
+    folded,
+    size,
+    time_line,
+    usage_chart,
+)
+from app.reports import Curve, Happened, Stay, UsageRow
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -101,3 +110,32 @@ def test_stays_become_lengths_on_one_line():
 
 def test_no_stay_is_an_empty_line():
     assert time_line([], now=NOON).lanes == ()
+
+
+def happened(*types, task="t"):
+    return [
+        Happened(
+            id=n, at=NOON, type=type, message=type, tenant="a", request_id="r", request="r",
+            task_id=task, task=task, data={},
+        )
+        for n, type in enumerate(types)
+    ]  # fmt: skip
+
+
+ONE_TURN = ("task.saved", "task.paused", "task.pausing", "task.started", "task.launched")
+
+
+def test_many_turns_in_a_row_become_one_line_and_none_is_lost():
+    events = happened("task.done", *ONE_TURN * 2, "request.submitted")
+    done, turns, submitted = folded(events)
+    assert (done, submitted) == (events[0], events[-1])
+    assert isinstance(turns, Turns)
+    assert (turns.message, list(turns.turns)) == ("2 turns: paused and resumed", events[1:-1])
+
+
+def test_a_few_turns_and_those_of_several_tasks_stay_apart():
+    few = happened(*(ONE_TURN * 2)[:8])
+    assert folded(few) == few
+    mixed = few + happened(*ONE_TURN, task="u")
+    assert folded(mixed) == mixed
+    assert folded([]) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
+from sqlalchemy import func
 
 from app import journal
 from app.models import LogLine, Request, Task
@@ -195,8 +196,64 @@ class TestRequestPage:
         expect(visit.page.locator(".wrong")).to_contain_text("ValueError: no data")
         expect(visit.page.get_by_text("line 12, in <module>")).to_be_visible()
 
+    def test_an_ended_request_says_why_above_its_log(self, visit, service):
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[1].id)
+            task.state, task.cause, task.message = "failed", "exception", "ValueError: no data"
+            task.place = None
+            request = session.get_one(Request, task.request_id)
+            request.state, request.ended_at = "failed", func.now()
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.waiting[1].request_id}")
+        log = visit.page.get_by_role("region", name="Log")
+        expect(log.locator(".alarm")).to_have_text("next2 failed: ValueError: no data")
+        expect(log).to_contain_text("It printed nothing.")
+
+    def test_many_turns_are_one_line_that_opens(self, visit, service):
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[0].id)
+            for _ in range(3):
+                for what in ("launched", "started", "pausing", "paused"):
+                    journal.tell(session, task, f"task.{what}", f"It was {what}.")
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.waiting[0].request_id}")
+        happened = visit.page.get_by_role("region", name="What happened")
+        expect(happened.get_by_text("It was paused.").first).to_be_hidden()
+        happened.get_by_text("3 turns: paused and resumed").click()
+        expect(happened.get_by_text("It was paused.")).to_have_count(3)
+        expect(happened.get_by_text("It was paused.").first).to_be_visible()
+        expect(happened.locator(".when").first).to_contain_text("ago")
+
 
 class TestEverywhere:
+    @pytest.mark.parametrize("path", ["/ui/nowhere", "/ui/requests/a/b"])
+    def test_an_unknown_address_is_a_page_that_says_so(self, visit, service, path):
+        visit.sign_in("a")
+        answer = visit.page.goto(service.url + path)
+        assert (answer.status, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+        expect(visit.page.get_by_role("heading", level=1)).to_have_text("There is nothing here")
+        expect(visit.page.get_by_role("navigation", name="Pages")).to_be_visible()
+
+    def test_an_end_too_many_leads_to_the_page(self, visit, service):
+        visit.sign_in("a")
+        visit.go("/ui/requests/")
+        expect(visit.page).to_have_url(service.url + "/ui/requests")
+
+    @pytest.mark.parametrize("visit", [PHONE], indirect=True)
+    def test_only_the_first_reason_of_a_row_is_open(self, visit, service):
+        codes = ("FIRST_OF_ALL", "SECOND", "THIRD")
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[0].id)
+            task.reasons = [
+                {"code": code, "message": f"{code}.", "next_action": "wait"} for code in codes
+            ]
+        visit.sign_in("a")
+        row = visit.page.locator(f"#queue-{service.waiting[0].id}")
+        expect(row.get_by_text("FIRST_OF_ALL.")).to_be_visible()
+        expect(row.get_by_text("THIRD.")).to_be_hidden()
+        row.get_by_text("2 more reasons").click()
+        expect(row.get_by_text("THIRD.")).to_be_visible()
+
     def test_nothing_comes_from_elsewhere_and_nothing_is_inline(self, visit, service):
         visit.sign_in("admin")
         for path in ("/ui/login", *service.pages):
