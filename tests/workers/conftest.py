@@ -80,6 +80,7 @@ class Ground:
         )
         self.supervisor = Supervisor(self.house, self)
         self.orders: dict[tuple[str, int], int] = {}
+        self.broken: AssertionError | None = None  # the first promise that a report broke
 
     # --- the transport ---
 
@@ -89,7 +90,11 @@ class Ground:
             if self.deaf:
                 return
             self.reports.append(alive)
-            heard = self._hear(alive)
+            try:
+                heard = self._hear(alive)
+            except AssertionError as broken:
+                self.broken = broken
+                raise
             self.changed.notify_all()
         self.supervisor.receive(
             Answer(
@@ -170,7 +175,7 @@ class Ground:
         """Wait, over as many reports as it takes; what `true` returned."""
         with self.changed:
             found = self.changed.wait_for(true, timeout_s)
-            assert found, f"not within {timeout_s} s; heard: {self.events}"
+            assert found, f"not within {timeout_s} s; {self.broken}; heard: {self.events}"
             return found
 
     def event(self, kind: type[Event], task: str, epoch: int = 1, **wait: Any) -> Any:
@@ -230,24 +235,7 @@ def grounds(tmp_path: Path) -> Iterator[Callable[..., Ground]]:
             made.close()
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    made = Ground(tmp_path_factory.mktemp("home"))
-    made.open()
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def ground(shared: Ground) -> Iterator[Ground]:
-    """The same device for all tests of a file, empty before each."""
-    yield shared
-    shared.deaf = False
-    shared.drop += [list(name) for name in shared.orders]
-    shared.until(lambda: not shared.supervisor.residents and not shared.supervisor.stays)
-    forgotten = threading.Event()
-    shared.supervisor.receive(shared.supervisor.newest.clear)
-    shared.supervisor.receive(forgotten.set)
-    assert forgotten.wait(5)
-    for kept in (shared.orders, shared.events, shared.lines, shared.drop):
-        kept.clear()
+def ground(grounds: Callable[..., Ground]) -> Ground:
+    """A device with nothing special about it."""
+    return grounds()
