@@ -67,7 +67,7 @@ class Service:
         return ("/ui/", "/ui/?window=1h", "/ui/requests", request, "/ui/requests/none", "/docs")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def service(servers: Servers) -> Iterator[Service]:
     with _database(servers.database_url) as engine, _listening() as listener:
         with Session(engine, expire_on_commit=False) as session, session.begin():
@@ -161,7 +161,7 @@ def _chromium() -> str | None:
     return next(filter(None, map(shutil.which, CHROMIUMS)), None)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=_chromium(), args=FLAGS)

@@ -476,10 +476,11 @@ def _image_of(ground: Ground, task: str) -> list[dict[str, object]]:
 
 
 def test_a_stopping_worker_pauses_saves_and_says_goodbye(grounds):
-    before = set(psutil.Process().children(recursive=True))
     ground = grounds()
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 3)
+    zygote = psutil.Process(ground.supervisor.zygote.process.pid)
+    family = [zygote, *zygote.children(recursive=True)]
     began = time.monotonic()
     ground.close()
     assert time.monotonic() - began < 10
@@ -487,7 +488,9 @@ def test_a_stopping_worker_pauses_saves_and_says_goodbye(grounds):
     last = ground.reports[-1]
     assert last.facts["leaving"]
     assert last.residents == []
-    assert set(psutil.Process().children(recursive=True)) <= before
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert len(family) >= 2
+    assert alive == []
 
 
 def test_a_dead_zygote_is_replaced_and_what_it_held_is_lost(grounds):
