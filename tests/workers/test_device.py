@@ -368,7 +368,6 @@ def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(groun
     last = max(float(line.split()[1]) for line in ground.printed("t1"))
     first = min(float(line.split()[0]) for line in ground.printed("t2"))
     assert first > last
-    assert ground.event(Started, "t2").switch_us < 500_000
 
 
 # --- trust ----------------------------------------------------------------------------------------
