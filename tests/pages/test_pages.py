@@ -165,7 +165,7 @@ class TestLive:
         with service.change() as session:
             journal.tell(session, session.get_one(Task, service.tracked.id), "task.test", "-")
         # By the stream at once, or by the next of the fetches that come every 10 s.
-        visit.page.wait_for_url("**/ui/login?*", timeout=25_000)
+        expect(visit.page).to_have_url(re.compile(r"/ui/login\?"), timeout=25_000)
 
     def test_a_stream_of_another_tenants_request_is_not_given(self, visit, service):
         visit.sign_in("a")
