@@ -25,7 +25,7 @@ import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
-from app import login, telling
+from app import login, simulating, telling
 from app.bundling import Bundle, Unreadable, bundle_file, bundle_folder, parse_param
 from app.bundling import read_descriptor as read
 from app.client import JSON, Client, Problem, Unreachable
@@ -64,8 +64,18 @@ def exit_code(problem: Problem) -> int:
         return NOT_FOUND
     if problem.status >= 500:
         return NO_ANSWER
-    by_type = {"unsatisfiable", "payload-too-large", "conflict-state", "precondition-failed"}
-    return REFUSED if problem.type in by_type or problem.status == 429 else USAGE
+    if problem.type in _REFUSALS or problem.status == 429:
+        return REFUSED
+    return USAGE
+
+
+_REFUSALS = {
+    "unsatisfiable",
+    "payload-too-large",
+    "conflict-state",
+    "queue-full",
+    "precondition-failed",
+}
 
 
 def _fail(code: int, told: Text) -> NoReturn:
@@ -462,6 +472,105 @@ def devices(ctx: typer.Context, output: Format = Output.table) -> None:
     with _client(ctx) as client:
         found = list(client.items("/v1/devices"))
     show(found, output, lambda: table(found, telling.DEVICES))
+
+
+# --- what if --------------------------------------------------------------------------------------
+
+app.command()(simulating.simulate)
+
+# --- tenants and users ----------------------------------------------------------------------------
+
+Weight = Annotated[float | None, typer.Option("--weight", "-w", help="its part of the share")]
+_Kinds = list[str] | None
+_A_BOUND = "a number, or none"
+
+
+@app.command()
+def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
+    """The tenants that you see: weight, guarantee, limit, tier."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/tenants"))
+    show(found, output, lambda: table(telling.as_tree(found), telling.TENANTS))
+
+
+@app.command()
+def tenant(
+    ctx: typer.Context,
+    which: Annotated[str, typer.Argument(metavar="TENANT", help="its name or id")],
+    weight: Weight = None,
+    guarantee: Annotated[
+        _Kinds, typer.Option("--guarantee", help="KIND=DEVICES or KIND=none; repeatable")
+    ] = None,
+    limit: Annotated[
+        _Kinds, typer.Option("--limit", help="the same; the kind * is all kinds together")
+    ] = None,
+    tier: Annotated[str, typer.Option(help="the best one that its requests may ask for")] = "",
+    max_running: Annotated[str, typer.Option(help=f"tasks on devices: {_A_BOUND}")] = "",
+    max_queued: Annotated[str, typer.Option(help=f"tasks that wait: {_A_BOUND}")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Show a tenant, and change what is given of it."""
+    with _client(ctx) as client:
+        found = _named(client, "tenant", which)
+        changed: JSON = {} if weight is None else {"weight": weight}
+        changed |= {"tier": tier} if tier else {}
+        for name, kinds in (("guarantee", guarantee), ("limit", limit)):
+            if kinds:
+                changed[name] = _changed_kinds(found[name], kinds)
+        for name, bound in (("max_running", max_running), ("max_queued", max_queued)):
+            if bound:
+                changed[name] = _number_or_none(name, bound)
+        found = _changed(client, "tenant", found, changed)
+    show(found, output, lambda: telling.tenant(found))
+
+
+@app.command()
+def user(
+    ctx: typer.Context,
+    which: Annotated[str, typer.Argument(metavar="USER", help="name or id")],
+    weight: Weight = None,
+    output: Format = Output.table,
+) -> None:
+    """Show a user of your tenant, and change what is given of them."""
+    with _client(ctx) as client:
+        found = _named(client, "user", which)
+        found = _changed(client, "user", found, {} if weight is None else {"weight": weight})
+    show(found, output, lambda: telling.user(found))
+
+
+def _named(client: Client, kind: str, which: str) -> JSON:
+    """The tenant or user of this id or name; of two users of one name the ids are told."""
+    listed = list(client.items(f"/v1/{kind}s"))
+    found = [item for item in listed if which in (item["id"], item["name"])]
+    if len(found) > 1:
+        raise typer.BadParameter(f"{which} is {', '.join(item['id'] for item in found)}; say which")
+    if not found:
+        told = f"no {kind} that you see is called {which!r}"
+        raise Problem(404, {"type": "not-found", "title": "There is nothing here", "detail": told})
+    return found[0]
+
+
+def _changed(client: Client, kind: str, found: JSON, changes: JSON) -> JSON:
+    if not changes:
+        return found
+    return client.patch(f"/v1/{kind}s/{found['id']}", changes, version=found["version"])
+
+
+def _changed_kinds(now: JSON, given: list[str]) -> JSON:
+    """`now` with each KIND=DEVICES set, and each KIND=none left out."""
+    kinds = dict(now)
+    for text in given:
+        kind, equals, devices = text.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{text!r} is not KIND=DEVICES, such as cuda=4")
+        kinds[kind] = _number_or_none(kind, devices)
+    return {kind: devices for kind, devices in kinds.items() if devices is not None}
+
+
+def _number_or_none(name: str, text: str) -> int | None:
+    if text != "none" and not (text.isascii() and text.isdecimal()):
+        raise typer.BadParameter(f"{name} is {text!r}: give {_A_BOUND}")
+    return None if text == "none" else int(text)
 
 
 def main() -> None:

@@ -77,13 +77,14 @@ class Client:
         key: str,
         *,
         patience_s: float = 10.0,
+        timeout_s: float | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.url, self.patience_s, self._sleep = url.rstrip("/"), patience_s, sleep
         self._http = httpx2.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=TIMEOUT_S,
+            timeout=timeout_s or TIMEOUT_S,
         )
 
     def __enter__(self) -> Client:
@@ -119,6 +120,14 @@ class Client:
         headers = {"Idempotency-Key": key or str(uuid.uuid4())}
         how: JSON = {} if body is None else {"json": body}
         return _body(self._call("POST", path, headers=headers, **how))
+
+    def patch(self, path: str, body: JSON, *, version: int) -> JSON:
+        """A change of what was read at `version`; a Problem of 412 if it is another by now.
+
+        So it is if an answer got lost and the change was made again, which then did nothing.
+        """
+        headers = {"If-Match": f'"{version}"'}
+        return _body(self._call("PATCH", path, json=body, headers=headers))
 
     def items(self, path: str, **params: Any) -> Iterator[JSON]:
         """Every item of a list, page after page."""

@@ -8,6 +8,7 @@ AppError                 500 internal
 ├── Forbidden            403 insufficient-scope
 ├── NotFound             404 not-found             also for what another tenant owns
 ├── Conflict             409 conflict-state
+│   └── QueueFull        409 queue-full
 ├── StaleVersion         412 precondition-failed
 ├── VersionNeeded        428 precondition-required
 ├── TooLarge             413 payload-too-large
@@ -77,6 +78,11 @@ class Conflict(AppError):
     status = 409
     type = "conflict-state"
     title = "Its state does not allow that"
+
+
+class QueueFull(Conflict):
+    type = "queue-full"
+    title = "The queue has no room for that now"
 
 
 class StaleVersion(AppError):

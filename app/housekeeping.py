@@ -9,11 +9,12 @@ from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Session
 
 from app.core.lifecycle import ENDED
-from app.models import Bundle, Checkpoint, Idempotency, Order, Task, Usage, WebSession
+from app.models import Bundle, Checkpoint, Cycle, Idempotency, Order, Task, Usage, WebSession
 from app.settings import settings
 from app.store import Store
 
 FINE_USAGE_KEPT = text("interval '2 days'")
+DECISIONS_KEPT = text("interval '7 days'")
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
@@ -28,6 +29,7 @@ def tidy(session: Session) -> list[str]:
         delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
     )
     session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
+    session.execute(delete(Cycle).where(Cycle.at < func.now() - DECISIONS_KEPT))
     session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
     roll_up(session)
     prune_checkpoints(session)

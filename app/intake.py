@@ -3,6 +3,9 @@
 What is accepted is durable when the API answers.  An `Idempotency-Key` is a row of the same
 transaction, so a twin that comes meanwhile waits for the first and gets the first one's answer.
 Every task starts `blocked` and on no island; control assigns it, and the island does the rest.
+
+A request that passes its tenant's share is queued.  Refused is only a tier that its tenant may not
+ask for, and what passes a bound on the number of waiting tasks, where an administrator has set one.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import uuid_utils
@@ -18,15 +21,15 @@ from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app import outbox
+from app import outbox, tree
 from app.changes import changes
 from app.core import descriptor as descriptors
 from app.core import graph
-from app.core.descriptor import BadDescriptor, Descriptor, Fault, TaskDescriptor
+from app.core.descriptor import TIERS, BadDescriptor, Descriptor, Fault, TaskDescriptor
 from app.core.messages import JSON
 from app.db import after_commit
-from app.errors import AppError, BadInput, KeyReused, Unsatisfiable
-from app.models import Bundle, Device, Event, Idempotency, Need, Request, Task
+from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
+from app.models import Bundle, Device, Event, Idempotency, Need, Request, Task, Tenant
 
 _SORT_OF = {"job": "class", "function": "function"}
 
@@ -45,9 +48,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A descriptor that could run here."""
+    """A descriptor that could run here; `path` are its tenant and all above it."""
 
     descriptor: Descriptor
+    path: Sequence[tree.OnPath]
 
     def shown(self) -> JSON:
         """The request with every default filled in."""
@@ -64,7 +68,8 @@ class Checked:
             }
             for task in self.descriptor.tasks
         ]
-        return {"name": self.descriptor.name or "", "tasks": tasks}
+        name, tier = self.descriptor.name or "", self.descriptor.tier
+        return {"name": name, "tier": tier, "tasks": tasks}
 
 
 def checked(session: Session, owner: Owner, body: JSON) -> Checked:
@@ -73,11 +78,33 @@ def checked(session: Session, owner: Owner, body: JSON) -> Checked:
         descriptor = descriptors.parse(body)
     except BadDescriptor as error:
         raise _refused(BadInput, error.faults) from error
-    if faults := [*graph.check(descriptor), *_entry_faults(session, owner, descriptor)]:
+    path = tree.path(session, owner.tenant_id)
+    if body.get("tier") is None:
+        descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(path)))
+    faults = [*graph.check(descriptor), *_entry_faults(session, owner, descriptor)]
+    if faults := [*faults, *_tier_faults(descriptor.tier, path)]:
         raise _refused(BadInput, faults)
     if faults := [*graph.unsatisfiable(descriptor, _offers(session))]:
         raise _refused(Unsatisfiable, faults)
-    return Checked(descriptor)
+    return Checked(descriptor, path)
+
+
+def _best_tier(path: Sequence[tree.OnPath]) -> str:
+    """The best that a tenant may ask for is the least of what it and those above it may."""
+    return max((tenant.tier for tenant in path), key=TIERS.index)
+
+
+def _lower(tier: str, other: str) -> str:
+    return max(tier, other, key=TIERS.index)
+
+
+def _tier_faults(tier: str, path: Sequence[tree.OnPath]) -> list[Fault]:
+    best = _best_tier(path)
+    if _lower(tier, best) == tier:
+        return []
+    allowed = " or ".join(TIERS[TIERS.index(best) :])
+    told = f"requests of {path[0].name} may ask for {allowed}, not for {tier}"
+    return [Fault("/tier", f"{told}; ask an administrator", "tier")]
 
 
 def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
@@ -129,8 +156,10 @@ def _offers(session: Session) -> dict[str, graph.Offer]:
 
 
 def submit(session: Session, owner: Owner, body: JSON) -> Request:
-    """Raises BadInput or Unsatisfiable; control hears of it after the commit."""
-    descriptor = checked(session, owner, body).descriptor
+    """Raises BadInput, Unsatisfiable or QueueFull; control hears of it after the commit."""
+    found = checked(session, owner, body)
+    descriptor = found.descriptor
+    _check_room(session, found.path, len(descriptor.tasks))
     request = _request(session, owner, descriptor, body)
     ids = {task.name: _new_id("tsk") for task in descriptor.tasks}
     for ordinal, task in enumerate(descriptor.tasks):
@@ -159,6 +188,35 @@ def submit(session: Session, owner: Owner, body: JSON) -> Request:
     after_commit(session, outbox.nudge_control)
     after_commit(session, lambda: changes.tell(request.tenant_id, request.id))
     return request
+
+
+def _check_room(session: Session, path: Sequence[tree.OnPath], wanted: int) -> None:
+    """Raises QueueFull if `wanted` more tasks pass the bound of the tenant or of one above it.
+
+    Bounded tenants are locked until the commit, always in the order of their ids, so of two
+    requests for the last place the second counts the first.  Without a bound nobody waits.
+    """
+    bounded = [tenant.id for tenant in path if tenant.max_queued is not None]
+    if not bounded:
+        return
+    columns = (Tenant.id, Tenant.name, Tenant.max_queued)
+    locked = select(*columns).where(Tenant.id.in_(bounded)).order_by(Tenant.id)
+    for id, name, most in session.execute(locked.with_for_update(key_share=True)).all():
+        queued = _queued(session, id)
+        if most is not None and queued + wanted > most:
+            raise QueueFull(_no_room(name, queued, wanted, most))
+
+
+def _queued(session: Session, tenant_id: str) -> int:
+    which = (tree.within(Task.tenant_id, tenant_id), Task.state.in_(("blocked", "waiting")))
+    return session.scalar(select(func.count()).select_from(Task).where(*which)) or 0
+
+
+def _no_room(name: str, queued: int, wanted: int, most: int) -> str:
+    told = f"{name} has {queued} tasks waiting, of at most {most}; this request has {wanted}"
+    if wanted > most:
+        return f"{told}, which never fit: split it, or have max_queued raised"
+    return f"{told}: cancel some, wait until some have started, or have max_queued raised"
 
 
 def _request(session: Session, owner: Owner, descriptor: Descriptor, body: JSON) -> Request:
@@ -193,6 +251,9 @@ def _task(request: Request, task: TaskDescriptor, id: str, ordinal: int) -> Task
         kind=task.devices.kind,
         descriptor=descriptors.as_json(task),
         memory_bytes=task.devices.memory_bytes,
+        devices_min=task.devices.min,
+        devices_max=task.devices.max,
+        tier=request.tier,
         priority=request.priority,
         hold="user" if task.start.hold else "",
         not_before=None if not_before_s is None else datetime.fromtimestamp(not_before_s, UTC),

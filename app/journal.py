@@ -17,27 +17,32 @@ at once and in that order, and `store` waits for nobody.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import Integer, Text, cast, column, func, select, union, update
-from sqlalchemy.dialects.postgresql import JSONB, insert
+from sqlalchemy import func, select, union, update
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app import launch, ledger
+from app import db, launch, ledger
 from app.core import lifecycle, messages
-from app.core.island import Decision, Plan, Reason
+from app.core.board import been_away
+from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
 from app.core.lifecycle import ENDED, Move
-from app.core.messages import CAUSES, JSON, Alive, Answer, LogLines, ResidentView, key
+from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
+from app.core.record import as_json
 from app.models import (
     Checkpoint,
+    Cycle,
     Device,
     Event,
     Host,
+    Line,
     LogLine,
     Metric,
     Order,
@@ -45,6 +50,7 @@ from app.models import (
     Request,
     Task,
 )
+from app.models import Decision as DecisionRow
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -58,21 +64,49 @@ LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown
 # --- what was decided ---------------------------------------------------------------------------
 
 
-def store(session: Session, plan: Plan) -> bool:
+def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool:
     """Write the plan down, in its order; the orders it needs go into the outbox.
 
-    False, and nothing is written, if a wish about one of its tasks is being written just now: then
-    the plan is out of date already, and the next one will know.
+    `seen` is what it was decided from, kept so that it can be decided again.  False, and nothing is
+    written, if a wish about one of its tasks is being written just now: then the plan is out of
+    date already, and the next one will know.
     """
     wanted = {decision.task for decision in plan.decisions}
     tasks = _locked(session, wanted, wait=False)
     if len(tasks) < len(wanted):
         return False
+    cycle = _keep_cycle(session, plan, seen)
     for decision in plan.decisions:
         _DECIDED[decision.move](session, tasks[decision.task], decision)
+        if cycle is not None and decision.rule != "start":
+            _keep_decision(session, cycle, tasks[decision.task], decision)
     _order_saves(session)
-    _store_reasons(session, plan)
     return True
+
+
+def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | None:
+    """Only rounds that gave or took a device are told of later."""
+    if seen is None or all(decision.rule == "start" for decision in plan.decisions):
+        return None
+    cycle = Cycle(island=seen.island, now_s=plan.now_s, snapshot=as_json(seen))
+    session.add(cycle)
+    session.flush()
+    return cycle
+
+
+def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: Decision) -> None:
+    session.add(
+        DecisionRow(
+            cycle_id=cycle.id,
+            task_id=task.id,
+            tenant_id=task.tenant_id,
+            move=str(decision.move),
+            rule=decision.rule,
+            because=decision.because,
+            devices=list(decision.devices),
+            against=decision.against,
+        )
+    )
 
 
 def _unlock(session: Session, task: Task, decision: Decision) -> None:
@@ -90,7 +124,6 @@ def _launch(session: Session, task: Task, decision: Decision) -> None:
     task.epoch += 1
     task.event_seq = task.order_seq = task.held_us = 0
     task.seat, task.launched_at, task.started_at = device.id, func.now(), None
-    task.place, task.reasons = None, []
     session.add(
         Placement(
             task_id=task.id,
@@ -153,46 +186,6 @@ def _order_saves(session: Session) -> None:
     for task in session.scalars(free.execution_options(populate_existing=True)):
         task.save_asked = False
         _order(session, task, "Save")
-
-
-def _store_reasons(session: Session, plan: Plan) -> None:
-    """In one statement, as one launch moves everybody in line."""
-    rows = select(Task.id, Task.reasons, Task.place).where(Task.id == func.any(list(plan.reasons)))
-    news = []
-    for id, reasons, place in session.execute(rows).all():
-        now = [_as_json(reason) for reason in plan.reasons[id]]
-        if (now, plan.places.get(id)) != (reasons, place):
-            news.append({"id": id, "reasons": now, "place": plan.places.get(id)})
-    if news:
-        _write_reasons(session, news)
-
-
-def _as_json(reason: Reason) -> JSON:
-    """As `dataclasses.asdict`, which is slow: thousands may wait."""
-    return {
-        "code": reason.code,
-        "message": reason.message,
-        "next_action": reason.next_action,
-        "unblocked_by": reason.unblocked_by,
-    }
-
-
-def _write_reasons(session: Session, news: list[JSON]) -> None:
-    columns = (column("id", Text), column("reasons", JSONB), column("place", Integer))
-    new = func.jsonb_to_recordset(cast(news, JSONB)).table_valued(*columns, name="new")
-    new = new.render_derived(with_types=True)
-    mine = (
-        select(Task.id, new.c.reasons, new.c.place)
-        .join(new, new.c.id == Task.id)
-        .with_for_update(of=Task, key_share=True, skip_locked=True)
-        .cte("mine")
-    )
-    session.execute(
-        update(Task)
-        .where(Task.id == mine.c.id)
-        .values(reasons=mine.c.reasons, place=mine.c.place)
-        .execution_options(synchronize_session=False)
-    )
 
 
 def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
@@ -633,9 +626,28 @@ def _locked(session: Session, ids: Iterable[str], *, wait: bool = True) -> dict[
 
 
 def _move(session: Session, task: Task, move: str) -> None:
-    task.state = lifecycle.after(task.id, task.state, move)
+    before, task.state = task.state, lifecycle.after(task.id, task.state, move)
+    if "waiting" in (before, task.state) and before != task.state:
+        _wait(session, task, begins=task.state == "waiting")
     session.info.setdefault("moved", set()).add(task.request_id)
     _changed(session, task)
+
+
+def _wait(session: Session, task: Task, *, begins: bool) -> None:
+    """It enters its line, or leaves it: the time is kept, and how many wait there."""
+    now_s = db.now_s(session)
+    if begins:
+        task.waiting_since = datetime.fromtimestamp(now_s, UTC)
+    elif task.waiting_since is not None:
+        since_s = task.waiting_since.timestamp()
+        task.waited_us += max(0, round((now_s - since_s) * 1e6))
+        if task.epoch:
+            away = tuple((from_s, to_s) for from_s, to_s in task.away)
+            task.away = list(been_away(away, since_s, now_s, window_s=TIER_WINDOW_S))
+        task.waiting_since = None
+    line = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
+    lines = session.info.setdefault("lines", Counter())
+    lines[(*line, task.tenant_id)] += 1 if begins else -1
 
 
 def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Placement | None:
@@ -674,7 +686,7 @@ def _close(session: Session, task: Task, end: str) -> None:
 
 
 def _end(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
-    task.ended_at, task.place, task.reasons, task.image_on = func.now(), None, [], None
+    task.ended_at, task.image_on = func.now(), None
     tell(session, task, type_, message, **data)
 
 
@@ -698,12 +710,29 @@ def _changed(session: Session, task: Task) -> None:
 
 
 def settle(session: Session) -> None:
-    """Sum up the requests whose tasks moved, and wake the open streams at the commit."""
+    """Count the lines, sum up requests whose tasks moved, wake open streams at the commit."""
     session.flush()
+    for line, change in sorted(session.info.pop("lines", {}).items()):
+        _count_line(session, line, change)
     for request_id in sorted(session.info.pop("moved", ())):
         _sum_up(session, request_id)
     for tenant_id, request_id in sorted(session.info.pop("changed", ())):
         session.execute(select(func.pg_notify(CHANGES, f"{tenant_id} {request_id}")))
+
+
+def _count_line(session: Session, line: tuple[Any, ...], change: int) -> None:
+    island, user, kind, memory_bytes, width, tenant = line
+    row = insert(Line).values(
+        island=island,
+        user_id=user,
+        kind=kind,
+        memory_bytes=memory_bytes,
+        width=width,
+        tenant_id=tenant,
+        waiting=change,
+    )
+    grown = {"waiting": Line.waiting + row.excluded.waiting}
+    session.execute(row.on_conflict_do_update(constraint="pk_lines", set_=grown))
 
 
 def _sum_up(session: Session, request_id: str) -> None:

@@ -12,8 +12,10 @@ from sqlalchemy.orm import Session
 from app.core import preset
 from app.core.messages import JSON
 from app.models import Checkpoint, Device, Need, Preset, Request, Task
+from app.settings import settings
 
 IMAGES_OFFERED = 3
+RESENDS_SURE = 10  # fewer than after which a Launch that is never shown is given up
 
 
 def body(session: Session, task: Task, device: Device) -> JSON:
@@ -32,7 +34,18 @@ def body(session: Session, task: Task, device: Device) -> JSON:
         "budget_us": max(0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us),
         "checkpoint_every_s": float(wanted["checkpoint"]["every_s"]),
         "memory_bytes": task.memory_bytes,
+        "incarnation": device.incarnation,
+        "surely_until_us": device.heard_us + int(_sure_s() * 1e6),
     }
+
+
+def _sure_s() -> float:
+    """How long after a device was heard nothing that was launched on it goes elsewhere.
+
+    Its lease does not end before, by its own clock; and no Launch is counted as lost so early.
+    """
+    lease_s = settings().lease_s - settings().lease_margin_s
+    return min(lease_s, RESENDS_SURE * settings().order_resend_s)
 
 
 def preset_of(session: Session, task_type: str, device: Device) -> JSON:

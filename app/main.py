@@ -28,6 +28,7 @@ from app.api import devices as device_routes
 from app.api import presets as preset_routes
 from app.api import requests as request_routes
 from app.api import shares as share_routes
+from app.api import simulations as simulation_routes
 from app.api import tasks as task_routes
 from app.api import tenants as tenant_routes
 from app.api.edge import BodyLimit, RequestId
@@ -66,6 +67,7 @@ def _routers() -> list[Any]:
         task_routes.router,
         bundle_routes.router,
         share_routes.router,
+        simulation_routes.router,
         tenant_routes.tenants,
         tenant_routes.users,
         device_routes.router,

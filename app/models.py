@@ -15,6 +15,7 @@ from sqlalchemy import (
     BigInteger,
     CheckConstraint,
     DateTime,
+    FetchedValue,
     ForeignKey,
     Identity,
     Index,
@@ -29,6 +30,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import UserDefinedType
 
+from app.core.descriptor import TIERS
 from app.core.lifecycle import State
 
 
@@ -67,6 +69,16 @@ def _json(default: str = "{}") -> Any:
     return mapped_column(JSONB, server_default=text(f"'{default}'"))
 
 
+def _txid(**more: Any) -> Any:
+    """The transaction that wrote the row last; a trigger keeps it (`app.snapshot` follows it)."""
+    return mapped_column(
+        Xid8,
+        server_default=text("pg_current_xact_id()"),
+        server_onupdate=FetchedValue(),
+        **more,
+    )
+
+
 def _one_of(column: str, words: Any) -> CheckConstraint:
     listed = ", ".join(f"'{word}'" for word in words)
     return CheckConstraint(f"{column} in ({listed})", name=column)
@@ -78,25 +90,50 @@ ROLES = ("platform_admin", "tenant_admin", "member", "viewer")
 
 
 class Tenant(Base):
-    """A node of the tenant tree; the root ("platform") has no parent and owns no share."""
+    """A node of the tenant tree; the root ("platform") has no parent and owns no share.
+
+    `guarantee` and `limit` are devices by kind, {"cuda": 4}; in `limit` "*" is all kinds together.
+    `max_running` and `max_queued` bound the tasks of the whole subtree; null is no bound.  `tier`
+    is the best one that requests of the subtree may ask for.
+    """
 
     __tablename__ = "tenants"
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    guarantee: Mapped[dict[str, Any]] = _json()
+    limit: Mapped[dict[str, Any]] = _json()
+    max_running: Mapped[int | None]
+    max_queued: Mapped[int | None]
+    tier: Mapped[str] = mapped_column(server_default="standard")
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = _now()
-    __table_args__ = (CheckConstraint("weight_milli > 0", name="weight_milli"),)
+    txid: Mapped[int] = _txid(index=True)
+    __table_args__ = (
+        CheckConstraint("weight_milli > 0", name="weight_milli"),
+        CheckConstraint("max_running >= 0", name="max_running"),
+        CheckConstraint("max_queued >= 0", name="max_queued"),
+        _one_of("tier", TIERS),
+        Index("ix_tenants_parent_id", "parent_id"),
+    )
 
 
 class User(Base):
+    """`weight_milli` shares what the tenant has among its users."""
+
     __tablename__ = "users"
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str]
+    weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = _now()
-    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+    txid: Mapped[int] = _txid(index=True)
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name"),
+        CheckConstraint("weight_milli > 0", name="weight_milli"),
+    )
 
 
 class ApiKey(Base):
@@ -146,6 +183,7 @@ class Host(Base):
     island: Mapped[str] = mapped_column(ForeignKey("islands.name"))
     cordoned: Mapped[bool] = mapped_column(server_default=text("false"))
     created_at: Mapped[datetime] = _now()
+    txid: Mapped[int] = _txid(index=True)
 
 
 class Device(Base):
@@ -172,6 +210,7 @@ class Device(Base):
     facts: Mapped[dict[str, Any]] = _json()
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = _now()
+    txid: Mapped[int] = _txid(index=True)
 
 
 class Preset(Base):
@@ -223,7 +262,7 @@ class Request(Base):
     ended_at: Mapped[datetime | None]
     __table_args__ = (
         _one_of("state", REQUEST_STATES),
-        _one_of("tier", ("premium", "standard", "basic")),
+        _one_of("tier", TIERS),
         Index("ix_requests_tenant_id_id", "tenant_id", "id"),
     )
 
@@ -234,7 +273,8 @@ class Task(Base):
     `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
     recorded and the last order written in this epoch.  `seat` is the device held or about to be
     held; `image_on` the device in whose host memory a paused image at `step` lies, and `saved`
-    whether that image is durable too.
+    whether that image is durable too.  `waited_us` is the sum of all waits that ended; `away` those
+    [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
     """
 
     __tablename__ = "tasks"
@@ -249,6 +289,9 @@ class Task(Base):
     kind: Mapped[str]
     descriptor: Mapped[dict[str, Any]] = _json()
     memory_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    devices_min: Mapped[int] = mapped_column(server_default="1")
+    devices_max: Mapped[int] = mapped_column(server_default="1")
+    tier: Mapped[str] = mapped_column(server_default="standard")
     priority: Mapped[int] = mapped_column(server_default="0")
     # wishes, written by the API
     hold: Mapped[str] = mapped_column(server_default="")
@@ -274,10 +317,11 @@ class Task(Base):
     attempts: Mapped[int] = mapped_column(server_default="0")
     retry_max: Mapped[int] = mapped_column(server_default="0")
     retry_at: Mapped[datetime | None]
+    waiting_since: Mapped[datetime | None]
+    waited_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    away: Mapped[list[Any]] = _json("[]")
     pauses: Mapped[int] = mapped_column(server_default="0")
     lost_steps: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    reasons: Mapped[list[Any]] = _json("[]")
-    place: Mapped[int | None]
     metrics: Mapped[dict[str, Any]] = _json()
     capabilities: Mapped[list[Any]] = _json("[]")
     preset: Mapped[dict[str, Any]] = _json()
@@ -287,16 +331,41 @@ class Task(Base):
     result: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
     outputs: Mapped[dict[str, Any]] = _json()
     submitted_at: Mapped[datetime] = _now()
+    txid: Mapped[int] = _txid()
     __table_args__ = (
         UniqueConstraint("request_id", "name"),
         _one_of("state", State),
         _one_of("hold", ("", "user", "admin")),
+        _one_of("tier", TIERS),
         CheckConstraint("epoch >= 0", name="epoch"),
+        CheckConstraint("devices_min between 1 and devices_max", name="devices"),
+        Index(
+            "ix_tasks_queued", "tenant_id", postgresql_where=text("state in ('blocked', 'waiting')")
+        ),
         Index(
             "ix_tasks_live",
             "island",
             "id",
             postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
+        ),
+        Index("ix_tasks_island_txid", "island", "txid"),
+        Index(
+            "ix_tasks_line",
+            "island",
+            "user_id",
+            "kind",
+            "memory_bytes",
+            "devices_min",
+            text("priority desc"),
+            "submitted_at",
+            "id",
+            postgresql_where=text("state = 'waiting'"),
+        ),
+        Index(
+            "ix_tasks_not_before",
+            "island",
+            "not_before",
+            postgresql_where=text("state = 'blocked' and not_before is not null"),
         ),
         Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
         Index("ix_tasks_save_asked", "id", postgresql_where=text("save_asked")),
@@ -312,6 +381,19 @@ class Need(Base):
     needs_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True, index=True)
     port: Mapped[str] = mapped_column(primary_key=True, server_default="")
     output: Mapped[str] = mapped_column(server_default="")
+
+
+class Line(Base):
+    """How many tasks of a user, alike in what they need, wait on an island; the journal counts."""
+
+    __tablename__ = "lines"
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"), primary_key=True)
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    memory_bytes: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    width: Mapped[int] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    waiting: Mapped[int] = mapped_column(BigInteger, server_default="0")
 
 
 class Placement(Base):
@@ -366,6 +448,7 @@ class Account(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     faded: Mapped[int] = mapped_column(Numeric(1000, 0), server_default="0")
     total_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    txid: Mapped[int] = _txid(index=True)
 
 
 class LedgerBase(Base):
@@ -430,6 +513,40 @@ class Checkpoint(Base):
     damaged_at: Mapped[datetime | None]
     deleted_at: Mapped[datetime | None]
     __table_args__ = (UniqueConstraint("task_id", "step", "sha256"),)
+
+
+# --- what was decided ---------------------------------------------------------------------------
+
+
+class Cycle(Base):
+    """One round that decided something: what it saw, as far as it mattered (`core.record`).
+
+    `core.decide.decide(snapshot, now_s=now_s)` gives its decisions again.
+    """
+
+    __tablename__ = "cycles"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp(), index=True)
+    now_s: Mapped[float]
+    snapshot: Mapped[dict[str, Any]] = _json()
+
+
+class Decision(Base):
+    """One move of one task, by which rule, and against whom."""
+
+    __tablename__ = "decisions"
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    cycle_id: Mapped[int] = mapped_column(ForeignKey("cycles.id", ondelete="CASCADE"), index=True)
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    move: Mapped[str]
+    rule: Mapped[str]
+    because: Mapped[str]
+    devices: Mapped[list[Any]] = _json("[]")
+    against: Mapped[str | None]
+    __table_args__ = (Index("ix_decisions_tenant_id_id", "tenant_id", "id"),)
 
 
 # --- what happened ------------------------------------------------------------------------------

@@ -105,6 +105,13 @@ def send_orders(orders: list[Order]) -> list[int]:
 
 
 def mark_sent(session: Session, ids: list[int]) -> None:
+    """In the transaction that ends before they are sent: if we die between, they are sent again."""
     if ids:
         values = {"sent_at": func.now(), "sends": Order.sends + 1}
         session.execute(update(Order).where(Order.id.in_(ids)).values(values))
+
+
+def mark_unsent(session: Session, ids: list[int]) -> None:
+    """Redis did not take them: they are due in the next round."""
+    values = {"sent_at": None, "sends": Order.sends - 1}
+    session.execute(update(Order).where(Order.id.in_(ids)).values(values))

@@ -12,24 +12,29 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, func, select, text, tuple_
+from sqlalchemy import ColumnElement, Select, and_, func, select, text, true
 from sqlalchemy.dialects.postgresql import distinct_on
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
+from app import tree, why
 from app.core import fairshare
-from app.core.division import division
-from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE
+from app.core.division import Branch, divide_tree
+from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE
+from app.forecast import Start
 from app.models import (
     Account,
+    Cycle,
+    Decision,
     Device,
     Event,
     Host,
+    Island,
     LedgerBase,
     LogLine,
     Metric,
@@ -40,8 +45,7 @@ from app.models import (
     Usage,
     User,
 )
-
-LIVE = ON_A_DEVICE | {"waiting"}  # who wants a device now
+from app.why import Why
 
 
 def clock(session: Session) -> datetime:
@@ -55,11 +59,12 @@ def clock(session: Session) -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindShare:
-    """One tenant and one kind of device.
+    """One tenant and one kind of device, those below the tenant included.
 
     `devices` are up and take work; `by_weight` of them are the tenant's while everybody has work;
-    `fair` is its part now, among those who have work; `held` are under its tasks; `waiting` counts
-    tasks that could start at once.
+    `fair` is its part now, among those who have work, by guarantee, limit and weight; `held` are
+    under its tasks, `borrowed` of them beyond its guarantee; `waiting` counts tasks that could
+    start at once.
     """
 
     kind: str
@@ -68,24 +73,32 @@ class KindShare:
     fair: float
     held: int
     waiting: int
+    guarantee: int = 0
+    limit: int | None = None
+    borrowed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """A tenant's share, summed over kinds and by kind.
+    """A tenant's share, of it and all below it, summed over kinds and by kind.
 
     `share` is its part of all weights.  `usage_us` is faded usage now and `total_us` all it was
-    ever charged, in micro-device-seconds times cost; `score` is `usage_us` over `weight`: the
-    tenant with the lower one goes first.
+    ever charged, in micro-device-seconds times cost; `score` is `usage_us` over `weight`: of those
+    right below one tenant (`parent_id`) the one with the lower score goes first.  `depth` counts
+    the tenants above it that own a share.
     """
 
     id: str
     tenant: str
+    parent_id: str | None = None
+    depth: int = 0
     weight: float
     share: float
     fair: float
     held: int
     waiting: int
+    guarantee: int = 0
+    borrowed: int = 0
     usage_us: int
     total_us: int
     score: float
@@ -93,53 +106,68 @@ class TenantShare:
 
 
 def fair_share(session: Session, now: datetime) -> list[TenantShare]:
-    """Every tenant that owns a share, by name."""
-    capacity, demand = _capacity(session, now), _demand(session)
-    held = _held(session)
-    tenants = session.scalars(
-        select(Tenant).where(Tenant.parent_id.is_not(None)).order_by(Tenant.name)
-    ).all()
-    weights = {tenant.id: tenant.weight_milli for tenant in tenants}
-    fair = {
-        kind: division(
-            capacity[kind],
-            {id: sum(demand[id, kind].values()) for id in weights if demand[id, kind]},
-            weights,
-        )
-        for kind in capacity
-    }
-    used = _accounts(session, now)
+    """Every tenant that owns a share, each after the one above it, siblings by name."""
+    tree, work = _Tree(session), _Work(session)
+    capacity, held = _capacity(session, now), work.held
+    fair = {kind: _divided(tree, work, kind, devices) for kind, devices in capacity.items()}
+    below = {id: tree.below(id) for id in tree.order}
+    used = _accounts(session)
+    base = session.get(LedgerBase, 1)
     shares = []
-    for tenant in tenants:
-        part = Fraction(tenant.weight_milli, sum(weights.values()))
+    for id in tree.order:
+        row, path = tree.rows[id], tree.path(id)
         kinds = tuple(
-            KindShare(
-                kind=kind,
+            _kind_share(
+                row,
+                kind,
                 devices=devices,
-                by_weight=float(devices * part),
-                fair=float(fair[kind].get(tenant.id, 0)),
-                held=held[tenant.id, kind],
-                waiting=demand[tenant.id, kind].get("waiting", 0),
+                part=tree.part(id),
+                fair=fair[kind].get(path, Fraction(0)),
+                held=sum(held[one, kind] for one in below[id]),
+                waiting=sum(work.waiting[one, kind] for one in below[id]),
             )
             for kind, devices in sorted(capacity.items())
         )
-        shares.append(_tenant_share(tenant, float(part), kinds, used[tenant.id]))
+        faded = sum(used[one][0] for one in below[id])
+        total_us = sum(used[one][1] for one in below[id])
+        usage_us = _usage_now_us(faded, base, now)
+        shares.append(_tenant_share(tree, row, kinds, usage_us=usage_us, total_us=total_us))
     return shares
 
 
+def _kind_share(
+    row: Any, kind: str, *, devices: int, part: Fraction, fair: Fraction, held: int, waiting: int
+) -> KindShare:
+    guarantee = row.guarantee.get(kind, 0)
+    return KindShare(
+        kind=kind,
+        devices=devices,
+        by_weight=float(devices * part),
+        fair=float(fair),
+        held=held,
+        waiting=waiting,
+        guarantee=guarantee,
+        limit=_limit(row, kind),
+        borrowed=max(0, held - guarantee),
+    )
+
+
 def _tenant_share(
-    tenant: Tenant, share: float, kinds: tuple[KindShare, ...], used: tuple[int, int]
+    tree: _Tree, row: Any, kinds: tuple[KindShare, ...], *, usage_us: int, total_us: int
 ) -> TenantShare:
-    usage_us, total_us = used
-    weight = tenant.weight_milli / 1000
+    weight = row.weight_milli / 1000
     return TenantShare(
-        id=tenant.id,
-        tenant=tenant.name,
+        id=row.id,
+        tenant=row.name,
+        parent_id=row.parent_id,
+        depth=len(tree.path(row.id)) - 1,
         weight=weight,
-        share=share,
+        share=float(tree.part(row.id)),
         fair=sum(kind.fair for kind in kinds),
         held=sum(kind.held for kind in kinds),
         waiting=sum(kind.waiting for kind in kinds),
+        guarantee=sum(kind.guarantee for kind in kinds),
+        borrowed=sum(kind.borrowed for kind in kinds),
         usage_us=usage_us,
         total_us=total_us,
         score=usage_us / weight,
@@ -147,37 +175,183 @@ def _tenant_share(
     )
 
 
+def _limit(row: Any, kind: str) -> int | None:
+    """Of one kind; a limit of all kinds together bounds each of them."""
+    limits = [row.limit[each] for each in (kind, tree.ALL) if each in row.limit]
+    return min(limits, default=None)
+
+
+class _Tree:
+    """The tenants that own shares, and how they lie below each other."""
+
+    def __init__(self, session: Session) -> None:
+        columns = (
+            Tenant.id,
+            Tenant.name,
+            Tenant.parent_id,
+            Tenant.weight_milli,
+            Tenant.guarantee,
+            Tenant.limit,
+        )
+        rows = session.execute(select(*columns).order_by(Tenant.name.desc())).all()
+        self.rows = {row.id: row for row in rows}
+        self.roots = {row.id for row in rows if row.parent_id is None}
+        self.children: dict[str | None, list[str]] = defaultdict(list)
+        for row in rows:
+            if row.id not in self.roots:
+                self.children[row.parent_id].append(row.id)
+        self.order = list(self._in_order())
+        self._parts: dict[str, Fraction] = {}
+        self._below: dict[str, list[str]] = {}
+
+    def _in_order(self) -> Iterator[str]:
+        ahead = [id for root in self.roots for id in self.children[root]]
+        while ahead:
+            id = ahead.pop()
+            yield id
+            ahead += self.children[id]
+
+    def path(self, id: str) -> tuple[str, ...]:
+        """From the top; the root owns no share and stands beside its children."""
+        above = self.rows[id].parent_id
+        if above is None or above in self.roots:
+            return (id,)
+        return (*self.path(above), id)
+
+    def below(self, id: str) -> list[str]:
+        """The tenant and all below it."""
+        found = self._below.get(id)
+        if found is None:
+            found = self._below[id] = [id]
+            for child in self.children[id]:
+                found += self.below(child)
+        return found
+
+    def part(self, id: str) -> Fraction:
+        """Of all weights: its weight among its siblings, of the part of the tenant above it."""
+        if id not in self._parts:
+            row = self.rows[id]
+            siblings = self.children[row.parent_id]
+            above = Fraction(1) if row.parent_id in self.roots else self.part(row.parent_id)
+            among = sum(self.rows[each].weight_milli for each in siblings)
+            for each in siblings:
+                self._parts[each] = above * Fraction(self.rows[each].weight_milli, among)
+        return self._parts[id]
+
+
+class _Work:
+    """Who has work, counted: of those who wait the journal keeps the counts (`lines`).
+
+    `wanted` is (tenant, kind) -> user -> (weight, devices that their tasks hold or wait for).
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.waiting: dict[tuple[str, str], int] = defaultdict(int)
+        self.held: dict[tuple[str, str], int] = defaultdict(int)
+        self.wanted: dict[tuple[str, str], dict[str, tuple[int, int]]] = defaultdict(dict)
+        for placement in session.scalars(_holders()):
+            self.held[placement.tenant_id, placement.kind] += 1
+        for tenant, kind, _, _, waiting, _ in (rows := session.execute(_WORK).all()):
+            self.waiting[tenant, kind] += waiting
+        for tenant, kind, user, weight, _, devices in rows:
+            self.wanted[tenant, kind][user] = weight, devices
+
+
+_WORK = text(
+    """
+    select work.tenant_id, kind, user_id, u.weight_milli,
+           sum(waiting)::bigint as waiting, sum(devices)::bigint as devices
+    from (
+        select tenant_id, kind, user_id, waiting, waiting * width as devices from lines
+        where waiting > 0
+        union all
+        select tenant_id, kind, user_id, 0, 1 from placements where ended_at is null
+    ) work join users u on u.id = user_id
+    group by 1, 2, 3, 4
+    """
+)
+
+
+def _divided(
+    tenants: _Tree, work: _Work, kind: str, devices: int
+) -> dict[tuple[str, ...], Fraction]:
+    """The part of each tenant and user that has work, by path."""
+
+    def branch(id: str) -> Branch | None:
+        row = tenants.rows[id]
+        mine: dict[str, Branch] = {
+            user: Branch(weight=weight, demand=wanted)
+            for user, (weight, wanted) in work.wanted.get((id, kind), {}).items()
+        }
+        below = () if id in tenants.roots else tenants.children[id]
+        mine |= {child: made for child in below if (made := branch(child)) is not None}
+        if not mine:
+            return None
+        return Branch(
+            weight=row.weight_milli,
+            guarantee=row.guarantee.get(kind, 0),
+            limit=_limit(row, kind),
+            children=mine,
+        )
+
+    tops = [*tenants.roots, *(id for root in tenants.roots for id in tenants.children[root])]
+    return divide_tree(devices, {id: made for id in tops if (made := branch(id)) is not None})
+
+
+def within(shares: Sequence[TenantShare], tenant: str) -> list[TenantShare]:
+    """Of these the tenant and all below it."""
+    seen: set[str | None] = {tenant}
+    found = []
+    for share in shares:
+        if share.id == tenant or share.parent_id in seen:
+            seen.add(share.id)
+            found.append(share)
+    return found
+
+
 def others(shares: Iterable[TenantShare], tenant: str) -> TenantShare:
-    """All the other tenants as one, without a name: what one may know of them."""
-    rest = [share for share in shares if share.id != tenant]
+    """All that is not the tenant's as one, without a name: what one may know of it."""
+    shares = list(shares)
+    mine = [share for share in shares if share.id == tenant and share.depth]
+    rest = [share for share in shares if not share.depth and share.id != tenant]
     by_kind: dict[str, list[KindShare]] = defaultdict(list)
     for share in rest:
         for kind in share.kinds:
             by_kind[kind.kind].append(kind)
-    weight, usage_us = sum(share.weight for share in rest), sum(share.usage_us for share in rest)
+    less = {kind.kind: kind for share in mine for kind in share.kinds}
+    weight = sum(share.weight for share in rest)
+    usage_us = sum(share.usage_us for share in rest) - sum(share.usage_us for share in mine)
+    kinds = tuple(_sum_kind(kinds, less.get(kind)) for kind, kinds in by_kind.items())
     return TenantShare(
         id="",
         tenant="all others",
         weight=weight,
-        share=sum(share.share for share in rest),
-        fair=sum(share.fair for share in rest),
-        held=sum(share.held for share in rest),
-        waiting=sum(share.waiting for share in rest),
-        usage_us=usage_us,
-        total_us=sum(share.total_us for share in rest),
-        score=usage_us / weight if weight else 0.0,
-        kinds=tuple(_sum_kind(kinds) for kinds in by_kind.values()),
-    )
-
-
-def _sum_kind(kinds: Sequence[KindShare]) -> KindShare:
-    return KindShare(
-        kind=kinds[0].kind,
-        devices=kinds[0].devices,
-        by_weight=sum(kind.by_weight for kind in kinds),
+        share=sum(share.share for share in rest) - sum(share.share for share in mine),
         fair=sum(kind.fair for kind in kinds),
         held=sum(kind.held for kind in kinds),
         waiting=sum(kind.waiting for kind in kinds),
+        borrowed=sum(kind.borrowed for kind in kinds),
+        usage_us=usage_us,
+        total_us=sum(share.total_us for share in rest) - sum(share.total_us for share in mine),
+        score=usage_us / weight if weight else 0.0,
+        kinds=kinds,
+    )
+
+
+def _sum_kind(kinds: Sequence[KindShare], less: KindShare | None) -> KindShare:
+    minus = () if less is None else (less,)
+
+    def total(of: Callable[[KindShare], float]) -> float:
+        return sum(of(kind) for kind in kinds) - sum(of(kind) for kind in minus)
+
+    return KindShare(
+        kind=kinds[0].kind,
+        devices=kinds[0].devices,
+        by_weight=total(lambda kind: kind.by_weight),
+        fair=total(lambda kind: kind.fair),
+        held=int(total(lambda kind: kind.held)),
+        waiting=int(total(lambda kind: kind.waiting)),
+        borrowed=max(0, int(total(lambda kind: kind.borrowed))),
     )
 
 
@@ -192,19 +366,6 @@ def _capacity(session: Session, now: datetime) -> dict[str, int]:
     return {kind: count for kind, count in session.execute(query)}
 
 
-def _demand(session: Session) -> dict[tuple[str, str], dict[str, int]]:
-    """(tenant, kind) -> state -> how many tasks want a device or have one."""
-    query = (
-        select(Task.tenant_id, Task.kind, Task.state, func.count())
-        .where(Task.state.in_(LIVE))
-        .group_by(Task.tenant_id, Task.kind, Task.state)
-    )
-    demand: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
-    for tenant, kind, state, count in session.execute(query):
-        demand[tenant, kind][state] = count
-    return demand
-
-
 def _holders() -> Select[Placement]:
     """Who sits on each device: until it has let go, one who was told to leave still does."""
     return (
@@ -215,22 +376,14 @@ def _holders() -> Select[Placement]:
     )
 
 
-def _held(session: Session) -> dict[tuple[str, str], int]:
-    held: dict[tuple[str, str], int] = defaultdict(int)
-    for placement in session.scalars(_holders()):
-        held[placement.tenant_id, placement.kind] += 1
-    return held
-
-
-def _accounts(session: Session, now: datetime) -> dict[str, tuple[int, int]]:
-    """Tenant -> (faded usage now, all it was ever charged), both in microseconds."""
+def _accounts(session: Session) -> dict[str, tuple[int, int]]:
+    """Tenant -> (faded sum, all it was ever charged in microseconds), of its own users."""
     query = select(Account.tenant_id, func.sum(Account.faded), func.sum(Account.total_us)).group_by(
         Account.tenant_id
     )
-    base = session.get(LedgerBase, 1)
     used: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for tenant, faded, total_us in session.execute(query):
-        used[tenant] = (_usage_now_us(int(faded), base, now), int(total_us))
+        used[tenant] = int(faded), int(total_us)
     return used
 
 
@@ -269,30 +422,43 @@ _OTHERS_TURN = "; others wait who have used less for their weight, so they are d
 
 def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
     """Who goes first; nothing if kinds of devices differ in that, or nobody is ahead."""
-    rest = [other for other in shares if other.id != share.id]
+    rest = list(_rivals(share, shares))
     if share.waiting:
         waited = [kind for kind in share.kinds if kind.waiting and kind.devices]
-        said = {_who_goes_first(share, kind, rest) for kind in waited}
+        said = {_who_goes_first(kind, rest) for kind in waited}
         return said.pop() if len(said) == 1 else ""
     over = [kind for kind in share.kinds if kind.held > kind.fair]
     due = any(
-        other.score < share.score and _of_kind(other, kind.kind).waiting
+        other.score < mine and _of_kind(other, kind.kind).waiting
         for kind in over
-        for other in rest
+        for mine, other in rest
     )
     return _OTHERS_TURN if due else ""
 
 
-def _who_goes_first(share: TenantShare, kind: KindShare, rest: Sequence[TenantShare]) -> str:
+def _rivals(
+    share: TenantShare, shares: Sequence[TenantShare]
+) -> Iterator[tuple[float, TenantShare]]:
+    """Whom it is compared with, and its score there: that of the tenant above it on their level."""
+    by_id = {each.id: each for each in shares}
+    mine: TenantShare | None = share
+    while mine is not None:
+        for other in shares:
+            if other.parent_id == mine.parent_id and other.id != mine.id:
+                yield mine.score, other
+        mine = by_id.get(mine.parent_id or "")
+
+
+def _who_goes_first(kind: KindShare, rest: Sequence[tuple[float, TenantShare]]) -> str:
     """Rules F3 and F6 for one kind that the tenant waits for, by what the ledger has booked."""
-    rivals = [(other, _of_kind(other, kind.kind)) for other in rest]
-    waiting = [other.score for other, their in rivals if their.waiting]
-    holding = [other.score for other, their in rivals if their.held]
+    rivals = [(mine - other.score, _of_kind(other, kind.kind)) for mine, other in rest]
+    waiting = [lead for lead, their in rivals if their.waiting]
+    holding = [lead for lead, their in rivals if their.held]
     taken = kind.held + sum(their.held for _, their in rivals) >= kind.devices
-    stay = taken and bool(holding) and max(holding) < share.score
-    if stay or any(score < share.score for score in waiting):
+    stay = taken and bool(holding) and min(holding) > 0
+    if stay or any(lead > 0 for lead in waiting):
         return _OTHERS_FIRST
-    return _YOUR_TURN if any(score > share.score for score in waiting + holding) else ""
+    return _YOUR_TURN if any(lead < 0 for lead in waiting + holding) else ""
 
 
 def _of_kind(share: TenantShare, kind: str) -> KindShare:
@@ -303,7 +469,8 @@ def verdict_of_all(shares: Sequence[TenantShare]) -> str:
     """The same for who looks after all tenants."""
     kinds = shares[0].kinds if shares else ()
     devices = sum(kind.devices for kind in kinds)
-    held, waiting = sum(share.held for share in shares), sum(share.waiting for share in shares)
+    tops = [share for share in shares if not share.depth]
+    held, waiting = sum(share.held for share in tops), sum(share.waiting for share in tops)
     busy = sum(1 for share in shares if share.held or share.waiting)
     tenants = f"{busy} of {len(shares)} tenants {'has' if busy == 1 else 'have'} work"
     return f"{held} of {_devices(devices)} held; {tenants}; {_tasks(waiting)}."
@@ -327,15 +494,13 @@ def _tasks(waiting: int) -> str:
 # --- the queue ----------------------------------------------------------------------------------
 
 
-_LAST = 2**31 - 1  # the place of a task that has none yet
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """A task that waits.  `place` counts over the whole island, from 1; None while it is blocked.
+    """A task that waits.  `place` counts all that wait for its kind of device on its island, from
+    1; None while it is blocked.
 
-    `since` is when it began to wait: its submission, or when it last left a device.  There is no
-    estimate of its start yet, so `starts_at` says nothing rather than something wrong.
+    `since` is when it began to wait: its submission, or when it last left a device.  `starts_at` is
+    the middle of the `estimate`; `no_estimate` says why there is none.
     """
 
     id: str
@@ -352,54 +517,87 @@ class Queued:
     since: datetime
     step: int
     reasons: tuple[dict[str, Any], ...]
+    nearest: dict[str, Any] | None = None
     starts_at: datetime | None = None
-
-
-def rank(item: Queued) -> tuple[int, str]:
-    """Where a task stands in `queue`: by place, the blocked ones last, then by age (ids sort)."""
-    return (_LAST if item.place is None else item.place, item.id)
+    estimate: Start | None = None
+    no_estimate: dict[str, Any] | None = None
 
 
 def queue(
     session: Session,
     tenant: str | None,
     *,
-    after: tuple[int, str] | None = None,
+    below: bool = False,
+    state: str | None = None,
+    kind: str | None = None,
+    after: str | None = None,
     limit: int = 200,
 ) -> list[Queued]:
-    """Waiting tasks in the island's order, then the blocked ones; `after` is a `rank`."""
-    left = (
-        select(func.max(Placement.ended_at))
-        .where(Placement.task_id == Task.id)
-        .correlate(Task)
-        .scalar_subquery()
-    )
-    ranked = tuple_(func.coalesce(Task.place, _LAST), Task.id)
-    query = _with_names(
-        select(Task, func.coalesce(left, Task.submitted_at).label("since")), tenant
-    ).where(Task.state.in_(NOT_STARTED))
-    if after is not None:
-        query = query.where(ranked > tuple_(*after))
-    query = query.order_by(ranked).limit(limit)
+    """Waiting and blocked tasks, oldest first (ids sort by time); `after` is the last one's id.
+
+    With `below`, those of the tenants below are there, too.
+    """
+    ids = _in_queue(session, tenant, below=below, state=state, kind=kind, after=after, limit=limit)
+    query = _with_names(select(Task), None).where(Task.id == func.any(ids)).order_by(Task.id)
+    rows = session.execute(query).all()
+    told = why.explain(session, [row[0] for row in rows])
     return [
-        Queued(
-            id=task.id,
-            request_id=task.request_id,
-            name=task.name,
-            request=request,
-            tenant=owner,
-            user=user,
-            state=task.state,
-            place=task.place,
-            kind=task.kind,
-            memory_bytes=task.memory_bytes,
-            priority=task.priority,
-            since=since,
-            step=task.step,
-            reasons=tuple(task.reasons),
-        )
-        for task, since, request, owner, user in session.execute(query)
+        _queued(task, request, owner, user, told[task.id]) for task, request, owner, user in rows
     ]
+
+
+def _in_queue(
+    session: Session,
+    tenant: str | None,
+    *,
+    below: bool,
+    state: str | None,
+    kind: str | None,
+    after: str | None,
+    limit: int,
+) -> list[str]:
+    """Ids of one page.  For all tenants island by island, as the index has them."""
+    query = select(Task.id).where(
+        Task.state.in_(NOT_STARTED if state is None else (state,)), Task.state.not_in(ENDED)
+    )
+    if kind is not None:
+        query = query.where(Task.kind == kind)
+    if after is not None:
+        query = query.where(Task.id > after)
+    if tenant is not None:
+        mine = tree.within(Task.tenant_id, tenant) if below else Task.tenant_id == tenant
+        return list(session.scalars(query.where(mine).order_by(Task.id).limit(limit)))
+    islands: list[str | None] = [None, *session.scalars(select(Island.name))]
+    found = [
+        id
+        for island in islands
+        for id in session.scalars(query.where(Task.island == island).order_by(Task.id).limit(limit))
+    ]
+    return sorted(found)[:limit]
+
+
+def _queued(task: Task, request: str, owner: str, user: str, told: Why) -> Queued:
+    waits_since = task.waiting_since if task.state == "waiting" else None
+    return Queued(
+        id=task.id,
+        request_id=task.request_id,
+        name=task.name,
+        request=request,
+        tenant=owner,
+        user=user,
+        state=task.state,
+        place=told.place,
+        kind=task.kind,
+        memory_bytes=task.memory_bytes,
+        priority=task.priority,
+        since=waits_since or task.submitted_at,
+        step=task.step,
+        reasons=told.reasons,
+        nearest=told.nearest,
+        starts_at=told.estimate.starts_at if told.estimate else None,
+        estimate=told.estimate,
+        no_estimate=told.no_estimate,
+    )
 
 
 def _with_names(query: Select[*tuple[Any, ...]], tenant: str | None) -> Select[*tuple[Any, ...]]:
@@ -602,8 +800,6 @@ def to_csv(rows: Iterable[UsageRow], group_by: Sequence[str]) -> str:
 
 # --- what happened ------------------------------------------------------------------------------
 
-DECISIONS = ("task.launched", "task.pausing", "task.held")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
@@ -626,7 +822,6 @@ def events(
     tenant: str | None,
     *,
     request: str | None = None,
-    types: Sequence[str] = (),
     before: int | None = None,
     limit: int = 50,
 ) -> list[Happened]:
@@ -643,8 +838,6 @@ def events(
         query = query.where(Event.tenant_id == tenant)
     if request is not None:
         query = query.where(Event.request_id == request)
-    if types:
-        query = query.where(Event.type.in_(types))
     if before is not None:
         query = query.where(Event.id < before)
     return [
@@ -662,6 +855,136 @@ def events(
         )
         for event, owner, name, task in session.execute(query)
     ]
+
+
+# --- decisions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """At whose cost, or for whom.  Of another tenant's task only that it is one."""
+
+    tenant: str
+    task_id: str | None
+    task: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """One move that an island decided on; `rule` is one of F1-F10, or another named rule.
+
+    `because` is for the owner; `cycle` numbers the round in which it was decided.
+    """
+
+    id: int
+    at: datetime
+    island: str
+    cycle: int
+    move: str
+    rule: str
+    because: str
+    tenant: str
+    request_id: str
+    task_id: str
+    task: str
+    devices: tuple[str, ...]
+    against: Against | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The round of a decision: all that was decided in it, as far as one may see it.
+
+    `snapshot` is what it looked at, from which it can be made again; None unless one sees all.
+    """
+
+    decision: Decided
+    now_s: float
+    decisions: list[Decided]
+    snapshot: dict[str, Any] | None
+
+
+def decisions(
+    session: Session,
+    tenant: str | None,
+    *,
+    below: bool = False,
+    before: int | None = None,
+    limit: int = 50,
+) -> list[Decided]:
+    """The newest first; `before` is the id of the last one seen."""
+    query = _decisions(tenant, below=below).limit(limit)
+    if before is not None:
+        query = query.where(Decision.id < before)
+    return [_decided(row) for row in session.execute(query)]
+
+
+def decision(session: Session, tenant: str | None, id: int, *, below: bool = False) -> Round | None:
+    """None too for one about another tenant's task."""
+    query = _decisions(tenant, below=below)
+    row = session.execute(query.where(Decision.id == id)).first()
+    if row is None:
+        return None
+    cycle = session.get_one(Cycle, row[0].cycle_id)
+    rows = session.execute(query.where(Decision.cycle_id == cycle.id)).all()
+    return Round(
+        decision=_decided(row),
+        now_s=cycle.now_s,
+        decisions=[_decided(row) for row in reversed(rows)],
+        snapshot=cycle.snapshot if tenant is None else None,
+    )
+
+
+def _decisions(tenant: str | None, *, below: bool) -> Select[*tuple[Any, ...]]:
+    rival, owner = aliased(Task), aliased(Tenant)
+
+    def seen(column: InstrumentedAttribute[str]) -> ColumnElement[bool]:
+        if tenant is None:
+            return true()
+        return tree.within(column, tenant) if below else column == tenant
+
+    return (
+        select(
+            Decision,
+            Cycle.island,
+            Tenant.name,
+            Task.request_id,
+            Task.name,
+            rival.name,
+            owner.name,
+            seen(rival.tenant_id),
+        )
+        .join(Cycle, Cycle.id == Decision.cycle_id)
+        .join(Tenant, Tenant.id == Decision.tenant_id)
+        .join(Task, Task.id == Decision.task_id)
+        .outerjoin(rival, rival.id == Decision.against)
+        .outerjoin(owner, owner.id == rival.tenant_id)
+        .where(seen(Decision.tenant_id))
+        .order_by(Decision.id.desc())
+    )
+
+
+def _decided(row: Any) -> Decided:
+    made, island, tenant, request_id, task, rival, owner, visible = row
+    against = None
+    if rival is not None:
+        shown = (owner, made.against, rival) if visible else ("another tenant", None, None)
+        against = Against(tenant=shown[0], task_id=shown[1], task=shown[2])
+    return Decided(
+        id=made.id,
+        at=made.at,
+        island=island,
+        cycle=made.cycle_id,
+        move=made.move,
+        rule=made.rule,
+        because=made.because,
+        tenant=tenant,
+        request_id=request_id,
+        task_id=made.task_id,
+        task=task,
+        devices=tuple(made.devices),
+        against=against,
+    )
 
 
 # --- requests -----------------------------------------------------------------------------------
@@ -757,7 +1080,10 @@ def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskView:
-    """All that a page tells of one task.  `name` is unique within its request."""
+    """All that a page tells of one task.  `name` is unique within its request.
+
+    Of many that wait only the first `EXPLAINED` say why.
+    """
 
     id: str
     name: str
@@ -771,6 +1097,7 @@ class TaskView:
     step: int
     metrics: dict[str, Any]
     reasons: tuple[dict[str, Any], ...]
+    starts: Start | None
     epoch: int
     total_held_us: int
     pauses: int
@@ -784,8 +1111,14 @@ class TaskView:
     ended_at: datetime | None
 
 
+EXPLAINED = 50
+
+
 def tasks(session: Session, request: str) -> list[TaskView]:
     query = select(Task).where(Task.request_id == request).order_by(Task.ordinal)
+    found = session.scalars(query).all()
+    waiting = [task for task in found if task.state in NOT_STARTED]
+    told = defaultdict(Why, why.explain(session, waiting[:EXPLAINED]))
     return [
         TaskView(
             id=task.id,
@@ -794,12 +1127,13 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             kind=task.kind,
             state=task.state,
             hold=task.hold,
-            place=task.place,
+            place=told[task.id].place,
             device=task.seat,
             image_on=task.image_on,
             step=task.step,
             metrics=task.metrics,
-            reasons=tuple(task.reasons),
+            reasons=told[task.id].reasons,
+            starts=told[task.id].estimate,
             epoch=task.epoch,
             total_held_us=task.total_held_us + task.held_us,
             pauses=task.pauses,
@@ -812,7 +1146,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             started_at=task.first_started_at,
             ended_at=task.ended_at,
         )
-        for task in session.scalars(query)
+        for task in found
     ]
 
 

@@ -71,6 +71,7 @@ def _tenant(session: Session, name: str, *, parent: Tenant | None, weight_milli:
             name=name,
             parent_id=parent.id if parent else None,
             weight_milli=weight_milli,
+            tier="standard" if parent else "premium",  # the root's binds all below it
         )
         session.add(tenant)
         session.flush()

@@ -1,20 +1,24 @@
-"""Rows become one `core.island.Snapshot`: the only reader for scheduling.
+"""Rows become values of `core.island`: the only reader for scheduling.
 
-It is read in the island's transaction, after the island's row was locked, so nothing that only the
-island writes can change between looking and writing the plan down.
+They are read in the island's transaction, after the island's row was locked, so nothing that only
+the island writes can change between looking and writing the plan down.  `load` reads all that is
+alive; `app.follow` reads what changed.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app import ledger
 from app.core.island import Conditions, Device, Policy, Snapshot, Task, Tenant, User
-from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE
+from app.core.lifecycle import ENDED, ON_A_DEVICE
 from app.models import Account, Host, LedgerBase, Need
 from app.models import Device as DeviceRow
 from app.models import Task as TaskRow
@@ -26,15 +30,25 @@ _BROKEN = ("failed", "cancelled")
 
 
 def load(session: Session, island: str, *, now_s: float) -> Snapshot:
-    base = ledger.base(session)
-    users = _users(session)
+    """All that is alive on an island; for tests and what-ifs, since a million may wait."""
+    rows = session.execute(tasks().where(TaskRow.island == island, TaskRow.state.not_in(ENDED)))
+    return _snapshot(session, island, rows.all(), now_s=now_s)
+
+
+def without_line(session: Session, island: str, *, now_s: float) -> Snapshot:
+    """The same, without the tasks that wait or are blocked."""
+    on_a_device = tasks().where(TaskRow.island == island, TaskRow.state.in_(ON_A_DEVICE))
+    return _snapshot(session, island, session.execute(on_a_device).all(), now_s=now_s)
+
+
+def _snapshot(session: Session, island: str, rows: Sequence[Row[Any]], *, now_s: float) -> Snapshot:
     return Snapshot(
         island=island,
-        policy=policy(base),
-        users=users,
-        tenants=_tenants(session, users),
-        devices=_devices(session, island),
-        tasks=_tasks(session, island, now_s=now_s),
+        policy=policy(ledger.base(session)),
+        users=users(session),
+        tenants=tenants(session),
+        devices=devices(session, island),
+        tasks=tasks_of(session, rows, now_s=now_s),
     )
 
 
@@ -47,32 +61,45 @@ def policy(base: LedgerBase) -> Policy:
     )
 
 
-def _users(session: Session) -> dict[str, User]:
-    query = select(UserRow.id, UserRow.tenant_id, Account.faded)
-    rows = session.execute(query.outerjoin(Account, Account.user_id == UserRow.id))
+def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[str, User]:
+    query = select(UserRow.id, UserRow.tenant_id, UserRow.weight_milli, Account.faded)
+    query = query.outerjoin(Account, Account.user_id == UserRow.id)
+    rows = session.execute(query if where is None else query.where(where))
     return {
-        id: User(id=id, tenant=tenant_id, faded_us=int(faded or 0)) for id, tenant_id, faded in rows
+        id: User(id=id, tenant=tenant_id, weight=weight, faded_us=int(faded or 0))
+        for id, tenant_id, weight, faded in rows
     }
 
 
-def _tenants(session: Session, users: dict[str, User]) -> dict[str, Tenant]:
-    """Decay is linear: what a tenant used is the sum of what its users used."""
-    faded: dict[str, int] = defaultdict(int)
-    for user in users.values():
-        faded[user.tenant] += user.faded_us
-    rows = session.execute(select(TenantRow.id, TenantRow.name, TenantRow.weight_milli))
+def tenants(session: Session) -> dict[str, Tenant]:
+    """The root stands beside its children: it owns no share, but its users may ask for devices."""
+    rows = session.scalars(select(TenantRow)).all()
+    root = {row.id for row in rows if row.parent_id is None}
     return {
-        id: Tenant(id=id, name=name, weight=weight, faded_us=faded[id]) for id, name, weight in rows
+        row.id: Tenant(
+            id=row.id,
+            name=row.name,
+            weight=row.weight_milli,
+            parent=None if row.parent_id in root else row.parent_id,
+            guarantee=row.guarantee,
+            limit=row.limit,
+            most_running=row.max_running,
+        )
+        for row in rows
     }
 
 
-def _devices(session: Session, island: str) -> dict[str, Device]:
+def devices(
+    session: Session, island: str, where: ColumnElement[bool] | None = None
+) -> dict[str, Device]:
     query = (
         select(DeviceRow, Host.cordoned)
         .join(Host, Host.name == DeviceRow.host)
         .where(DeviceRow.island == island)
+        .execution_options(populate_existing=True)
     )
-    return {row.id: _device(row, drained) for row, drained in session.execute(query)}
+    rows = session.execute(query if where is None else query.where(where))
+    return {row.id: _device(row, drained) for row, drained in rows}
 
 
 def _device(row: DeviceRow, drained: bool) -> Device:
@@ -93,20 +120,27 @@ _COLUMNS = (
     TaskRow.epoch, TaskRow.kind, TaskRow.memory_bytes, TaskRow.priority, TaskRow.submitted_at,
     TaskRow.hold, TaskRow.not_before, TaskRow.seat, TaskRow.launched_at, TaskRow.started_at,
     TaskRow.held_us, TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
-    TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at,
+    TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
+    TaskRow.waiting_since, TaskRow.waited_us, cast(TaskRow.away, Text).label("away"),
 )  # fmt: skip
 
 
-def _tasks(session: Session, island: str, *, now_s: float) -> dict[str, Task]:
-    query = select(*_COLUMNS).where(TaskRow.island == island, TaskRow.state.not_in(ENDED))
-    waits_for, broken = _needs(session, island)
+def tasks(*more: Any) -> Select[Any]:
+    """What `tasks_of` needs of each task, and `more` columns."""
+    return select(*_COLUMNS, *more)
+
+
+def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dict[str, Task]:
+    """Values of rows of `tasks`, with what blocked ones wait for."""
+    blocked = [row.id for row in rows if row.state == "blocked"]
+    waits_for, broken = _needs(session, blocked)
     return {
-        row.id: _task(row, waits_for[row.id], broken[row.id], now_s=now_s)
-        for row in session.execute(query)
+        row.id: _task(row, waits_for.get(row.id, ()), broken.get(row.id, ()), now_s=now_s)
+        for row in rows
     }
 
 
-def _task(row: TaskRow, waits_for: list[str], broken: list[str], *, now_s: float) -> Task:
+def _task(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, now_s: float) -> Task:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
     accrued_us = 0
     if started_s is not None:
@@ -123,13 +157,13 @@ def _task(row: TaskRow, waits_for: list[str], broken: list[str], *, now_s: float
         memory_bytes=row.memory_bytes,
         priority=row.priority,
         submitted_s=_seconds(row.submitted_at) or 0.0,
-        conditions=Conditions(
-            waits_for=tuple(waits_for),
-            broken=tuple(broken),
-            not_before_s=_seconds(row.not_before),
-            hold=row.hold,
-        ),
-        seat=row.seat,
+        conditions=_conditions(row, waits_for, broken),
+        waiting_since_s=_seconds(row.waiting_since),
+        waited_s=row.waited_us / 1e6,
+        away=() if row.away == "[]" else tuple(tuple(one) for one in json.loads(row.away)),
+        width=row.devices_min,
+        tier=row.tier,
+        seats=(row.seat,) if row.seat is not None else (),
         launched_s=_seconds(row.launched_at) or 0.0,
         started_s=started_s,
         accrued_us=accrued_us,
@@ -144,19 +178,36 @@ def _task(row: TaskRow, waits_for: list[str], broken: list[str], *, now_s: float
     )
 
 
-def _needs(session: Session, island: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """For each task that has not started: what it waits for, and what of that will never come."""
+_FREE = Conditions()
+
+
+def _conditions(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str]) -> Conditions:
+    if not (waits_for or broken or row.hold or row.not_before):
+        return _FREE
+    return Conditions(
+        waits_for=tuple(waits_for),
+        broken=tuple(broken),
+        not_before_s=_seconds(row.not_before),
+        hold=row.hold,
+    )
+
+
+def _needs(
+    session: Session, blocked: Sequence[str]
+) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
+    """For each of these tasks: what it waits for, and what of that will never come."""
+    waits_for: dict[str, list[str]] = defaultdict(list)
+    broken: dict[str, list[str]] = defaultdict(list)
+    if not blocked:
+        return waits_for, broken
     needed = aliased(TaskRow)
     query = (
         select(Need.task_id, needed.id, needed.state)
-        .join(TaskRow, TaskRow.id == Need.task_id)
         .join(needed, needed.id == Need.needs_id)
-        .where(TaskRow.island == island, TaskRow.state.in_(NOT_STARTED), needed.state != "done")
+        .where(Need.task_id == func.any(list(blocked)), needed.state != "done")
         .group_by(Need.task_id, needed.id, needed.state)
         .order_by(Need.task_id, func.min(needed.ordinal))
     )
-    waits_for: dict[str, list[str]] = defaultdict(list)
-    broken: dict[str, list[str]] = defaultdict(list)
     for task_id, needs_id, state in session.execute(query):
         (broken if state in _BROKEN else waits_for)[task_id].append(needs_id)
     return waits_for, broken

@@ -70,6 +70,7 @@ def request(value: JSON) -> RenderableType:
             ("name", value["name"]),
             ("state", _request_state(value)),
             ("owner", f"{value['user']} of {value['tenant']}"),
+            ("tier", value["tier"]),
             ("priority", value["priority"] or None),
             ("labels", value["labels"]),
             ("bundle", value["bundle"]),
@@ -154,7 +155,6 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("state", _task_state(value)),
             ("device", value["seat"]),
             ("image in the memory of", value["image_on"]),
-            ("place", value["place"]),
             ("needs", [need["task"] for need in value["needs"]] or None),
             ("step", value["step"]),
             ("held", seconds(value["held_us"])),
@@ -212,7 +212,7 @@ def explained(tasks: Iterable[JSON], failed: Iterable[JSON]) -> RenderableType:
 
 def waits(told: JSON) -> Text:
     """The first reason of one explanation, in a line."""
-    place = f", place {told['place']} of its island" if told["place"] else ""
+    place = f", place {told['place']} in line" if told["place"] else ""
     return words(f"{told['task']} is {told['state']}{place}: {told['message']}", "dim")
 
 
@@ -232,7 +232,7 @@ def _cause(task: JSON, of: str = "") -> Text:
 
 
 def _explained(task: JSON) -> Text:
-    place = f", place {task['place']} of its island" if task["place"] else ""
+    place = f", place {task['place']} in line" if task["place"] else ""
     text = Text.assemble(words(task["task"], "bold"), " is ", state(task["state"]), place)
     if not task["reasons"]:
         return text.append("\n  ").append_text(words(task["message"]))
@@ -240,7 +240,22 @@ def _explained(task: JSON) -> Text:
         text.append("\n  ").append_text(words(f"{reason['code']}  ", "dim"))
         text.append_text(words(reason["message"]))
         text.append("\n      ").append_text(words(_next(reason)))
-    return text
+    if len(task["reasons"]) > 1 and task["nearest"]:
+        text.append("\n  ").append_text(
+            words(f"To end first: {task['nearest']['message']}", "bold")
+        )
+    return text.append("\n  ").append_text(words(_starts(task), "bold"))
+
+
+def _starts(task: JSON) -> str:
+    """When it is expected to start, or why that is not known."""
+    if task["estimate"] is None:
+        unknown = task["no_estimate"]
+        return (
+            f"When it starts is not known. {unknown['message']}" if unknown else "It starts soon."
+        )
+    p10, p50, p90 = (seconds(round(1e6 * task["estimate"][f"p{n}_s"])) for n in (10, 50, 90))
+    return f"It is expected to start in {p50}; 80 % of such tasks start in {p10} to {p90}."
 
 
 def _next(reason: JSON) -> str:
@@ -280,11 +295,13 @@ DEVICES = [
 ]
 
 _SHARES = [
-    Column("TENANT", lambda t: t["tenant"]),
+    Column("TENANT", lambda t: "  " * t["depth"] + t["tenant"]),
     Column("WEIGHT", lambda t: t["weight"], right=True),
     Column("SHARE", lambda t: f"{t['share']:.0%}", right=True),
+    Column("GUARANTEE", lambda t: t["guarantee"] or None, right=True),
     Column("FAIR NOW", lambda t: t["fair"], right=True),
     Column("HOLDS", lambda t: t["held"], right=True),
+    Column("BORROWED", lambda t: t["borrowed"] or None, right=True),
     Column("WAITING", lambda t: t["waiting"], right=True),
     Column("USAGE", lambda t: seconds(t["usage_us"]), right=True),
 ]
@@ -308,6 +325,55 @@ def _device_state(device: JSON) -> Text:
     if not device["up"]:
         return state("down")
     return state("cordoned") if device["cordoned"] else words("up")
+
+
+TENANTS = [
+    Column("TENANT", lambda t: "  " * t["depth"] + t["name"]),
+    Column("WEIGHT", lambda t: t["weight"], right=True),
+    Column("GUARANTEE", lambda t: t["guarantee"] or None),
+    Column("LIMIT", lambda t: t["limit"] or None),
+    Column("MAX RUNNING", lambda t: t["max_running"], right=True),
+    Column("MAX QUEUED", lambda t: t["max_queued"], right=True),
+    Column("BEST TIER", lambda t: t["tier"]),
+    Column("ID", lambda t: t["id"]),
+]
+
+
+def as_tree(tenants: Sequence[JSON]) -> list[JSON]:
+    """Each after the one that it lies below, by name, with its `depth`."""
+    seen = {tenant["id"] for tenant in tenants}
+    below: dict[str | None, list[JSON]] = {}
+    for tenant in sorted(tenants, key=itemgetter("name"), reverse=True):
+        parent = tenant["parent_id"] if tenant["parent_id"] in seen else None
+        below.setdefault(parent, []).append(tenant)
+    found = []
+    open_ = [{**tenant, "depth": 0} for tenant in below.get(None, [])]
+    while open_:
+        found.append(open_.pop())
+        children, depth = below.get(found[-1]["id"], []), found[-1]["depth"] + 1
+        open_ += [{**tenant, "depth": depth} for tenant in children]
+    return found
+
+
+def tenant(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("tenant", value["id"]),
+            ("name", value["name"]),
+            ("below", value["parent_id"]),
+            ("weight", value["weight"]),
+            ("guarantee", value["guarantee"]),
+            ("limit", value["limit"]),
+            ("tasks on devices, at most", value["max_running"]),
+            ("tasks that wait, at most", value["max_queued"]),
+            ("best tier", value["tier"]),
+        ]
+    )
+
+
+def user(value: JSON) -> RenderableType:
+    names = ("id", "name", "tenant_id", "weight")
+    return facts([(name.removesuffix("_id"), value[name]) for name in names])
 
 
 def me(value: JSON) -> list[tuple[str, object]]:
@@ -354,6 +420,7 @@ def problem(error: Problem) -> Text:
 _ACTIONS = {
     "validation-error": "Nothing was changed; mend it and try again.",
     "unsatisfiable": "roundhouse devices shows what there is.",
+    "queue-full": "roundhouse ps lists what waits.",
     "idempotency-key-reused": "Take another --idempotency-key for another request.",
     "unauthenticated": "roundhouse login, or set ROUNDHOUSE_KEY.",
     "insufficient-scope": "roundhouse whoami shows your role.",

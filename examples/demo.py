@@ -237,7 +237,7 @@ class Demo:
 
 def why(life: Life) -> str:
     """What a job that did not get done has to say."""
-    said = life.task["message"] or life.task["reasons"]
+    said = life.task["message"] or "it gave no reason"
     return f"{life.name} is {life.task['state']}: {said}\n{life.task['detail'] or ''}"
 
 

@@ -20,6 +20,8 @@ from unittest import mock
 import pytest
 from alembic import command
 from alembic.config import Config
+from hypothesis import HealthCheck
+from hypothesis import settings as Profile
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session, sessionmaker
@@ -29,6 +31,16 @@ from app.models import Base
 from app.settings import settings
 
 ROOT = Path(__file__).parent.parent
+
+# No test is timed: a busy machine is no fault.  The seed is that of the test, so that a run says
+# the same as the one before.
+Profile.register_profile(
+    "roundhouse",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+Profile.load_profile("roundhouse")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,15 @@ from sqlalchemy.orm import Session
 from app import ledger
 from app.api import auth
 from app.core.lifecycle import ON_A_DEVICE
-from app.models import Device, Host, Island, Placement, Request, Task, Tenant, User
+from app.models import Device, Host, Island, Line, Placement, Request, Task, Tenant, User
 
 
 class Scenery:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.numbers = itertools.count()
-        self.add(Island(name="isle"))
+        led = {"leader": "a test", "leader_until": func.now() + timedelta(hours=1)}
+        self.add(Island(name="isle", **led))
         self.add(Host(name="host", island="isle"))
         self.root = self.add(Tenant(id=_id("ten"), name="platform"))
 
@@ -32,11 +33,10 @@ class Scenery:
         self.session.flush()
         return row
 
-    def tenant(self, name: str, weight_milli: int = 1000) -> Tenant:
+    def tenant(self, name: str, weight_milli: int = 1000, **more: Any) -> Tenant:
         """A tenant with one user, of the tenant's name."""
-        tenant = self.add(
-            Tenant(id=_id("ten"), name=name, parent_id=self.root.id, weight_milli=weight_milli)
-        )
+        place = {"parent_id": self.root.id, "weight_milli": weight_milli, **more}
+        tenant = self.add(Tenant(id=_id("ten"), name=name, **place))
         self.user(name, tenant)
         return tenant
 
@@ -78,7 +78,29 @@ class Scenery:
         )
         if state in ON_A_DEVICE:
             self.seat(task)
+        if state == "waiting":
+            self.line(task, 1)
         return task
+
+    def line(self, task: Task, change: int) -> None:
+        """So many more wait as this one does; the journal counts them as they come and go."""
+        self.session.refresh(task)
+        key = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
+        line = self.session.get(Line, key)
+        if line is None:
+            names = ("island", "user_id", "kind", "memory_bytes", "width")
+            owner = {"tenant_id": task.tenant_id, "waiting": 0}
+            line = self.add(Line(**dict(zip(names, key, strict=True)), **owner))
+        line.waiting += change
+        self.session.flush()
+
+    def move(self, task: Task, state: str, **more: Any) -> None:
+        """From one state to another, as the journal would write it."""
+        self.line(task, (state == "waiting") - (task.state == "waiting"))
+        task.state = state
+        for name, value in more.items():
+            setattr(task, name, value)
+        self.session.flush()
 
     def seat(self, task: Task, **more: Any) -> Placement:
         """The open placement of a task that sits, or is about to sit, on `task.seat`."""

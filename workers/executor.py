@@ -43,6 +43,7 @@ from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
+SAVES_APART_S = 1.0  # so long after an image left, those of pauses wait on whether they are needed
 REPORT_S = 0.2  # progress and metrics go up at most this often
 DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
@@ -140,6 +141,7 @@ class Outgoing:
         self.sending = False
         self.settled: dict[str, JSON] = {}
         self.last_step: int | None = None  # of the newest image that is stored or on its way
+        self.left_s = -math.inf  # when that one left
 
     def put(self, image: Image, what: str) -> None:
         """`what` is "image", or "output:NAME"."""
@@ -339,21 +341,29 @@ def _pause(work: Work) -> None:
     image = _unsaved(work)
     _report(work)
     work.say("paused", has_state=work.job is not None)
-    _send_out(work, image)
-    del image  # held until it is stored, no longer
-    _wait_for_seat(work)
+    _wait_for_seat(work, image)
     work.saved_s = time.monotonic()
 
 
-def _wait_for_seat(work: Work) -> None:
-    """Off the seat: orders are answered, nothing steps."""
+def _wait_for_seat(work: Work, image: Image | None = None) -> None:
+    """Off the seat: orders are answered, nothing steps.
+
+    The image of the pause leaves at once, or when the one before it has been gone for a while: who
+    takes turns many times a second does not write down each of them.
+    """
     while "go" not in work.wishes:
         if "cancel" in work.wishes:
             raise Ending("stopped")
+        wait_s = None if image is None else work.outgoing.left_s + SAVES_APART_S - time.monotonic()
         if "save" in work.wishes:
             work.wishes -= {"save"}
-            _send_out(work, _unsaved(work))
-        _listen(work, None)
+            _send_out(work, image or _unsaved(work))
+            image = None
+        elif wait_s is not None and wait_s <= 0:
+            _send_out(work, image)
+            image = None  # held until it is stored, no longer
+        else:
+            _listen(work, wait_s)
     work.wishes -= {"go"}
 
 
@@ -366,7 +376,7 @@ def _unsaved(work: Work) -> Image | None:
 
 def _send_out(work: Work, image: Image | None) -> None:
     if image is not None:
-        work.outgoing.last_step = image.step
+        work.outgoing.last_step, work.outgoing.left_s = image.step, time.monotonic()
         work.outgoing.put(image, "image")
 
 

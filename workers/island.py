@@ -22,9 +22,10 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app import broker, db, journal, outbox, snapshot
-from app.core.decide import decide
+from app import broker, db, journal, outbox
+from app.core import record
 from app.core.messages import Alive, Answer, BadMessage, decode, encode
+from app.follow import Follower
 from app.models import Device, Island, Order, Placement, Task
 from app.settings import settings
 from workers.loop import Loop, keep
@@ -44,6 +45,8 @@ class Scheduler(Loop):
         self.island, self.me = island, uuid.uuid4().hex
         self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
         self.nudged = threading.Event()
+        self.follower = Follower(island)
+        self.began_s = 0.0  # by the monotonic clock: this round's transaction
         self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
         self.deaf_until_s = 0.0  # by the monotonic clock: silence says nothing about devices
 
@@ -74,22 +77,27 @@ class Scheduler(Loop):
         with db.transaction() as session:
             # 1. Only one writes at a time.
             row, left_s = self._row(session)
+            self.began_s = time.monotonic()
             # 2. What devices say is true.
             if len(heard) > 1:
                 journal.lock(session, heard)
             recorded = [taken for alive in heard if (taken := _record(session, alive))]
             # 3. Who leads also decides, if anything moved.
             leads = self._lead(session, row, left_s)
+            if not leads:
+                self.follower.forget()
             if look_now or any(changed for _, changed in recorded):
                 again_s = self._plan(session) if leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s
             journal.settle(session)
             due = outbox.unsent(session, _live(self.island), resend_s=settings().order_resend_s)
+            outbox.mark_sent(session, [order.id for order in due])
             return [answer for answer, _ in recorded], due
 
     def _not_written_down(self, heard: list[Alive]) -> None:
         for alive in heard:
             self.inbox.put(alive)
+        self.follower.forget()
         self.nudged.set()
 
     def leave(self) -> None:
@@ -144,16 +152,22 @@ class Scheduler(Loop):
             raise
         except Exception:
             log.exception("island %s could not make its plan", self.island)
+            self.follower.forget()
             return settings().tick_s
 
     def _cycle(self, session: Session) -> float:
         session.flush()
-        now_s = db.now_s(session)
+        # The transaction's clock stands still: whose turn ended while we wrote is seen at once.
+        now_s = db.now_s(session) + time.monotonic() - self.began_s
         self._spare_the_silent(session)
-        before = snapshot.load(session, self.island, now_s=now_s)
-        plan = decide(before, now_s=now_s)
-        if not journal.store(session, plan):
+        board = self.follower.look(session, now_s=now_s)
+        plan = self.follower.cycle(session, board)
+        seen = record.seen_by(board, plan, plan.before, island=self.island)
+        if not journal.store(session, plan, seen=seen if plan.decisions else None):
+            self.follower.forget()
             return BUSY_S
+        if self.follower.behind:
+            return 0.0
         if plan.look_again_s is None:
             return settings().tick_s
         return min(settings().tick_s, max(0.0, plan.look_again_s - now_s))
@@ -171,10 +185,10 @@ class Scheduler(Loop):
     def _send(self, answers: Iterable[Answer], due: list[Order]) -> None:
         for answer in answers:
             outbox.hint(broker.DEVICE_ANSWER, broker.device_queue(answer.device), encode(answer))
-        if due:
-            sent = outbox.send_orders(due)
+        sent = outbox.send_orders(due)
+        if len(sent) < len(due):
             with db.transaction() as session:
-                outbox.mark_sent(session, sent)
+                outbox.mark_unsent(session, [order.id for order in due[len(sent) :]])
 
 
 def _record(session: Session, alive: Alive) -> tuple[Answer, bool] | None:

@@ -41,8 +41,9 @@ MESSAGES_LIMIT = 1_000
 class Stay:
     """`state` is one of core.messages.ResidentView, or "vanished": gone without a word.
 
-    It `is_confirmed` once the island, told that it is here, said "keep": only then may it take the
-    seat, so that an order that comes too late runs nothing.
+    It `is_confirmed` once the island, told that it is here, said "keep", or if its order was so
+    fresh that it could only say so: only then may it take the seat, so that an order that comes too
+    late runs nothing.
     """
 
     launch: Launch

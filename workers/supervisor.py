@@ -7,8 +7,8 @@ everything, and everything that it spawned dies with it.
 What always holds:
 * this process speaks for the device only once it has had the device's two locks, one held by every
   process of ours and one by every resident: getting them proves that the house is empty;
-* a stale or doubled order changes nothing, and an order alone seats nobody: the island must have
-  answered a report that named the resident;
+* a stale or doubled order changes nothing, and an order alone seats nobody unless it is fresh: the
+  island must have answered a report that named the resident;
 * nothing steps past the trust that the island's answers give, and what cannot stop is killed when
   the lease ends;
 * what happened is reported until it is acknowledged.
@@ -284,10 +284,12 @@ class Supervisor(threading.Thread):
             self._obey(stay, following)
 
     def _obey(self, stay: Stay, order: Order) -> None:
-        self.rhythm.happened = True
         if isinstance(order, Pause) and order.successor and stay.state == "running":
+            self.rhythm.chatter = True  # soon it is told that it has paused
             stay.successor, stay.yield_by_us = order.successor, now_us() + HANDOVER_US
-        elif isinstance(order, Pause):
+            return
+        self.rhythm.happened = True
+        if isinstance(order, Pause):
             self._pause(stay)
         elif isinstance(order, Save):
             self._save(stay)
@@ -295,11 +297,13 @@ class Supervisor(threading.Thread):
     def _launch(self, launch: Launch) -> None:
         if launch.epoch <= self.newest.get(launch.task, 0) or self.stop_by_us is not None:
             return
-        self.rhythm.happened = True
         self.newest[launch.task] = launch.epoch
         if len(self.newest) > REMEMBERED:
             del self.newest[next(iter(self.newest))]
         stay = Stay(launch=launch, arrived_us=now_us(), order_seq=launch.seq)
+        stay.is_confirmed = self._is_sure(launch)
+        self.rhythm.chatter = True  # it is soon told that it has the seat
+        self.rhythm.happened |= not stay.is_confirmed
         self.stays[stay.key] = stay
         resident = self._living(launch.task)
         if resident is not None and _can_go_on(resident, launch):
@@ -311,6 +315,11 @@ class Supervisor(threading.Thread):
         self._aside(
             lambda: transfer.fetch(launch, house), lambda fetched: self._take_fetched(stay, fetched)
         )
+
+    def _is_sure(self, launch: Launch) -> bool:
+        """The island cannot have given it away meanwhile: its answer could only be "keep"."""
+        mine = launch.incarnation == self.house.incarnation
+        return mine and now_us() < launch.surely_until_us
 
     def _living(self, task: str) -> Resident | None:
         living = (r for r in self.residents.values() if r.task == task and not r.doom)
@@ -389,7 +398,7 @@ class Supervisor(threading.Thread):
 
     def _drop(self, task: str, epoch: int) -> None:
         stay = self.stays.pop((task, epoch), None)
-        if stay is not None:
+        if stay is not None and stay.state != "ended":
             self._vanish(stay, "dropped")
 
     # --- time ---
@@ -490,7 +499,9 @@ class Supervisor(threading.Thread):
         if any(stay.launch.task == task for stay, _ in self.fetched):
             return True  # there is no room for it until somebody paused can be let go
         living = self._living(task)
-        return living is not None and living.is_prepared and living.stay.is_confirmed
+        if living is None or living.stay.state != "seating":
+            return False  # its Launch is still on the way, or it was dropped and never comes
+        return living.is_prepared and living.stay.is_confirmed
 
     def _seat_next(self) -> None:
         now = now_us()
@@ -755,7 +766,9 @@ class Supervisor(threading.Thread):
             size_bytes=saved.size_bytes,
             took_us=saved.took_us,
         )
-        self.rhythm.happened = True
+        # While others take turns here the next of those is told of at once, and this with it.
+        self.rhythm.chatter = True
+        self.rhythm.happened |= self.seat is None
 
     def _says_last(self, resident: Resident, message: JSON) -> None:
         """The last word: told when the process has ended and all that it printed is here."""

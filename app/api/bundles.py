@@ -15,9 +15,8 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from app import bundles
-from app.api import cursors
 from app.api.auth import Authed, Caller, Submitter
-from app.api.cursors import Cursor, Limit
+from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.schemas import BundleOut, BundleStored, Page
@@ -116,19 +115,9 @@ def head_bundle(sha256: Sha256, caller: Authed, session: Db) -> Response:
 
 
 @router.get("/bundles", response_model=Page[BundleOut], summary="List your tenant's bundles")
-def list_bundles(
-    http: HttpRequest,
-    response: Response,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
+def list_bundles(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     query = select(Bundle).where(Bundle.tenant_id == caller.tenant_id)
-    if cursor is not None:
-        query = query.where(Bundle.sha256 > cursors.opened(cursor)[0])
-    found = list(session.scalars(query.order_by(Bundle.sha256).limit(limit + 1)))
-    return cursors.page(http, response, found, limit, [cursors.seal(row.sha256) for row in found])
+    return paging.read(session, query, by=Bundle.sha256).page()
 
 
 def _visible(session: Session, caller: Caller, sha256: str) -> Bundle:

@@ -1,12 +1,20 @@
-"""Keyset pages: an opaque cursor names the last item seen, and the next page starts after it."""
+"""Keyset pages: an opaque cursor names the last item seen, and the next page starts after it.
+
+A list takes a `Paged`, and reads with `paging.read`, or, where the rows come from elsewhere, up to
+`paging.most` of them after `paging.cursor` and cuts them with `paging.cut`.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import Query, Request, Response
+from fastapi import Depends, Query, Request, Response
+from sqlalchemy import Select
+from sqlalchemy.orm import InstrumentedAttribute, Session
 from starlette.datastructures import URL
 
 from app.errors import BadInput
@@ -17,6 +25,9 @@ Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="items on a page")]
 Cursor = Annotated[
     str | None, Query(max_length=200, description="`next_cursor` of the page before")
 ]
+
+
+# --- cursors ------------------------------------------------------------------------------------
 
 
 def seal(*key: Any) -> str:
@@ -48,13 +59,79 @@ def _bad(where: str) -> BadInput:
     return BadInput.at(where, f"this is not a cursor that a {given_by} gave out", "cursor")
 
 
-def page(
-    request: Request, response: Response, found: list[Any], limit: int, cursors: list[str]
-) -> dict[str, Any]:
-    """A page of at most `limit` of the `found`, of which there is one more if there is a next."""
-    following = cursors[limit - 1] if len(found) > limit else None
-    if following:
-        url: URL = request.url.include_query_params(cursor=following)
-        target = f"{url.path}?{url.query}"
-        response.headers["Link"] = f'<{target}>; rel="next"'
-    return {"items": found[:limit], "next_cursor": following}
+# --- pages --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The rows of one page, and the cursor of the next, if there is one."""
+
+    rows: list[Any]
+    next_cursor: str | None
+
+    def page(self, shown: Sequence[Any] | None = None) -> dict[str, Any]:
+        """The answer: the rows, or what is `shown` for each of them."""
+        items = self.rows if shown is None else list(shown)
+        return {"items": items, "next_cursor": self.next_cursor}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paging:
+    """Which page is asked for."""
+
+    http: Request
+    response: Response
+    limit: int
+    cursor: str | None
+
+    @property
+    def most(self) -> int:
+        """So many rows are read: one more than are shown says that there is a next page."""
+        return self.limit + 1
+
+    def read(
+        self,
+        session: Session,
+        query: Select[Any],
+        *,
+        by: InstrumentedAttribute[Any],
+        newest_first: bool = False,
+    ) -> Found:
+        """The page in the order of `by`, a column whose values differ in the rows of the query.
+
+        A row is what the query selects: the value itself if that is one.  Raises BadInput.
+        """
+        if self.cursor is not None:
+            open_ = opened_numbers if by.type.python_type is int else opened
+            [key] = open_(self.cursor)
+            query = query.where(by < key if newest_first else by > key)
+        single = len(query.column_descriptions) == 1
+        keyed = query.add_columns(by.label("page_key"))
+        order = by.desc() if newest_first else by
+        found = session.execute(keyed.order_by(order).limit(self.most)).all()
+        rows = [row[0] if single else row for row in found]
+        return self.cut(rows, [seal(row.page_key) for row in found])
+
+    def cut(self, rows: list[Any], cursors: list[str]) -> Found:
+        """The first `limit` of at most `most` rows, each of which has its cursor."""
+        following = cursors[self.limit - 1] if len(rows) > self.limit else None
+        if following:
+            url: URL = self.http.url.include_query_params(cursor=following)
+            self.response.headers["Link"] = f'<{url.path}?{url.query}>; rel="next"'
+        return Found(rows=rows[: self.limit], next_cursor=following)
+
+
+def of_at_most(default: int) -> Any:
+    """A dependency: the Paging of a list with `default` items on a page if nobody says how many."""
+
+    def paging(
+        http: Request, response: Response, limit: Limit = default, cursor: Cursor = None
+    ) -> Paging:
+        return Paging(http=http, response=response, limit=limit, cursor=cursor)
+
+    return Depends(paging)
+
+
+Paged = Annotated[Paging, of_at_most(50)]
+PagedBy100 = Annotated[Paging, of_at_most(100)]
+PagedBy200 = Annotated[Paging, of_at_most(200)]

@@ -116,7 +116,11 @@ SCHEMA = {
     **_object(
         {
             "name": {"type": "string", "description": "made from the first task if left out"},
-            "tier": {"type": "string", "enum": ["premium", "standard", "basic"]},
+            "tier": {
+                "type": "string",
+                "enum": ["premium", "standard", "basic"],
+                "description": "default: standard, or the best below it that the tenant may have",
+            },
             "priority": _whole("-100 to 100, within the tenant", 0),
             "tasks": {"type": "array", "items": _TASK, "minItems": 1},
             "bundle": {"type": "string", "description": "sha256:…, uploaded before"},

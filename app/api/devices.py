@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request as HttpRequest
 from fastapi import Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from app import outbox
-from app.api import cursors
 from app.api.auth import Authed, Caller, PlatformAdmin
-from app.api.cursors import Cursor, Limit
+from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.problems import declared
+from app.api.reach import of_caller
 from app.api.schemas import DeviceOut, DevicePatch, HostOut, IslandOut, Page
 from app.api.versions import IfMatch, check_version, etag
 from app.db import Db, after_commit
@@ -32,19 +31,8 @@ router = v1_router("devices")
 
 
 @router.get("/islands", response_model=Page[IslandOut], summary="List islands")
-def list_islands(
-    http: HttpRequest,
-    response: Response,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
-    query = _islands()
-    if cursor is not None:
-        query = query.where(Island.name > cursors.opened(cursor)[0])
-    found = session.execute(query.order_by(Island.name).limit(limit + 1)).all()
-    return cursors.page(http, response, list(found), limit, [cursors.seal(r.name) for r in found])
+def list_islands(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    return paging.read(session, _islands(), by=Island.name).page()
 
 
 @router.get(
@@ -75,19 +63,8 @@ def _islands() -> Any:
 
 
 @router.get("/hosts", response_model=Page[HostOut], summary="List hosts")
-def list_hosts(
-    http: HttpRequest,
-    response: Response,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
-    query = _hosts()
-    if cursor is not None:
-        query = query.where(Host.name > cursors.opened(cursor)[0])
-    found = session.execute(query.order_by(Host.name).limit(limit + 1)).all()
-    return cursors.page(http, response, list(found), limit, [cursors.seal(r.name) for r in found])
+def list_hosts(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    return paging.read(session, _hosts(), by=Host.name).page()
 
 
 @router.get("/hosts/{name}", response_model=HostOut, summary="Show a host", responses=declared(404))
@@ -156,25 +133,19 @@ def _host_out(session: Session, name: str) -> Any:
 
 @router.get("/devices", response_model=Page[DeviceOut], summary="List devices")
 def list_devices(
-    http: HttpRequest,
-    response: Response,
+    paging: Paged,
     caller: Authed,
     session: Db,
     island: str | None = None,
     kind: str | None = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> dict[str, Any]:
-    query = _devices()
+    query = _devices(caller)
     if island is not None:
         query = query.where(Device.island == island)
     if kind is not None:
         query = query.where(Device.kind == kind)
-    if cursor is not None:
-        query = query.where(Device.id > cursors.opened(cursor)[0])
-    found = session.execute(query.order_by(Device.id).limit(limit + 1)).all()
-    shown = [_shown(caller, row) for row in found]
-    return cursors.page(http, response, shown, limit, [cursors.seal(row["id"]) for row in shown])
+    found = paging.read(session, query, by=Device.id)
+    return found.page([_shown(row) for row in found.rows])
 
 
 @router.get(
@@ -251,7 +222,7 @@ def _locked_device(session: Session, id: str) -> Device:
     return device
 
 
-def _devices() -> Any:
+def _devices(caller: Caller) -> Any:
     open_ = (Placement.device_id == Device.id) & Placement.ended_at.is_(None) & ~Placement.leaving
     return (
         select(
@@ -259,7 +230,7 @@ def _devices() -> Any:
             Host.cordoned.label("host_cordoned"),
             func.coalesce(Device.lease_until > func.now(), False).label("up"),
             Placement.task_id,
-            Placement.tenant_id,
+            of_caller(caller, Placement.tenant_id).label("seen"),
         )
         .join(Host, Host.name == Device.host)
         .outerjoin(Placement, open_)
@@ -267,21 +238,20 @@ def _devices() -> Any:
 
 
 def _device_out(session: Session, response: Response, caller: Caller, id: str) -> dict[str, Any]:
-    row = session.execute(_devices().where(Device.id == id)).one_or_none()
+    row = session.execute(_devices(caller).where(Device.id == id)).one_or_none()
     if row is None:
         raise NotFound("device", id)
     response.headers["ETag"] = etag(row.Device.version)
-    return _shown(caller, row)
+    return _shown(row)
 
 
-def _shown(caller: Caller, row: Any) -> dict[str, Any]:
-    seen = caller.sees_all or row.tenant_id == caller.tenant_id
+def _shown(row: Any) -> dict[str, Any]:
     shown = {name: getattr(row.Device, name, None) for name in DeviceOut.model_fields}
     return {
         **shown,
         "up": row.up,
         "cordoned": row.Device.cordoned or row.host_cordoned,
         "busy": row.task_id is not None,
-        "task_id": row.task_id if seen else None,
+        "task_id": row.task_id if row.seen else None,
         "cost": row.Device.cost_milli / 1000,
     }

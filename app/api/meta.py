@@ -166,6 +166,7 @@ TAGS: list[dict[str, Any]] = [
     {"name": "tasks", "description": "The parts of a request, and why each waits."},
     {"name": "bundles", "description": "The code that requests run."},
     {"name": "shares", "description": "Who may hold how much, who waits, who used what."},
+    {"name": "simulations", "description": "What would have been, with other shares or devices."},
     {"name": "tenants", "description": "Who owns a share, and what it weighs."},
     {"name": "users and keys", "description": "Who belongs to a tenant, and how they come in."},
     {"name": "devices", "description": "Islands, hosts and devices."},

@@ -68,6 +68,12 @@ MEANINGS = {
         "The thing exists but is in a state that does not allow that, or its name is taken.",
         "Read it again and decide anew; `detail` says what stands in the way.",
     ),
+    "queue-full": (
+        "Your tenant, or one above it, has a bound on how many tasks may wait (`max_queued`), and "
+        "this request would pass it. Nothing was taken in.",
+        "Wait until some of what waits has started, or cancel what is not needed any more; then "
+        "send it again, with the same Idempotency-Key. An administrator can raise the bound.",
+    ),
     "precondition-failed": (
         "It was changed since you read it (the `If-Match` does not fit any more).",
         "Read it again, look at what changed, and send your change with the new `ETag`.",

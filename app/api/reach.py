@@ -1,8 +1,8 @@
 """What a caller may see and act on.
 
-A platform admin sees everything, others what belongs to their tenant; the rest is not found, so
-that nobody learns which ids exist.  A member acts on their own requests, a tenant admin on those of
-the tenant, a viewer on none.
+A platform admin sees everything, a tenant admin what belongs to the own tenant and to those below
+it, others what belongs to their tenant; the rest is not found, so that nobody learns which ids
+exist.  A member acts on their own requests, a tenant admin on all that it sees, a viewer on none.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from app import tree
 from app.api.auth import Caller
 from app.errors import Forbidden, NotFound
 from app.models import Request, Task
@@ -19,7 +20,11 @@ from app.models import Request, Task
 
 def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnElement[bool]:
     """A condition: the row belongs to a tenant that the caller sees."""
-    return true() if caller.sees_all else tenant_id == caller.tenant_id
+    if caller.sees_all:
+        return true()
+    if caller.role == "tenant_admin":
+        return tree.within(tenant_id, caller.tenant_id)
+    return tenant_id == caller.tenant_id
 
 
 def visible_request(session: Session, caller: Caller, id: str) -> Request:

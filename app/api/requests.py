@@ -7,8 +7,7 @@ import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
 
-from fastapi import Header, Query, Response
-from fastapi import Request as HttpRequest
+from fastapi import Header, Query
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator
 from sqlalchemy import func, select
@@ -16,9 +15,8 @@ from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from app import intake, wishes
-from app.api import cursors
 from app.api.auth import Authed, Caller, Submitter
-from app.api.cursors import Cursor, Limit
+from app.api.cursors import Paged
 from app.api.descriptor_schema import DescriptorIn
 from app.api.edge import v1_router
 from app.api.problems import declared
@@ -61,7 +59,7 @@ IdempotencyKey = Annotated[
     status_code=202,
     response_model=RequestOut,
     summary="Submit a request",
-    responses=declared(403, 413),
+    responses=declared(403, 409, 413),
 )
 def submit_request(
     caller: Submitter, session: Db, body: DescriptorIn, idempotency_key: IdempotencyKey = None
@@ -69,7 +67,8 @@ def submit_request(
     """Accepted work is never lost: it is durable before this is answered.
 
     What can never run is refused at once (422, with a pointer to the reason); everything else is
-    queued, whatever the tenant's share.
+    queued, whatever the tenant's share.  Only if an administrator has bounded the queue of the
+    tenant (`max_queued`), and it is full, that is told (409 `queue-full`).
     """
     owner = _owner(caller)
     once = intake.Once(owner.user_id, idempotency_key, "POST /v1/requests", body)
@@ -90,7 +89,10 @@ def submit_request(
     responses=declared(403, 413),
 )
 def validate_request(caller: Submitter, session: Db, body: DescriptorIn) -> dict[str, Any]:
-    """The same checks as submitting, and the tasks as they would be, every default filled in."""
+    """The same checks as submitting, and the tasks as they would be, every default filled in.
+
+    Whether a bounded queue has room is not looked at: that changes by the moment.
+    """
     return intake.checked(session, _owner(caller), body).shown()
 
 
@@ -116,8 +118,7 @@ def _states(text: str | None) -> list[str]:
 
 @router.get("/requests", response_model=Page[RequestSummary], summary="List requests, newest first")
 def list_requests(
-    http: HttpRequest,
-    response: Response,
+    paging: Paged,
     caller: Authed,
     session: Db,
     state: Annotated[str | None, Query(description="one or several, with commas")] = None,
@@ -125,8 +126,6 @@ def list_requests(
     name: Annotated[str | None, Query(description="exactly this name")] = None,
     tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
     submitted_after: datetime | None = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> dict[str, Any]:
     query = select(Request).where(of_caller(caller, Request.tenant_id))
     if states := _states(state):
@@ -140,11 +139,8 @@ def list_requests(
     if submitted_after is not None:
         at = submitted_after if submitted_after.tzinfo else submitted_after.replace(tzinfo=UTC)
         query = query.where(Request.submitted_at > at)
-    if cursor is not None:
-        query = query.where(Request.id < cursors.opened(cursor)[0])
-    found = list(session.scalars(query.order_by(Request.id.desc()).limit(limit + 1)))
-    keys = [cursors.seal(request.id) for request in found]
-    return cursors.page(http, response, _summaries(session, found), limit, keys)
+    found = paging.read(session, query, by=Request.id, newest_first=True)
+    return found.page(_summaries(session, found.rows))
 
 
 def _label(item: str) -> dict[str, str]:

@@ -27,6 +27,8 @@ TaskState = Literal[
     "cancelled",
 ]
 
+KIND = r"[a-z0-9][a-z0-9._-]{0,62}"  # of devices
+
 _REQUEST, _TASK = "req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b", "tsk_0192f0c1b7e97d3e9a4c5b6d7e8f9a0c"
 _TENANT, _USER = "ten_0192f0c1b7e97d3e9a4c5b6d7e8f9a01", "usr_0192f0c1b7e97d3e9a4c5b6d7e8f9a02"
 _AT = "2026-11-21T12:00:00Z"
@@ -40,7 +42,17 @@ def _word(text: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_word)]
+Tier = Literal["premium", "standard", "basic"]
 Weight = Annotated[float, Field(ge=0.001, le=1_000_000, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
+_ByKind = dict[str, Annotated[int, Field(ge=0, le=1_000_000)]]
+Guarantee = Annotated[
+    _ByKind, Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": f"^{KIND}$"}})
+]
+DeviceLimit = Annotated[
+    _ByKind,
+    Field(max_length=32, json_schema_extra={"propertyNames": {"pattern": rf"^({KIND}|\*)$"}}),
+]
 Labels = dict[
     Annotated[str, Field(min_length=1, max_length=63), AfterValidator(_word)],
     Annotated[str, Field(max_length=255)],
@@ -105,6 +117,14 @@ class RequestPatch(In):
     labels: Labels | None = Field(None, max_length=32)
 
 
+class ChangeOut(Out):
+    """What would end a reason, for a program; the actions are listed in docs/fair_share.md."""
+
+    action: str
+    value: int | float | str | list[str] | None = None
+    of: str = Field("", description="the kind of device, the device or the island that is meant")
+
+
 class ReasonOut(Out):
     """Why a task waits."""
 
@@ -112,6 +132,30 @@ class ReasonOut(Out):
     message: str
     next_action: str = Field(description="wait, change_request or ask_admin")
     unblocked_by: str = ""
+    change: ChangeOut
+
+
+class NearestOut(ChangeOut):
+    """The change to make first; what stands behind it cannot help before."""
+
+    code: str
+    message: str
+
+
+class StartOut(Out):
+    """Seconds from now to its next turn; 80 % of such tasks start within the interval."""
+
+    p10_s: float
+    p50_s: float
+    p90_s: float
+    starts_at: datetime = Field(description="after `p50_s`")
+    earliest_at: datetime
+    latest_at: datetime
+
+
+class UnknownOut(Out):
+    code: str = Field(description="BLOCKED, TOO_WIDE or NO_HISTORY")
+    message: str
 
 
 class NeedOut(Out):
@@ -130,6 +174,9 @@ class TaskOut(Out):
         name="train",
         type="train",
         kind="cpu",
+        devices_min=1,
+        devices_max=1,
+        tier="standard",
         state="running",
         hold="",
         cancel_asked=False,
@@ -149,6 +196,9 @@ class TaskOut(Out):
     name: str
     type: str
     kind: str
+    devices_min: int = Field(1, description="so many devices of that kind it needs")
+    devices_max: int = Field(1, description="and so many it can use")
+    tier: Tier = Field("standard", description="its request's")
     state: TaskState
     hold: str = Field("", description="who holds it back: nobody (empty), user or admin")
     cancel_asked: bool = False
@@ -161,8 +211,6 @@ class TaskOut(Out):
     pauses: int = 0
     lost_steps: int = 0
     held_us: int = Field(0, description="device time held so far, over all epochs")
-    place: int | None = Field(None, description="place in its island's order, from 1")
-    reasons: list[ReasonOut] = []
     needs: list[NeedOut] = []
     metrics: dict[str, Any] = {}
     capabilities: list[str] = []
@@ -232,34 +280,60 @@ class ValidatedTask(Out):
 class Validated(Out):
     model_config = example(
         name="sweep-7",
+        tier="standard",
         tasks=[{"name": "train", "type": "train", "kind": "cpu", "needs": [], "descriptor": {}}],
     )
     name: str
+    tier: Tier
     tasks: list[ValidatedTask]
 
 
 class Explained(Out):
-    """Why a task waits, most important reason first."""
+    """Why a task waits, and until when; all but `message` is empty if it does not."""
 
     model_config = example(
         task_id=_TASK,
         state="waiting",
         place=2,
-        message="All cpu devices are held by tenants that used less.",
+        message="2 of 2 cpu devices taken; a turn lasts 1 s or longer.",
         reasons=[
             {
-                "code": "TENANT_OVER_FAIR_SHARE",
-                "message": "All cpu devices are held by tenants that used less.",
+                "code": "WAITING_FOR_DEVICE",
+                "message": "2 of 2 cpu devices taken; a turn lasts 1 s or longer.",
                 "next_action": "wait",
-                "unblocked_by": "",
+                "unblocked_by": "a cpu device becomes free",
+                "change": {"action": "free_devices", "value": 1, "of": "cpu"},
             }
         ],
+        nearest={
+            "code": "WAITING_FOR_DEVICE",
+            "message": "A cpu device becomes free.",
+            "action": "free_devices",
+            "value": 1,
+            "of": "cpu",
+        },
+        starts_at="2026-11-21T12:01:30Z",
+        estimate={
+            "p10_s": 20.0,
+            "p50_s": 90.0,
+            "p90_s": 240.0,
+            "starts_at": "2026-11-21T12:01:30Z",
+            "earliest_at": "2026-11-21T12:00:20Z",
+            "latest_at": "2026-11-21T12:04:00Z",
+        },
+        no_estimate=None,
     )
     task_id: str
     state: TaskState
-    place: int | None
+    place: int | None = Field(
+        description="among all that wait for its kind of device on its island, from 1"
+    )
     message: str
     reasons: list[ReasonOut]
+    nearest: NearestOut | None
+    starts_at: datetime | None = Field(description="that of the estimate")
+    estimate: StartOut | None
+    no_estimate: UnknownOut | None = Field(description="why there is none")
 
 
 class MetricOut(Out):
@@ -378,43 +452,109 @@ class BundleStored(BundleOut):
 # --- tenants, users, keys -----------------------------------------------------------------------
 
 
+_WEIGHT = "its part beside that of its siblings: the children, and the users, of its parent"
+_GUARANTEE = (
+    "devices by kind that it has whenever it wants them; lent to others meanwhile. The tenants "
+    "below it are promised no more together. Nothing checks that so many devices exist"
+)
+_LIMIT = "devices by kind that it never holds more of, those below it included; `*`: of all kinds"
+_MAX_RUNNING = "tasks of it and of those below it that hold devices at the same time; null: any"
+_MAX_QUEUED = "tasks of it and of those below it that wait; more are refused; null: any"
+_TIER = "the best tier that its requests, and of those below it, may ask for"
+
+
 class TenantIn(In):
-    model_config = example(name="vision", weight=2.0)
+    model_config = example(
+        name="vision",
+        weight=2.0,
+        guarantee={"cuda": 4},
+        limit={"cuda": 8, "*": 16},
+        max_running=32,
+        max_queued=10_000,
+        tier="standard",
+    )
     name: Name
-    weight: Weight = 1.0
-    parent_id: str | None = Field(None, description="default: the root of the tree")
+    weight: Weight = Field(1.0, description=_WEIGHT)
+    parent_id: str | None = Field(
+        None, description="default: the root of the tree; a tenant admin's own tenant"
+    )
+    guarantee: Guarantee = Field({}, description=_GUARANTEE)
+    limit: DeviceLimit = Field({}, description=_LIMIT)
+    max_running: Count | None = Field(None, description=_MAX_RUNNING)
+    max_queued: Count | None = Field(None, description=_MAX_QUEUED)
+    tier: Tier = Field("standard", description=_TIER)
 
 
 class TenantPatch(In):
-    model_config = example(weight=3.0)
+    """What is left out stays.  `guarantee` and `limit` are replaced whole; `max_running` and
+    `max_queued` end with null.
+    """
+
+    model_config = example(weight=3.0, limit={"cuda": 6}, max_queued=None)
     name: Name | None = None
-    weight: Weight | None = None
+    weight: Weight | None = Field(None, description=_WEIGHT)
     parent_id: str | None = None
+    guarantee: Guarantee | None = Field(None, description=_GUARANTEE)
+    limit: DeviceLimit | None = Field(None, description=_LIMIT)
+    max_running: Count | None = Field(None, description=_MAX_RUNNING)
+    max_queued: Count | None = Field(None, description=_MAX_QUEUED)
+    tier: Tier | None = Field(None, description=_TIER)
 
 
 class TenantOut(Out):
     model_config = example(
-        id=_TENANT, name="vision", parent_id="platform", weight=2.0, version=1, created_at=_AT
+        id=_TENANT,
+        name="vision",
+        parent_id="platform",
+        weight=2.0,
+        guarantee={"cuda": 4},
+        limit={"cuda": 8, "*": 16},
+        max_running=32,
+        max_queued=None,
+        tier="standard",
+        version=1,
+        created_at=_AT,
     )
     id: str
     name: str
     parent_id: str | None
-    weight: float
+    weight: float = Field(description=_WEIGHT)
+    guarantee: dict[str, int] = Field(description=_GUARANTEE)
+    limit: dict[str, int] = Field(description=_LIMIT)
+    max_running: int | None = Field(description=_MAX_RUNNING)
+    max_queued: int | None = Field(description=_MAX_QUEUED)
+    tier: Tier = Field(description=_TIER)
     version: int
     created_at: datetime
 
 
+_USER_WEIGHT = "their part of the tenant's share, beside that of its other users"
+
+
 class UserIn(In):
-    model_config = example(name="ada")
+    model_config = example(name="ada", weight=1.0)
     name: Name
+    weight: Weight = Field(1.0, description=_USER_WEIGHT)
     tenant_id: str | None = Field(None, description="default: the caller's tenant")
 
 
+class UserPatch(In):
+    """What is left out stays."""
+
+    model_config = example(weight=2.0)
+    name: Name | None = None
+    weight: Weight | None = Field(None, description=_USER_WEIGHT)
+
+
 class UserOut(Out):
-    model_config = example(id=_USER, tenant_id=_TENANT, name="ada", created_at=_AT)
+    model_config = example(
+        id=_USER, tenant_id=_TENANT, name="ada", weight=1.0, version=1, created_at=_AT
+    )
     id: str
     tenant_id: str
     name: str
+    weight: float = Field(description=_USER_WEIGHT)
+    version: int
     created_at: datetime
 
 

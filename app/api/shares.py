@@ -15,11 +15,12 @@ from pydantic import AfterValidator
 from app import reports
 from app.api import cursors
 from app.api.auth import Authed, Caller
-from app.api.cursors import Cursor, Limit
+from app.api.cursors import Paged, PagedBy100
 from app.api.edge import v1_router
+from app.api.problems import declared
 from app.api.schemas import Page
 from app.db import Db
-from app.errors import BadInput
+from app.errors import BadInput, NotFound
 
 MOST_BUCKETS = 5000  # intervals in one answer
 
@@ -28,6 +29,11 @@ router = v1_router("shares")
 
 def _seen_by(caller: Caller) -> str | None:
     return None if caller.sees_all else caller.tenant_id
+
+
+def _below(caller: Caller) -> bool:
+    """A tenant admin sees the tenants below its own, too."""
+    return caller.role == "tenant_admin"
 
 
 # --- shares -------------------------------------------------------------------------------------
@@ -45,20 +51,22 @@ class FairShare:
 
 @router.get("/fair-share", summary="Who should hold how much now")
 def get_fair_share(session: Db, caller: Authed) -> FairShare:
-    """Weight, share, fair share now (given who has work), what is held and waits, and usage.
+    """Guarantee, limit, share by weight, fair share now (given who has work), what is held,
+    borrowed and waits, and usage; of a tenant and all below it.
 
-    A platform admin sees every tenant; others see their own, and the rest summed up.
+    A platform admin sees every tenant, a tenant admin its own and those below it; others see their
+    own.  The rest is summed up.
     """
     now = reports.clock(session)
     shares = reports.fair_share(session, now)
     if caller.sees_all:
         verdict = reports.verdict_of_all(shares)
         return FairShare(at=now, verdict=verdict, tenants=shares, others=None)
-    mine = [share for share in shares if share.id == caller.tenant_id]
+    mine = reports.within(shares, caller.tenant_id)
     return FairShare(
         at=now,
         verdict=reports.verdict(mine[0], shares) if mine else reports.verdict_of_all(shares),
-        tenants=mine,
+        tenants=mine if _below(caller) else mine[:1],
         others=reports.others(shares, caller.tenant_id),
     )
 
@@ -68,26 +76,33 @@ def get_fair_share(session: Db, caller: Authed) -> FairShare:
 
 @router.get("/queue", response_model=Page[reports.Queued], summary="What waits, and why")
 def get_queue(
-    request: Request,
-    response: Response,
+    paging: PagedBy100,
     session: Db,
     caller: Authed,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+    state: Literal["waiting", "blocked"] | None = None,
+    kind: Annotated[str | None, Query(description="of device", max_length=63)] = None,
 ) -> dict[str, Any]:
-    """Waiting tasks in the island's order, then blocked ones, oldest first.
+    """Waiting and blocked tasks, oldest first, each with its reasons, place and expected start.
 
-    `place` counts all tenants' tasks from 1.  `starts_at` is null: there is no estimate yet.
+    `place` counts all tenants' tasks that wait for that kind of device on its island, from 1.
     """
-    after = _rank_in(cursor) if cursor is not None else None
-    found = reports.queue(session, _seen_by(caller), after=after, limit=limit + 1)
-    sealed = [cursors.seal(*reports.rank(item)) for item in found]
-    return cursors.page(request, response, found, limit, sealed)
+    found = reports.queue(
+        session,
+        _seen_by(caller),
+        below=_below(caller),
+        state=state,
+        kind=kind,
+        after=_id_in(paging.cursor),
+        limit=paging.most,
+    )
+    return paging.cut(found, [cursors.seal(item.id) for item in found]).page()
 
 
-def _rank_in(cursor: str) -> tuple[int, str]:
-    place, id = cursors.opened(cursor, 2)
-    return cursors.opened_numbers(cursors.seal(place))[0], id
+def _id_in(cursor: str | None) -> str | None:
+    if cursor is None:
+        return None
+    [id] = cursors.opened(cursor)
+    return id
 
 
 # --- usage --------------------------------------------------------------------------------------
@@ -189,50 +204,31 @@ def _csv(text: str) -> Response:
 # --- decisions ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """One move that the island decided on; `rule` is one of F1-F10, `because` is for the owner."""
-
-    id: int
-    at: datetime
-    move: str
-    rule: str | None
-    because: str
-    tenant: str
-    request_id: str | None
-    task_id: str | None
-    task: str | None
-    device: str | None
-
-
-@router.get("/decisions", response_model=Page[Decided], summary="Who got what, and why")
-def list_decisions(
-    request: Request,
-    response: Response,
-    session: Db,
-    caller: Authed,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
-    """Launches, pauses and holds, the newest first, with the rule and the reason."""
-    before = cursors.opened_numbers(cursor)[0] if cursor is not None else None
-    found = reports.events(
-        session, _seen_by(caller), types=reports.DECISIONS, before=before, limit=limit + 1
+@router.get(
+    "/decisions", response_model=Page[reports.Decided], summary="Who got what, by which rule"
+)
+def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]:
+    """Every move that an island decided on, the newest first: of which task, by which rule, why,
+    and against whom, which is "another tenant" unless the caller may see that one.
+    """
+    before = cursors.opened_numbers(paging.cursor)[0] if paging.cursor is not None else None
+    found = reports.decisions(
+        session, _seen_by(caller), below=_below(caller), before=before, limit=paging.most
     )
-    sealed = [cursors.seal(event.id) for event in found]
-    return cursors.page(request, response, [_decided(event) for event in found], limit, sealed)
+    return paging.cut(found, [cursors.seal(decided.id) for decided in found]).page()
 
 
-def _decided(event: reports.Happened) -> Decided:
-    return Decided(
-        id=event.id,
-        at=event.at,
-        move=event.type.removeprefix("task."),
-        rule=event.data.get("rule"),
-        because=event.message,
-        tenant=event.tenant,
-        request_id=event.request_id,
-        task_id=event.task_id,
-        task=event.task,
-        device=event.data.get("device"),
-    )
+@router.get(
+    "/decisions/{id}",
+    response_model=reports.Round,
+    summary="One decision, and the round in which it was made",
+    responses=declared(404),
+)
+def get_decision(id: int, session: Db, caller: Authed) -> reports.Round:
+    """With what was decided beside it.  A platform admin also gets the `snapshot` that the island
+    looked at: the same rules give the same decisions from it at `now_s`.
+    """
+    found = reports.decision(session, _seen_by(caller), id, below=_below(caller))
+    if found is None:
+        raise NotFound("decision", str(id))
+    return found

@@ -13,11 +13,10 @@ Log lines need no such line: one island writes those of a request, one transacti
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from fastapi import Header, Query, Response
-from fastapi import Request as HttpRequest
+from fastapi import Header, Query
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
@@ -27,7 +26,7 @@ from starlette.concurrency import run_in_threadpool
 
 from app.api import cursors
 from app.api.auth import Authed
-from app.api.cursors import Cursor, Limit
+from app.api.cursors import Cursor, PagedBy200
 from app.api.edge import v1_router
 from app.api.reach import visible_request
 from app.api.schemas import EventOut, LogLineOut, Page
@@ -69,21 +68,18 @@ class Read:
     responses={200: {"content": {"text/event-stream": {}}}},
 )
 def list_events(
-    http: HttpRequest,
-    response: Response,
     id: str,
+    paging: PagedBy200,
     caller: Authed,
     session: Db,
-    limit: Limit = 200,
-    cursor: Cursor = None,
     last_event_id: LastEventId = None,
 ) -> Any:
     """With `Accept: text/event-stream` the same as `…/events/stream`."""
     visible_request(session, caller, id)
-    if "text/event-stream" in http.headers.get("accept", ""):
-        return _event_stream(id, _last_seen(last_event_id, 2) or cursor)
-    found = read_events(session, id, cursor, limit + 1).items
-    return cursors.page(http, response, found, limit, [item.cursor for item in found])
+    if "text/event-stream" in paging.http.headers.get("accept", ""):
+        return _event_stream(id, _last_seen(last_event_id, 2) or paging.cursor)
+    found = read_events(session, id, paging.cursor, paging.most).items
+    return paging.cut(found, [item.cursor for item in found]).page()
 
 
 @router.get(
@@ -159,29 +155,26 @@ Tail = Annotated[int | None, Query(ge=1, le=cursors.MAX_LIMIT, description="only
     responses={200: {"content": {"text/event-stream": {}}}},
 )
 def list_logs(
-    http: HttpRequest,
-    response: Response,
     id: str,
+    paging: PagedBy200,
     caller: Authed,
     session: Db,
     task: OfTask = None,
     tail: Tail = None,
-    limit: Limit = 200,
-    cursor: Cursor = None,
     last_event_id: LastEventId = None,
 ) -> Any:
     """With `Accept: text/event-stream` the same as `…/logs/stream`."""
     visible_request(session, caller, id)
     names = _tasks(session, id, task)
-    if "text/event-stream" in http.headers.get("accept", ""):
-        after = _last_seen(last_event_id) or cursor or _before(session, names, tail)
+    if "text/event-stream" in paging.http.headers.get("accept", ""):
+        after = _last_seen(last_event_id) or paging.cursor or _before(session, names, tail)
         return _log_stream(id, names, after)
     if tail is not None:
-        if cursor is not None:
+        if paging.cursor is not None:
             raise BadInput.at("?tail", "give either tail or cursor", "both")
-        cursor, limit = _before(session, names, tail), tail
-    found = read_logs(session, names, cursor, limit + 1).items
-    return cursors.page(http, response, found, limit, [item.cursor for item in found])
+        paging = replace(paging, cursor=_before(session, names, tail), limit=tail)
+    found = read_logs(session, names, paging.cursor, paging.most).items
+    return paging.cut(found, [item.cursor for item in found]).page()
 
 
 @router.get(

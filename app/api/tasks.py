@@ -6,15 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
-from fastapi import Query, Response
-from fastapi import Request as HttpRequest
+from fastapi import Query
 from sqlalchemy import select
 from sqlalchemy.orm import Session, aliased
 
-from app import wishes
-from app.api import cursors
+from app import why, wishes
 from app.api.auth import Authed
-from app.api.cursors import Cursor, Limit
+from app.api.cursors import Paged, PagedBy200
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.reach import of_caller, task_to_act_on, visible_task
@@ -27,42 +25,28 @@ from app.api.schemas import (
     TaskOut,
     TaskState,
 )
-from app.core.lifecycle import NOT_STARTED
 from app.db import Db
 from app.errors import BadInput
 from app.models import Checkpoint, Metric, Need, Placement, Task
 
 router = v1_router("tasks", 404)
 
-NOT_LOOKED_AT = {
-    "code": "NOT_LOOKED_AT",
-    "message": "It was accepted; no scheduler has looked at it yet.",
-    "next_action": "wait",
-    "unblocked_by": "",
-}
-
 
 @router.get("/tasks", response_model=Page[TaskOut], summary="List tasks, newest first")
 def list_tasks(
-    http: HttpRequest,
-    response: Response,
+    paging: Paged,
     caller: Authed,
     session: Db,
     state: Annotated[str | None, Query(description="one or several, with commas")] = None,
     request_id: str | None = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> dict[str, Any]:
     query = select(Task).where(of_caller(caller, Task.tenant_id))
     if state is not None:
         query = query.where(Task.state.in_(_states(state)))
     if request_id is not None:
         query = query.where(Task.request_id == request_id)
-    if cursor is not None:
-        query = query.where(Task.id < cursors.opened(cursor)[0])
-    found = list(session.scalars(query.order_by(Task.id.desc()).limit(limit + 1)))
-    keys = [cursors.seal(task.id) for task in found]
-    return cursors.page(http, response, task_outs(session, found), limit, keys)
+    found = paging.read(session, query, by=Task.id, newest_first=True)
+    return found.page(task_outs(session, found.rows))
 
 
 def _states(text: str) -> list[str]:
@@ -80,17 +64,19 @@ def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
 
 @router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")
 def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """All that holds it back, the most important reason first (rule F10)."""
+    """All that holds it back, what to end first, its place, and when it is expected to start."""
     task = visible_task(session, caller, id)
-    reasons = list(task.reasons)
-    if task.state in NOT_STARTED and not reasons:
-        reasons = [NOT_LOOKED_AT]
+    told = why.explain(session, [task])[id]
     return {
         "task_id": task.id,
         "state": task.state,
-        "place": task.place,
-        "message": reasons[0]["message"] if reasons else _does_not_wait(task),
-        "reasons": reasons,
+        "place": told.place,
+        "message": told.reasons[0]["message"] if told.reasons else _does_not_wait(task),
+        "reasons": told.reasons,
+        "nearest": told.nearest,
+        "starts_at": told.estimate.starts_at if told.estimate else None,
+        "estimate": told.estimate,
+        "no_estimate": told.no_estimate,
     }
 
 
@@ -105,22 +91,11 @@ def _does_not_wait(task: Task) -> str:
 @router.get(
     "/tasks/{id}/metrics", response_model=Page[MetricOut], summary="What its steps returned"
 )
-def list_metrics(
-    http: HttpRequest,
-    response: Response,
-    id: str,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 200,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
+def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> dict[str, Any]:
     """Sampled, by step."""
     task = visible_task(session, caller, id)
     query = select(Metric).where(Metric.task_id == task.id)
-    if cursor is not None:
-        query = query.where(Metric.step > cursors.opened_numbers(cursor)[0])
-    found = list(session.scalars(query.order_by(Metric.step).limit(limit + 1)))
-    return cursors.page(http, response, found, limit, [cursors.seal(row.step) for row in found])
+    return paging.read(session, query, by=Metric.step).page()
 
 
 @router.get(
@@ -128,21 +103,10 @@ def list_metrics(
     response_model=Page[CheckpointOut],
     summary="Its durable images, newest first",
 )
-def list_checkpoints(
-    http: HttpRequest,
-    response: Response,
-    id: str,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
+def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     task = visible_task(session, caller, id)
     query = select(Checkpoint).where(Checkpoint.task_id == task.id)
-    if cursor is not None:
-        query = query.where(Checkpoint.id < cursors.opened(cursor)[0])
-    found = list(session.scalars(query.order_by(Checkpoint.id.desc()).limit(limit + 1)))
-    return cursors.page(http, response, found, limit, [cursors.seal(row.id) for row in found])
+    return paging.read(session, query, by=Checkpoint.id, newest_first=True).page()
 
 
 @router.get(
@@ -150,22 +114,11 @@ def list_checkpoints(
     response_model=Page[PlacementOut],
     summary="Where it ran, newest first",
 )
-def list_placements(
-    http: HttpRequest,
-    response: Response,
-    id: str,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-) -> dict[str, Any]:
+def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     """One entry a launch; what it held there is what is charged."""
     task = visible_task(session, caller, id)
     query = select(Placement).where(Placement.task_id == task.id)
-    if cursor is not None:
-        query = query.where(Placement.epoch < cursors.opened_numbers(cursor)[0])
-    found = list(session.scalars(query.order_by(Placement.epoch.desc()).limit(limit + 1)))
-    return cursors.page(http, response, found, limit, [cursors.seal(row.epoch) for row in found])
+    return paging.read(session, query, by=Placement.epoch, newest_first=True).page()
 
 
 # --- wishes -------------------------------------------------------------------------------------

@@ -1,24 +1,31 @@
-"""Tenants, users and keys: who there is, what their share weighs, and by which key they come."""
+"""Tenants, users and keys: who there is, what share and quota they have, by which key they come.
+
+Every change of the tree is made under `tree.lock`, so what is checked of it here still holds when
+it is committed.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import uuid_utils
-from fastapi import Request as HttpRequest
 from fastapi import Response
-from sqlalchemy import func, select
+from sqlalchemy import exists, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from app.api import cursors
-from app.api.auth import AnyAdmin, Authed, Caller, PlatformAdmin, check_role, id_of, new_key
-from app.api.cursors import Cursor, Limit
+from app import outbox, tree
+from app.api.auth import AnyAdmin, Authed, Caller, check_role, id_of, new_key
+from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import (
+    KIND,
     KeyIn,
     KeyMade,
     KeyOut,
@@ -29,11 +36,13 @@ from app.api.schemas import (
     TenantPatch,
     UserIn,
     UserOut,
+    UserPatch,
 )
 from app.api.versions import IfMatch, check_version, etag
-from app.db import Db
+from app.core.descriptor import Fault, escaped
+from app.db import Db, after_commit
 from app.errors import BadInput, Conflict, Forbidden, NotFound
-from app.models import ApiKey, Tenant, User
+from app.models import ApiKey, Island, Request, Tenant, User
 
 tenants = v1_router("tenants")
 users = v1_router("users and keys")
@@ -50,37 +59,45 @@ users = v1_router("users and keys")
     responses=declared(403, 409),
 )
 def create_tenant(
-    body: TenantIn, response: Response, caller: PlatformAdmin, session: Db
+    body: TenantIn, response: Response, caller: AnyAdmin, session: Db
 ) -> dict[str, Any]:
-    """Its share of what is busy is its weight over the weights of all who want something."""
-    parent = _parent(session, body.parent_id)
+    """Its share of what is busy is its weight over the weights of all who want something beside it.
+
+    A tenant admin makes tenants below the own one, and divides among them what that is guaranteed.
+    """
+    tree.lock(session)
+    before = _promised(session, caller) if body.guarantee else {}
     tenant = Tenant(
         id=_new_id("ten"),
         name=body.name,
-        parent_id=parent.id,
+        parent_id=_parent(session, caller, body.parent_id).id,
         weight_milli=round(body.weight * 1000),
+        guarantee=body.guarantee,
+        limit=body.limit,
+        max_running=body.max_running,
+        max_queued=body.max_queued,
+        tier=body.tier,
     )
+    _check_quota(tenant, "guarantee")
     _add(session, tenant, f"there is a tenant named {body.name!r} already")
+    if body.guarantee:
+        _check_promises(session, caller, tenant, before, "guarantee")
     response.headers["Location"] = f"/v1/tenants/{tenant.id}"
     return _tenant_out(session, response, tenant)
 
 
 @tenants.get("/tenants", response_model=Page[TenantOut], summary="List tenants")
 def list_tenants(
-    http: HttpRequest,
-    response: Response,
-    caller: Authed,
-    session: Db,
-    limit: Limit = 50,
-    cursor: Cursor = None,
+    paging: Paged, caller: Authed, session: Db, parent_id: str | None = None
 ) -> dict[str, Any]:
-    """A platform admin sees all of them, everybody else their own."""
+    """A platform admin sees all of them, a tenant admin the own one and those below it, everybody
+    else their own.  With `parent_id` only those right below that one.
+    """
     query = select(Tenant).where(of_caller(caller, Tenant.id))
-    if cursor is not None:
-        query = query.where(Tenant.id > cursors.opened(cursor)[0])
-    found = list(session.scalars(query.order_by(Tenant.id).limit(limit + 1)))
-    shown = [_shown(tenant) for tenant in found]
-    return cursors.page(http, response, shown, limit, [cursors.seal(row.id) for row in found])
+    if parent_id is not None:
+        query = query.where(Tenant.parent_id == parent_id)
+    found = paging.read(session, query, by=Tenant.id)
+    return found.page([_shown(tenant) for tenant in found.rows])
 
 
 @tenants.get(
@@ -93,7 +110,7 @@ def get_tenant(id: str, response: Response, caller: Authed, session: Db) -> dict
 @tenants.patch(
     "/tenants/{id}",
     response_model=TenantOut,
-    summary="Change a tenant's name, weight or parent",
+    summary="Change a tenant: its name, place, weight or quota",
     responses=declared(403, 404, 409, 412, 428),
 )
 def change_tenant(
@@ -104,20 +121,65 @@ def change_tenant(
     session: Db,
     if_match: IfMatch = None,
 ) -> dict[str, Any]:
-    """Needs the tenant's `ETag` as `If-Match`.  A new weight counts from the next decision on."""
-    tenant = _visible_tenant(session, caller, id)
-    check_role(caller, "platform_admin")
+    """Needs the tenant's `ETag` as `If-Match`.  It counts from the next decision on.
+
+    A tenant admin may change the tenants below the own one, not that itself.
+    """
+    tenant = _tenant_to_change(session, caller, id)
+    tree.lock(session)
+    promised = body.guarantee is not None or body.parent_id is not None
+    before = _promised(session, caller) if promised else {}
     session.refresh(tenant, with_for_update=True)
     check_version(if_match, tenant.version)
-    if body.name is not None:
-        tenant.name = body.name
-    if body.weight is not None:
-        tenant.weight_milli = round(body.weight * 1000)
     if body.parent_id is not None:
-        tenant.parent_id = _new_parent(session, tenant, body.parent_id)
+        tenant.parent_id = _new_parent(session, caller, tenant, body.parent_id)
+    _take_over(tenant, body)
+    _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
     _flush(session, f"there is a tenant named {body.name!r} already")
+    if promised:
+        changed = "parent_id" if body.guarantee is None else "guarantee"
+        _check_promises(session, caller, tenant, before, changed)
+    _tell_islands(session)
     return _tenant_out(session, response, tenant)
+
+
+def _take_over(tenant: Tenant, body: TenantPatch) -> None:
+    """What was given; null ends a bound on numbers of tasks, and means nothing elsewhere."""
+    if body.weight is not None:
+        tenant.weight_milli = round(body.weight * 1000)
+    for name in ("name", "guarantee", "limit", "tier"):
+        if (given := getattr(body, name)) is not None:
+            setattr(tenant, name, given)
+    for name in {"max_running", "max_queued"} & body.model_fields_set:
+        setattr(tenant, name, getattr(body, name))
+
+
+@tenants.delete(
+    "/tenants/{id}",
+    status_code=204,
+    summary="Delete a tenant that nothing belongs to",
+    responses=declared(403, 404, 409),
+)
+def delete_tenant(id: str, caller: Authed, session: Db) -> None:
+    """One with users, requests or tenants below it stays: its usage is part of the accounts."""
+    tenant = _tenant_to_change(session, caller, id)
+    tree.lock(session)
+    if there := _belongings(session, tenant):
+        raise Conflict(f"{tenant.name} has {' and '.join(there)}; only an empty tenant can go")
+    session.delete(tenant)
+    _flush(session, f"{tenant.name} was given something to keep meanwhile")
+    _tell_islands(session)
+
+
+def _belongings(session: Session, tenant: Tenant) -> list[str]:
+    owned = {
+        "users": User.tenant_id == tenant.id,
+        "requests": Request.tenant_id == tenant.id,
+        "tenants below it": Tenant.parent_id == tenant.id,
+    }
+    found = session.execute(select(*(exists().where(which) for which in owned.values()))).one()
+    return [what for what, there in zip(owned, found, strict=True) if there]
 
 
 def _visible_tenant(session: Session, caller: Caller, id: str) -> Tenant:
@@ -127,24 +189,40 @@ def _visible_tenant(session: Session, caller: Caller, id: str) -> Tenant:
     return tenant
 
 
-def _parent(session: Session, id: str | None) -> Tenant:
+def _tenant_to_change(session: Session, caller: Caller, id: str) -> Tenant:
+    tenant = _visible_tenant(session, caller, id)
+    check_role(caller, "platform_admin", "tenant_admin")
+    if id == caller.tenant_id and not caller.sees_all:
+        told = "a tenant_admin changes the tenants below the own one"
+        raise Forbidden(f"{told}; {tenant.name} itself is changed by a platform_admin")
+    return tenant
+
+
+def _parent(session: Session, caller: Caller, id: str | None) -> Tenant:
+    if id is None and not caller.sees_all:
+        id = caller.tenant_id
     which = Tenant.parent_id.is_(None) if id is None else Tenant.id == id
-    parent = session.scalar(select(Tenant).where(which).order_by(Tenant.created_at).limit(1))
+    query = select(Tenant).where(which, of_caller(caller, Tenant.id))
+    parent = session.scalar(query.order_by(Tenant.created_at).limit(1))
     if parent is None:
         raise BadInput.at("/parent_id", f"there is no tenant with id {id}", "unknown-tenant")
     return parent
 
 
-def _new_parent(session: Session, tenant: Tenant, id: str) -> str:
+def _new_parent(session: Session, caller: Caller, tenant: Tenant, id: str) -> str:
     """Raises BadInput if the tree would not be one any more."""
     if tenant.parent_id is None:
         raise BadInput.at("/parent_id", "the root of the tree has no parent", "cycle")
-    parent = above = _parent(session, id)
-    while above.id != tenant.id:
-        if above.parent_id is None:
-            return parent.id
-        above = session.get_one(Tenant, above.parent_id)
-    raise BadInput.at("/parent_id", "a tenant cannot lie below itself", "cycle")
+    parent = _parent(session, caller, id)
+    if tenant.id in (above.id for above in tree.path(session, parent.id)):
+        raise BadInput.at("/parent_id", "a tenant cannot lie below itself", "cycle")
+    return parent.id
+
+
+def _tell_islands(session: Session) -> None:
+    """What waits because of a weight or a quota may be able to start now."""
+    for name in session.scalars(select(Island.name)):
+        after_commit(session, partial(outbox.nudge_island, name))
 
 
 def _tenant_out(session: Session, response: Response, tenant: Tenant) -> dict[str, Any]:
@@ -154,14 +232,86 @@ def _tenant_out(session: Session, response: Response, tenant: Tenant) -> dict[st
 
 
 def _shown(tenant: Tenant) -> dict[str, Any]:
-    return {
-        "id": tenant.id,
-        "name": tenant.name,
-        "parent_id": tenant.parent_id,
-        "weight": tenant.weight_milli / 1000,
-        "version": tenant.version,
-        "created_at": tenant.created_at,
-    }
+    shown = {name: getattr(tenant, name, None) for name in TenantOut.model_fields}
+    return {**shown, "weight": tenant.weight_milli / 1000}
+
+
+# --- quotas (rule F4) ---------------------------------------------------------------------------
+
+
+def _check_quota(tenant: Tenant, changed: str) -> None:
+    """Raises BadInput with all that is wrong with guarantee and limit; `changed` is pointed at."""
+    faults = [*_bad_kinds(tenant)] or [*_above_limit(tenant, changed)]
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
+
+
+def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
+    """Names that are no device kind; that such devices exist is not asked for."""
+    for name, given in (("guarantee", tenant.guarantee), ("limit", tenant.limit)):
+        for kind in given:
+            if re.fullmatch(KIND, kind) or (name, kind) == ("limit", tree.ALL):
+                continue
+            told = "a device kind is 1 to 63 of a-z, 0-9, '.', '_' and '-', such as cuda"
+            if kind == tree.ALL:
+                told = "a guarantee is of devices of one kind; only a limit may be of all together"
+            yield Fault(f"/{name}/{escaped(kind)}", told, "kind")
+
+
+def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
+    def told(devices: int, what: str, most: int) -> str:
+        return f"{devices} {what} are guaranteed, and the limit is {most}; a limit is never less"
+
+    for kind, devices in tenant.guarantee.items():
+        if devices > (most := tenant.limit.get(kind, devices)):
+            detail = told(devices, f"{kind} devices", most)
+            yield Fault(f"/{changed}/{escaped(kind)}", detail, "above-limit")
+    in_all = sum(tenant.guarantee.values())
+    if in_all > (most := tenant.limit.get(tree.ALL, in_all)):
+        pointer = f"/limit/{tree.ALL}" if changed == "limit" else "/guarantee"
+        yield Fault(pointer, told(in_all, "devices in all", most), "above-limit")
+
+
+def _promised(session: Session, caller: Caller) -> tree.Devices:
+    """What a tenant admin may divide; a platform admin may promise anything."""
+    return {} if caller.sees_all else tree.Promises(session).counts(caller.tenant_id)
+
+
+def _check_promises(
+    session: Session, caller: Caller, tenant: Tenant, before: tree.Devices, changed: str
+) -> None:
+    """Raises BadInput if somebody's children are now promised more than it has to give.
+
+    A tenant admin is told nothing of the tenants above the own one, and adds nothing to what they
+    have promised.
+    """
+    promises = tree.Promises(session)
+    top = None if caller.sees_all else caller.tenant_id
+    broken = promises.broken(tenant.id, up_to=top)
+    faults = [_broken(promise, tenant, changed) for promise in broken]
+    if not caller.sees_all:
+        faults += _more(caller, before, promises.counts(caller.tenant_id), changed)
+    if faults:
+        raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
+
+
+def _more(caller: Caller, before: tree.Devices, now: tree.Devices, changed: str) -> Iterator[Fault]:
+    for kind, devices in now.items():
+        if devices > (had := before.get(kind, 0)):
+            told = f"{caller.tenant_name} is guaranteed {had} {kind} devices in all"
+            detail = f"{told}, and this would make it {devices}; ask a platform_admin"
+            yield Fault(_at(changed, kind), detail, "promised")
+
+
+def _broken(promise: tree.Promise, tenant: Tenant, changed: str) -> Fault:
+    has, kind = f"{promise.tenant} is guaranteed {promise.own}", f"{promise.kind} devices"
+    detail = f"{has} {kind}, and the tenants below it {promise.below} together"
+    to_do = "promise those less" if promise.tenant == tenant.name else "raise that, or promise less"
+    return Fault(_at(changed, promise.kind), f"{detail}; {to_do}", "promised")
+
+
+def _at(changed: str, kind: str) -> str:
+    return f"/guarantee/{escaped(kind)}" if changed == "guarantee" else f"/{changed}"
 
 
 # --- users --------------------------------------------------------------------------------------
@@ -174,49 +324,72 @@ def _shown(tenant: Tenant) -> dict[str, Any]:
     summary="Make a user",
     responses=declared(403, 409),
 )
-def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db) -> User:
-    """A tenant admin makes users of the own tenant only."""
+def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
+    """A tenant admin makes users of the own tenant and of those below it."""
     tenant_id = body.tenant_id or caller.tenant_id
     seen = of_caller(caller, Tenant.id)
     if session.scalar(select(Tenant.id).where(Tenant.id == tenant_id, seen)) is None:
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
-    user = User(id=_new_id("usr"), tenant_id=tenant_id, name=body.name)
+    weight_milli = round(body.weight * 1000)
+    user = User(id=_new_id("usr"), tenant_id=tenant_id, name=body.name, weight_milli=weight_milli)
     _add(session, user, f"the tenant has a user named {body.name!r} already")
-    session.refresh(user)
     response.headers["Location"] = f"/v1/users/{user.id}"
-    return user
+    return _user_out(session, response, user)
 
 
 @users.get("/users", response_model=Page[UserOut], summary="List users", responses=declared(403))
 def list_users(
-    http: HttpRequest,
-    response: Response,
-    caller: AnyAdmin,
-    session: Db,
-    tenant_id: str | None = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
+    paging: Paged, caller: AnyAdmin, session: Db, tenant_id: str | None = None
 ) -> dict[str, Any]:
     query = select(User).where(of_caller(caller, User.tenant_id))
     if tenant_id is not None:
         query = query.where(User.tenant_id == tenant_id)
-    if cursor is not None:
-        query = query.where(User.id > cursors.opened(cursor)[0])
-    found = list(session.scalars(query.order_by(User.id).limit(limit + 1)))
-    return cursors.page(http, response, found, limit, [cursors.seal(row.id) for row in found])
+    found = paging.read(session, query, by=User.id)
+    return found.page([_user_shown(user) for user in found.rows])
 
 
 @users.get(
     "/users/{id}", response_model=UserOut, summary="Show a user", responses=declared(403, 404)
 )
-def get_user(id: str, caller: Authed, session: Db) -> User:
+def get_user(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
     """Your own user, or as an admin any that you see."""
     user = _visible_user(session, caller, id)
     if user is None:
         raise NotFound("user", id)
     if user.id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
-    return user
+    return _user_out(session, response, user)
+
+
+@users.patch(
+    "/users/{id}",
+    response_model=UserOut,
+    summary="Change a user's name or weight",
+    responses=declared(403, 404, 409, 412, 428),
+)
+def change_user(
+    id: str,
+    body: UserPatch,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    if_match: IfMatch = None,
+) -> dict[str, Any]:
+    """Needs the user's `ETag` as `If-Match`.  A new weight counts from the next decision on."""
+    user = _visible_user(session, caller, id)
+    if user is None:
+        raise NotFound("user", id)
+    check_role(caller, "platform_admin", "tenant_admin")
+    session.refresh(user, with_for_update=True)
+    check_version(if_match, user.version)
+    if body.name is not None:
+        user.name = body.name
+    if body.weight is not None:
+        user.weight_milli = round(body.weight * 1000)
+    user.version += 1
+    _flush(session, f"the tenant has a user named {body.name!r} already")
+    _tell_islands(session)
+    return _user_out(session, response, user)
 
 
 @users.get("/me", response_model=MeOut, summary="Who am I?")
@@ -234,6 +407,17 @@ def get_me(caller: Authed) -> dict[str, Any]:
 def _visible_user(session: Session, caller: Caller, id: str) -> User | None:
     query = select(User).where(User.id == id, of_caller(caller, User.tenant_id))
     return session.scalar(query)
+
+
+def _user_out(session: Session, response: Response, user: User) -> dict[str, Any]:
+    session.refresh(user)
+    response.headers["ETag"] = etag(user.version)
+    return _user_shown(user)
+
+
+def _user_shown(user: User) -> dict[str, Any]:
+    shown = {name: getattr(user, name, None) for name in UserOut.model_fields}
+    return {**shown, "weight": user.weight_milli / 1000}
 
 
 # --- keys ---------------------------------------------------------------------------------------
@@ -273,23 +457,14 @@ def _future(at: datetime | None) -> datetime | None:
 
 @users.get("/keys", response_model=Page[KeyOut], summary="List API keys", responses=declared(403))
 def list_keys(
-    http: HttpRequest,
-    response: Response,
-    caller: AnyAdmin,
-    session: Db,
-    user_id: str | None = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
+    paging: Paged, caller: AnyAdmin, session: Db, user_id: str | None = None
 ) -> dict[str, Any]:
     """Revoked and expired ones too; never the keys themselves."""
     query = _keys(caller)
     if user_id is not None:
         query = query.where(ApiKey.user_id == user_id)
-    if cursor is not None:
-        query = query.where(ApiKey.id > cursors.opened(cursor)[0])
-    found = session.execute(query.order_by(ApiKey.id).limit(limit + 1)).all()
-    shown = [_key_out(row) for row in found]
-    return cursors.page(http, response, shown, limit, [cursors.seal(row["id"]) for row in shown])
+    found = paging.read(session, query, by=ApiKey.id)
+    return found.page([_key_out(row) for row in found.rows])
 
 
 @users.delete(

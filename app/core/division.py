@@ -1,30 +1,339 @@
-"""Who should hold how many devices now: weighted max-min division (rule F3, seen from above).
+"""Who should hold how much now: weighted max-min with guarantees and limits (rules F3, F4).
 
-Nobody gets more than they ask for; what one leaves over is divided among the rest by weight, again
-and again.  So the least served by weight is served as well as can be, then the next.  The scheduler
-does not use this: it picks by usage, and the pages show what that comes to over time.
+One idea carries the file.  A *level* is what everyone holds per weight.  Raise it from nothing: who
+reaches their ceiling (what they ask for, or their limit) stays there, who has more than the level
+by their floor (their guarantee) is not touched until the level comes up to it.  Where the parts add
+up to what there is to divide, the level stands still.  It is found exactly, by sorting the points
+at which somebody starts or stops rising; nothing is searched for and no float is compared.
+
+What always holds: the parts add up to min(capacity, all ceilings); nobody is above their ceiling;
+nobody is below their floor while all floors fit; nobody could get more without taking from one who
+holds less per weight, or from a floor.
+
+The scheduler does not use this: it picks by usage, and this is what that comes to over time.  How
+other systems divide is `core.formulas_shares`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NamedTuple
+
+Amount = int | float | Fraction
+"""A number as someone wrote it; `exact` says what it is."""
+
+Path = tuple[str, ...]
+
+
+def exact(amount: Amount) -> Fraction:
+    """The number that was written: 0.1 is one tenth, not the float that lies nearest to it."""
+    return Fraction(repr(amount)) if isinstance(amount, float) else Fraction(amount)
+
+
+# --- the level ----------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """What someone of `weight` may hold: from `floor` up to `ceiling`; None means no ceiling."""
+
+    weight: Fraction
+    floor: Fraction
+    ceiling: Fraction | None
+
+    def at(self, level: Fraction) -> Fraction:
+        """The part at a level: `weight * level`, kept within the span; the ceiling wins."""
+        part = max(self.floor, self.weight * level)
+        return part if self.ceiling is None else min(part, self.ceiling)
+
+
+def level(total: Fraction, spans: Iterable[Span]) -> Fraction:
+    """The lowest level at which the parts of all spans add up to `total`.
+
+    0 when the floors alone come to `total` or more; the level of the last ceiling when all ceilings
+    come to less.  This is the ratio R of YARN's fair scheduler, without its bisection.
+    """
+    fixed, rising, turns = _turns(spans)
+    for at, part, weight in turns:
+        if fixed + rising * at >= total:
+            break
+        fixed, rising = fixed + part, rising + weight
+    else:
+        if not rising:
+            return turns[-1][0] if turns else Fraction(0)
+    return max(Fraction(0), (total - fixed) / rising) if rising else Fraction(0)
+
+
+def _turns(
+    spans: Iterable[Span],
+) -> tuple[Fraction, Fraction, list[tuple[Fraction, Fraction, Fraction]]]:
+    """What is held at level 0 whatever the level, what rises there, and where that changes.
+
+    Between two turns the parts add up to `fixed + rising * level`.  A turn is (level, what it adds
+    to fixed, what it adds to rising), lowest first.
+    """
+    fixed, rising = Fraction(0), Fraction(0)
+    turns: list[tuple[Fraction, Fraction, Fraction]] = []
+    for weight, floor, ceiling in spans:
+        lowest = floor if ceiling is None else min(floor, ceiling)
+        fixed += lowest
+        if not weight or lowest == ceiling:
+            continue
+        turns.append((lowest / weight, -lowest, weight))
+        if ceiling is not None:
+            turns.append((ceiling / weight, ceiling, -weight))
+    return fixed, rising, sorted(turns)
+
+
+# --- flat division ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What someone asks for and is owed, in devices (or any one unit).
+
+    `demand` is what they could use now, `guarantee` theirs whenever they want it, `limit` the most
+    they may ever hold (None: no limit).  `weight` is positive.  Other values raise ValueError.
+    """
+
+    weight: Amount = 1
+    demand: Amount = 0
+    guarantee: Amount = 0
+    limit: Amount | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def ceiling(self) -> Fraction:
+        """min(demand, limit): more is of no use, or not allowed."""
+        demand = exact(self.demand)
+        return demand if self.limit is None else min(demand, exact(self.limit))
+
+    @property
+    def floor(self) -> Fraction:
+        """The part of the guarantee that is wanted; the rest is lent."""
+        return min(exact(self.guarantee), self.ceiling)
+
+
+Claims = Mapping[str, Claim]
+
+
+def _check(claim: Claim | Branch) -> None:
+    if not claim.weight > 0:
+        raise ValueError(f"weight {claim.weight} is not above 0: leave out who has no share")
+    for word in ("demand", "guarantee", "limit"):
+        if (amount := getattr(claim, word)) is not None and not amount >= 0:
+            raise ValueError(f"{word} {amount} is below 0")
+
+
+def divide(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
+    """Weighted max-min with floors and ceilings: each gets clamp(weight * level, floor, ceiling).
+
+    A guarantee is a floor under the *whole* part, so that it is not paid twice: who has more by
+    guarantee than by weight gets nothing on top of it.  When the floors do not fit, they themselves
+    are divided by weighted max-min, and nobody gets more than their floor.  Exact; in the unit of
+    the claims; parts add up to min(capacity, all ceilings).
+    """
+    total = _total(capacity, claims)
+    spans = _floors(claims) if _short(total, claims) else _whole_spans(claims)
+    return _parts(total, spans)
+
+
+def divide_leftover(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
+    """Floors first, and what is left over by weight on top of them, up to the ceilings.
+
+    The form of quota-first systems (KAI's deserved and over-quota, in exact parts): weights count
+    beyond the guarantees only.  Otherwise as `divide`.
+    """
+    total = _total(capacity, claims)
+    if _short(total, claims):
+        return _parts(total, _floors(claims))
+    floors = {name: claim.floor for name, claim in claims.items()}
+    above = {
+        name: Span(exact(claim.weight), Fraction(0), claim.ceiling - floors[name])
+        for name, claim in claims.items()
+    }
+    extra = _parts(total - sum(floors.values()), above)
+    return {name: floors[name] + extra[name] for name in claims}
 
 
 def division(
-    capacity: int, demands: Mapping[str, int], weights: Mapping[str, int]
+    capacity: Amount,
+    demands: Mapping[str, Amount],
+    weights: Mapping[str, Amount],
+    guarantees: Mapping[str, Amount] | None = None,
+    limits: Mapping[str, Amount | None] | None = None,
 ) -> dict[str, Fraction]:
-    """Devices for each name in `demands`, exact; they add up to min(capacity, sum of demands).
+    """`divide` with one table for each word; whoever is in `demands` takes part.
 
-    `weights` are positive and may name others too.
+    Names that `guarantees` or `limits` lack have none.  The other tables may name others too.
     """
-    # Who needs least per weight is satisfied first; the level only rises for those who stay.
-    order = sorted(demands, key=lambda name: (Fraction(demands[name], weights[name]), name))
-    left, weight_left = Fraction(capacity), sum(weights[name] for name in order)
-    shares: dict[str, Fraction] = {}
-    for name in order:
-        fair = left * weights[name] / weight_left
-        shares[name] = min(Fraction(demands[name]), fair)
-        left -= shares[name]
-        weight_left -= weights[name]
-    return shares
+    owed, most = guarantees or {}, limits or {}
+    claims = {
+        name: Claim(
+            weight=weights[name],
+            demand=demand,
+            guarantee=owed.get(name, 0),
+            limit=most.get(name),
+        )
+        for name, demand in demands.items()
+    }
+    return divide(capacity, claims)
+
+
+def _total(capacity: Amount, claims: Claims) -> Fraction:
+    if not capacity >= 0:
+        raise ValueError(f"capacity {capacity} is below 0: there is nothing to divide")
+    return min(exact(capacity), sum((claim.ceiling for claim in claims.values()), Fraction(0)))
+
+
+def _short(total: Fraction, claims: Claims) -> bool:
+    return sum(claim.floor for claim in claims.values()) > total
+
+
+def _floors(claims: Claims) -> dict[str, Span]:
+    return {name: Span(exact(c.weight), Fraction(0), c.floor) for name, c in claims.items()}
+
+
+def _whole_spans(claims: Claims) -> dict[str, Span]:
+    return {name: Span(exact(c.weight), c.floor, c.ceiling) for name, c in claims.items()}
+
+
+def _parts(total: Fraction, spans: Mapping[str, Span]) -> dict[str, Fraction]:
+    found = level(total, spans.values())
+    return {name: span.at(found) for name, span in spans.items()}
+
+
+# --- whole devices ------------------------------------------------------------------------------
+
+
+def whole(
+    shares: Mapping[str, Amount],
+    capacity: Amount | None = None,
+    *,
+    order: Sequence[str] = (),
+    ceilings: Mapping[str, Amount] | None = None,
+) -> dict[str, int]:
+    """Shares in whole devices, by largest remainder.
+
+    Everybody keeps the whole part of their share; the devices that are left go, one each, to those
+    who lost the largest fraction.  Equal fractions: who stands first in `order` (age, say), then
+    those that it does not name, by name.  The result adds up to the whole part of all shares, or of
+    `capacity` if that is less, and nobody is moved by a device or more.  With whole demands and
+    limits nobody passes them; where they are not whole, `ceilings` keeps them, and what nobody may
+    round up to stays undivided.
+    """
+    parts = {name: exact(share) for name, share in shares.items()}
+    total = sum(parts.values(), Fraction(0))
+    if capacity is not None:
+        total = min(total, exact(capacity))
+    counts = {name: part.numerator // part.denominator for name, part in parts.items()}
+    left = total.numerator // total.denominator - sum(counts.values())
+    if left < 0:
+        raise ValueError(f"capacity {capacity} is less than the shares come to: divide it first")
+    for name in _by_remainder(parts, order):
+        if left and (
+            ceilings is None or name not in ceilings or counts[name] + 1 <= ceilings[name]
+        ):
+            counts[name] += 1
+            left -= 1
+    return counts
+
+
+def _by_remainder(parts: Mapping[str, Fraction], order: Sequence[str]) -> list[str]:
+    """Who lost a fraction when rounded down, the largest first."""
+    age = {name: place for place, name in enumerate(order)}
+    lost = {name: part % 1 for name, part in parts.items() if part % 1}
+    return sorted(lost, key=lambda name: (-lost[name], age.get(name, len(age)), name))
+
+
+# --- a tree of tenants --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A tenant in a tree: what it claims itself, and who lies below it.
+
+    Only a leaf has a demand of its own.  The words are those of `Claim`.
+    """
+
+    weight: Amount = 1
+    demand: Amount = 0
+    guarantee: Amount = 0
+    limit: Amount | None = None
+    children: Mapping[str, Branch] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+Tree = Mapping[str, Branch]
+
+
+def divide_tree(capacity: Amount, tree: Tree) -> dict[Path, Fraction]:
+    """Each branch's part by its path from the top, ("lab", "vision"), parents before children.
+
+    Every branch divides its own part among its children by `divide`.  Seen from above, a branch
+    demands what its children could hold (each up to its limit), and is owed its own guarantee or
+    what its children are owed, whichever is more; of a child's guarantee only what the child can
+    use now counts, so that an idle one is lent to the whole tree and not to its siblings first.
+    """
+    return _down(exact(capacity), tree, divide)
+
+
+def whole_tree(capacity: int, tree: Tree, *, order: Sequence[str] = ()) -> dict[Path, int]:
+    """`divide_tree` in whole devices: at each level `whole`, then its whole part is divided below.
+
+    `order` breaks ties of names at every level.  Demands, guarantees and limits are whole numbers.
+    """
+
+    def cut(part: Amount, claims: Claims) -> dict[str, Fraction]:
+        shares = whole(divide(part, claims), order=order)
+        return {name: Fraction(count) for name, count in shares.items()}
+
+    return {path: int(part) for path, part in _down(exact(capacity), tree, cut).items()}
+
+
+def _down(
+    capacity: Fraction, tree: Tree, cut: Callable[[Amount, Claims], dict[str, Fraction]]
+) -> dict[Path, Fraction]:
+    """From the top down: `cut` each branch's part among its children."""
+    below = dict(_families(tree))
+    claims = _claims(below)
+    parts: dict[Path, Fraction] = {(): capacity}
+    for path, children in below.items():
+        family = {name: claims[*path, name] for name in children}
+        for name, part in cut(parts[path], family).items():
+            parts[*path, name] = part
+    del parts[()]
+    return parts
+
+
+def _families(tree: Tree) -> Iterator[tuple[Path, Tree]]:
+    """Every branch that has children, the root as () first, parents before children."""
+    ahead: list[tuple[Path, Tree]] = [((), tree)]
+    for path, children in ahead:  # grows while it is read
+        yield path, children
+        ahead += [((*path, name), b.children) for name, b in children.items() if b.children]
+
+
+def _claims(below: dict[Path, Tree]) -> dict[Path, Claim]:
+    """What each branch claims from the one above it, from the leaves up."""
+    claims: dict[Path, Claim] = {}
+    for path, children in reversed(below.items()):
+        for name, branch in children.items():
+            lower = [claims[(*path, name, child)] for child in branch.children]
+            if lower and branch.demand:
+                raise ValueError(
+                    f"branch {'/'.join((*path, name))} has children and a demand of its own, "
+                    f"{branch.demand}: give the demand to a child"
+                )
+            claims[*path, name] = Claim(
+                weight=branch.weight,
+                demand=sum((c.ceiling for c in lower), Fraction(0)) if lower else branch.demand,
+                guarantee=max(exact(branch.guarantee), sum((c.floor for c in lower), Fraction(0))),
+                limit=branch.limit,
+            )
+    return claims

@@ -1,34 +1,86 @@
 """Rule F10: every task that waits has all its reasons, each with what would end it.
 
-`core.decide` finds out what stands in the way; the sentences are written here.  They name numbers,
-but nothing that counts down: a reason that reads the same is not written again.  Other tenants
-appear only as "others": no tenant learns who they are.
+`core.standing` finds out what stands in the way; the sentences are written here.  They name
+numbers, but nothing that counts down, so that a page does not flicker.  Other tenants appear only
+as "others", and those above the task's own as "a tenant above yours": nobody learns who they are.
+
+A reason says twice what would end it: in words, and as a `Change`, which a program can apply.  It
+is the least that ends this reason; others may remain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from app.core.island import Reason, Task
+from app.core.island import Change, Reason, Task
 
-#: Every code, and whose move it is: "wait", "change_request" or "ask_admin".
+#: Every code, and whose move it is: "wait", "change_request" or "ask_admin".  In the order in which
+#: they have to fall: what comes first here is what to end first (`nearest`).
 CODES = {
+    "HELD_BY_ADMIN": "ask_admin",
+    "HELD_BY_USER": "change_request",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
-    "HELD_BY_USER": "change_request",
-    "HELD_BY_ADMIN": "ask_admin",
     "RETRY_BACKOFF": "wait",
+    "NOT_LOOKED_AT": "wait",
+    "NO_SCHEDULER": "ask_admin",
     "NO_DEVICE_UP": "ask_admin",
     "DEVICE_DRAINED": "ask_admin",
+    "TOO_FEW_DEVICES": "ask_admin",
+    "TENANT_LIMIT": "ask_admin",
+    "TENANT_RUNNING_LIMIT": "ask_admin",
     "IMAGE_BEING_SAVED": "wait",
-    "WAITING_FOR_DEVICE": "wait",
+    "GANG_NEEDS_MORE_DEVICES": "wait",
+    "DEVICES_KEPT_FOR_A_GANG": "wait",
     "TENANT_OVER_FAIR_SHARE": "wait",
     "USER_OVER_FAIR_SHARE": "wait",
     "HIGHER_PRIORITY_AHEAD": "wait",
     "EARLIER_TASK_AHEAD": "wait",
+    "GUARANTEED_TO_OTHERS": "wait",
+    "HOLDERS_PROTECTED": "wait",
+    "TIER_SHED": "ask_admin",
+    "WAITING_FOR_DEVICE": "wait",
+    "DEVICE_FREE": "wait",
 }
+
+#: What a `Change` may ask for.
+ACTIONS = {
+    "release": "somebody who may lets it go",
+    "wait_for_tasks": "the tasks in `value` are done",
+    "wait_until": "it is `value`, seconds since 1970",
+    "wait_for_round": "the island's scheduler makes its next round",
+    "start_scheduler": "an island scheduler leads the island `of`",
+    "bring_up_device": "a device of kind `of` comes up",
+    "uncordon": "a device of kind `of` takes work again",
+    "open_devices": "`value` more devices of kind `of` take work",
+    "set_devices_min": "the request asks for `value` devices at least",
+    "raise_limit": "the tenant's limit for kind `of` becomes `value`",
+    "raise_limit_above": "that of a tenant above it rises by `value`",
+    "raise_max_running": "the tenant's max_running becomes `value`",
+    "raise_max_running_above": "that of a tenant above it rises by `value`",
+    "wait_for_image": "its image is saved, or the device `of` is free",
+    "free_devices": "`value` more devices of kind `of` become free",
+    "wait_for_gang": "the gang has started",
+    "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
+    "set_priority": "the request gets the priority `value`",
+    "wait_for_own": "one's own tasks on devices end",
+}
+
+START = frozenset({"HELD_BY_ADMIN", "HELD_BY_USER", "DEPENDENCY", "NOT_BEFORE", "RETRY_BACKOFF"})
+#: Reasons that do not end by others letting go of devices: no estimate is made while one lasts.
+CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
+    "NOT_LOOKED_AT",
+    "NO_SCHEDULER",
+    "NO_DEVICE_UP",
+    "DEVICE_DRAINED",
+    "TOO_FEW_DEVICES",
+    "TENANT_LIMIT",
+    "TENANT_RUNNING_LIMIT",
+}
+
+PRIORITY_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +92,28 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shut:
+    """A tenant that may hold no more: `held` of `limit` devices of `kind` ("*": of all kinds), or
+    with "" tasks.  `above` is 0 for the task's own tenant, 1 for the one above it, and so on.
+    """
+
+    above: int
+    kind: str
+    held: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacles:
-    """What keeps an eligible task off the devices, as `core.decide` found it.
+    """What keeps an eligible task off the devices, as `core.standing` found it.
 
     `devices` are those of its kind with enough memory that are known, `up` and not `cordoned`
     counted of those; `busy` is how many are held or promised, `turn_s` how long a turn lasts there
     at least.  `tenant` and `user` are set if a holder there does not give way; `own` counts devices
-    held by the same user's tasks of the same or a higher priority.
+    held by the same user's tasks of the same or a higher priority.  `free` devices are too few for
+    a gang, or `kept` for one that waited longer, or about to be given away (`offered`).  Of holders
+    that are better served, `guaranteed` hold no more than they are guaranteed, and `protected` may
+    not be paused now; `shed` means that the promise of the task's own tier cannot be kept.
     """
 
     devices: int
@@ -54,10 +121,17 @@ class Obstacles:
     open: int
     busy: int
     turn_s: float
+    free: int = 0
+    kept: bool = False
+    offered: bool = False
+    shut: tuple[Shut, ...] = ()
     pinned_to: str | None = None
     tenant: Standing | None = None
     user: Standing | None = None
     own: int = 0
+    guaranteed: int = 0
+    protected: int = 0
+    shed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +142,17 @@ class Ahead:
     users: int = 0  # of users of the same tenant less served
     higher: int = 0  # of the same user, with a higher priority
     earlier: int = 0  # of the same user, as urgent but older
+    highest: int | None = None  # the highest priority among those
+
+    @property
+    def all(self) -> int:
+        return self.tenants + self.users + self.higher + self.earlier
+
+
+def nearest(reasons: Sequence[Reason]) -> Reason | None:
+    """The reason to end first: what stands behind it cannot help before it has fallen."""
+    order = {code: place for place, code in enumerate(CODES)}
+    return min(reasons, key=lambda reason: order[reason.code], default=None)
 
 
 # --- start conditions ---------------------------------------------------------------------------
@@ -80,27 +165,67 @@ def unmet(task: Task, *, now_s: float) -> tuple[Reason, ...]:
 
 def _unmet(task: Task, now_s: float) -> Iterator[Reason]:
     conditions = task.conditions
+    release = Change(action="release")
     if conditions.hold == "user":
-        yield _reason("HELD_BY_USER", "It is held; release it to let it run.", "release")
+        told = "It is held; release it to let it run."
+        yield _reason("HELD_BY_USER", told, "release", release)
     elif conditions.hold:
-        yield _reason("HELD_BY_ADMIN", f"It is held by {conditions.hold}.", "release")
+        yield _reason("HELD_BY_ADMIN", f"It is held by {conditions.hold}.", "release", release)
     if conditions.waits_for:
         names = ", ".join(conditions.waits_for[:5])
         more = len(conditions.waits_for) - 5
         told = f"It needs {names}{f' and {more} more' if more > 0 else ''} to be done."
-        yield _reason("DEPENDENCY", told, f"{conditions.waits_for[0]} is done")
+        first = f"{conditions.waits_for[0]} is done"
+        change = Change(action="wait_for_tasks", value=conditions.waits_for)
+        yield _reason("DEPENDENCY", told, first, change)
     if conditions.not_before_s is not None and conditions.not_before_s > now_s:
-        at = clock(conditions.not_before_s)
-        yield _reason("NOT_BEFORE", f"It is not to start before {at}.", f"it is {at}")
+        yield _at(
+            "NOT_BEFORE",
+            f"It is not to start before {clock(conditions.not_before_s)}.",
+            conditions.not_before_s,
+        )
+
+
+def start(task: Task, *, now_s: float) -> tuple[Reason, ...]:
+    """All that has to come true before the task may start at all."""
+    return unmet(task, now_s=now_s) + backoff(task, now_s=now_s)
 
 
 def backoff(task: Task, *, now_s: float) -> tuple[Reason, ...]:
     """Why a task that failed is not tried again yet."""
     if task.retry_at_s <= now_s:
         return ()
-    at = clock(task.retry_at_s)
-    told = f"Attempt {task.attempts} failed; the next of {task.retry_max + 1} is made at {at}."
-    return (_reason("RETRY_BACKOFF", told, f"it is {at}"),)
+    told = (
+        f"Attempt {task.attempts} failed; the next of {task.retry_max + 1} is made "
+        f"at {clock(task.retry_at_s)}."
+    )
+    return (_at("RETRY_BACKOFF", told, task.retry_at_s),)
+
+
+def _at(code: str, told: str, at_s: float) -> Reason:
+    return _reason(code, told, f"it is {clock(at_s)}", Change(action="wait_until", value=at_s))
+
+
+# --- the island ---------------------------------------------------------------------------------
+
+
+def not_looked_at() -> Reason:
+    """Of a task that just came, or whose conditions have just come true."""
+    return _reason(
+        "NOT_LOOKED_AT",
+        "It was accepted; no scheduler has looked at it yet.",
+        "the scheduler makes its next round",
+        Change(action="wait_for_round"),
+    )
+
+
+def no_scheduler(island: str) -> Reason:
+    return _reason(
+        "NO_SCHEDULER",
+        f"No scheduler leads the island {island}: nothing is started there meanwhile.",
+        f"a scheduler of {island} runs",
+        Change(action="start_scheduler", of=island),
+    )
 
 
 # --- devices ------------------------------------------------------------------------------------
@@ -108,27 +233,108 @@ def backoff(task: Task, *, now_s: float) -> tuple[Reason, ...]:
 
 def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
     """Why a task that could start does not: devices first, then who goes before it."""
-    return (*_devices(task, obstacles), *_fairness(obstacles, ahead), *_own(obstacles, ahead))
+    return (
+        *_devices(task, obstacles),
+        *_limits(task, obstacles),
+        *_fairness(obstacles, ahead),
+        *_own(task, obstacles, ahead),
+        *_promises(task, obstacles),
+    )
 
 
 def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
     what = _what(task)
     if seen.up == 0:
         told = f"No {what} is up; {seen.devices} are known."
-        yield _reason("NO_DEVICE_UP", told, f"a {what} comes up")
+        change = Change(action="bring_up_device", value=task.memory_bytes, of=task.kind)
+        yield _reason("NO_DEVICE_UP", told, f"a {what} comes up", change)
     elif seen.open == 0:
         told = f"Every {what} that is up is being drained: {seen.up} of {seen.up}."
-        yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again")
+        change = Change(action="uncordon", of=task.kind)
+        yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again", change)
     if seen.pinned_to is not None:
         told = (
             f"Its image lies in the memory of {seen.pinned_to} and is not durable yet: "
             "it goes on there, or anywhere once it is saved."
         )
-        yield _reason("IMAGE_BEING_SAVED", told, f"its image is saved, or {seen.pinned_to} is free")
-    if seen.open and seen.busy:
+        until = f"its image is saved, or {seen.pinned_to} is free"
+        change = Change(action="wait_for_image", of=seen.pinned_to)
+        yield _reason("IMAGE_BEING_SAVED", told, until, change)
+    yield from _gang(task, seen)
+    if seen.kept:
+        told = "Devices are free, but kept for a gang that waited longer."
+        change = Change(action="wait_for_gang")
+        yield _reason("DEVICES_KEPT_FOR_A_GANG", told, "the gang has started", change)
+    if seen.offered:
+        free = f"{seen.free} of {seen.open} {_plural(what, seen.open)}"
+        them = "it" if seen.free == 1 else "them"
+        told = f"{free} {_is(seen.free)} free: the next round of the scheduler gives {them} away."
+        until = "the scheduler makes its next round"
+        yield _reason("DEVICE_FREE", told, until, Change(action="wait_for_round"))
+    elif seen.open and seen.busy:
         taken = f"{seen.busy} of {seen.open} {_plural(what, seen.open)} taken"
         told = f"{taken}; a turn lasts {rounded(seen.turn_s)} s or longer."
-        yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free")
+        change = Change(action="free_devices", value=max(1, task.width - seen.free), of=task.kind)
+        yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free", change)
+
+
+def _gang(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    what = _what(task)
+    if 0 < seen.open < task.width:
+        there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
+        told = f"It needs {task.width} devices at once; {there}."
+        until = f"{task.width} of them take work, or it asks for devices: min {seen.open}"
+        change = Change(action="set_devices_min", value=seen.open, of=task.kind)
+        yield _reason("TOO_FEW_DEVICES", told, until, change)
+    elif task.width > 1 and seen.free < task.width and seen.open:
+        told = f"It needs {task.width} devices at once; {seen.free} of {seen.open} are free."
+        until = f"{task.width} are free, or give way"
+        change = Change(action="free_devices", value=task.width - seen.free, of=task.kind)
+        if seen.free:
+            until += f"; or it asks for devices: min {seen.free} instead of {task.width}"
+            change = Change(action="set_devices_min", value=seen.free, of=task.kind)
+        yield _reason("GANG_NEEDS_MORE_DEVICES", told, until, change)
+
+
+def _limits(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    for shut in seen.shut:
+        if shut.kind:
+            yield _limit(task, shut)
+        else:
+            yield _running(shut)
+
+
+def _limit(task: Task, shut: Shut) -> Reason:
+    of = "devices" if shut.kind == "*" else f"{shut.kind} devices"
+    needed = shut.held + task.width
+    if shut.above:
+        told = f"A tenant above yours may hold no more {of} than it does."
+        change = Change(action="raise_limit_above", value=needed - shut.limit, of=shut.kind)
+        until = "tasks of it end, or its limit is raised"
+        return _reason("TENANT_LIMIT", told, until, change)
+    change = Change(action="raise_limit", value=needed, of=shut.kind)
+    if task.width > shut.limit:
+        told = f"It needs {task.width} {of}; your tenant may hold {shut.limit}."
+        return _reason("TENANT_LIMIT", told, f"the limit is raised to {needed}", change)
+    told = f"Your tenant holds {shut.held} of the {shut.limit} {of} that it may hold."
+    until = f"one of its tasks ends, or the limit is raised to {needed}"
+    return _reason("TENANT_LIMIT", told, until, change)
+
+
+def _running(shut: Shut) -> Reason:
+    more = shut.held + 1
+    if shut.above:
+        told = "As many tasks of a tenant above yours run as may at once."
+        change = Change(action="raise_max_running_above", value=more - shut.limit)
+        until = "one of them ends, or the bound is raised"
+        return _reason("TENANT_RUNNING_LIMIT", told, until, change)
+    told = f"{shut.held} tasks of your tenant run; more than {shut.limit} may not."
+    change = Change(action="raise_max_running", value=more)
+    until = f"one of them ends, or max_running is raised to {more}"
+    return _reason("TENANT_RUNNING_LIMIT", told, until, change)
+
+
+# --- others -------------------------------------------------------------------------------------
 
 
 def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
@@ -136,15 +342,18 @@ def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
         ("TENANT_OVER_FAIR_SHARE", "Your tenant", seen.tenant, ahead.tenants),
         ("USER_OVER_FAIR_SHARE", "You", seen.user, ahead.users),
     ):
-        told = []
+        told, more_s = [], 0.0
         if standing is not None:
             has = "has" if who == "Your tenant" else "have"
             told.append(f"{who} {has} used {_compared(standing)}.")
+            more_s = bound(max(0.0, standing.mine_s - standing.theirs_s))
         if others:
             whose = "tenants" if who == "Your tenant" else "users of your tenant"
-            told.append(f"{others} {_plural('task', others)} of less served {whose} go first.")
+            go = f"{_plural('task', others)} of less served {whose} {_go(others)} first"
+            told.append(f"{others} {go}.")
         if told:
-            yield _reason(code, " ".join(told), "others use more, or your usage fades")
+            change = Change(action="wait_for_usage", value=more_s)
+            yield _reason(code, " ".join(told), "others use more, or your usage fades", change)
 
 
 def _compared(standing: Standing) -> str:
@@ -161,24 +370,66 @@ def _compared(standing: Standing) -> str:
     )
 
 
-def _own(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
+def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
     if ahead.higher:
-        told = f"{ahead.higher} of your own tasks with a higher priority go first."
-        yield _reason("HIGHER_PRIORITY_AHEAD", told, "they have started, or priorities change")
+        told = f"{ahead.higher} of your own tasks with a higher priority {_go(ahead.higher)} first."
+        until = "they have started, or priorities change"
+        change = Change(action="set_priority", value=_above(task, ahead.highest))
+        yield _reason("HIGHER_PRIORITY_AHEAD", told, until, change)
     if ahead.earlier or seen.own:
         said = []
         if seen.own:
-            said.append(f"{seen.own} of your own tasks, as urgent or more so, hold devices.")
+            holds = "holds a device" if seen.own == 1 else "hold devices"
+            said.append(f"{seen.own} of your own tasks, as urgent or more so, {holds}.")
         if ahead.earlier:
-            said.append(f"{ahead.earlier} of your own tasks were submitted earlier.")
-        yield _reason("EARLIER_TASK_AHEAD", " ".join(said), "they end, or priorities change")
+            was = "was" if ahead.earlier == 1 else "were"
+            said.append(f"{ahead.earlier} of your own tasks {was} submitted earlier.")
+        change = Change(action="set_priority", value=_above(task, None))
+        if not ahead.earlier:
+            change = Change(action="wait_for_own", value=seen.own)
+        yield _reason(
+            "EARLIER_TASK_AHEAD", " ".join(said), "they end, or priorities change", change
+        )
+
+
+def _above(task: Task, other: int | None) -> int:
+    """A priority by which it goes before those ahead of it, as far as there is one."""
+    return min(PRIORITY_MAX, (task.priority if other is None else other) + 1)
+
+
+def _promises(task: Task, seen: Obstacles) -> Iterator[Reason]:
+    """Rules F4, F7 and F9: what others were promised, and what cannot be kept of one's own."""
+    if seen.guaranteed:
+        holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
+        told = f"{holds} {_is(seen.guaranteed)} held by others who are guaranteed them."
+        until, change = "they let go", Change(action="free_devices", value=1, of=task.kind)
+        yield _reason("GUARANTEED_TO_OTHERS", told, until, change)
+    if seen.protected:
+        holds = f"{seen.protected} {_plural(_what(task), seen.protected)}"
+        told = (
+            f"{holds} {_is(seen.protected)} held by tasks that may not be paused now: "
+            "their tier promises it, or they waited long enough."
+        )
+        until, change = "they end", Change(action="free_devices", value=1, of=task.kind)
+        yield _reason("HOLDERS_PROTECTED", told, until, change)
+    if seen.shed:
+        what = _plural(_what(task), 2)
+        told = f"Too few {what} take work to keep what {task.tier} tasks are promised."
+        until, change = "more take work", Change(action="open_devices", value=1, of=task.kind)
+        yield _reason("TIER_SHED", told, until, change)
 
 
 # --- words --------------------------------------------------------------------------------------
 
 
-def _reason(code: str, message: str, unblocked_by: str) -> Reason:
-    return Reason(code=code, message=message, next_action=CODES[code], unblocked_by=unblocked_by)
+def _reason(code: str, message: str, unblocked_by: str, change: Change) -> Reason:
+    return Reason(
+        code=code,
+        message=message,
+        next_action=CODES[code],
+        unblocked_by=unblocked_by,
+        change=change,
+    )
 
 
 def _what(task: Task) -> str:
@@ -190,6 +441,14 @@ def _what(task: Task) -> str:
 def _plural(what: str, n: int) -> str:
     head, *rest = what.split(" with ")
     return " with ".join([head if n == 1 else f"{head}s", *rest])
+
+
+def _is(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _go(n: int) -> str:
+    return "goes" if n == 1 else "go"
 
 
 def rounded(seconds: float) -> str:

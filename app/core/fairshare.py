@@ -15,7 +15,12 @@ Rule F1 (what is charged) is `app.ledger`'s; what running tasks owe meanwhile is
 from __future__ import annotations
 
 import math
-from heapq import heappop, heappush, heapreplace
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush, heappushpop
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 # --- usage that fades (rule F2) -----------------------------------------------------------------
@@ -54,6 +59,21 @@ def _growth(elapsed_s: float, half_life_s: float) -> tuple[int, int]:
     return round(math.ldexp(2.0 ** (half_lives - doublings), FIXED_POINT_BITS)), doublings
 
 
+def _integral(elapsed_s: float, half_life_s: float) -> int:
+    """The integral of 2^(t / half-life) up to `elapsed_s`, in µs and units of 2^-40; ever growing.
+
+    Someone who uses one device from a to b has used integral(b) - integral(a), faded.
+    """
+    if half_life_s <= 0:
+        return round(elapsed_s * 1e6) << FIXED_POINT_BITS
+    half_lives = elapsed_s / half_life_s
+    doublings = math.floor(half_lives)
+    mean_us = half_life_s * 1e6 / math.log(2)
+    return _shifted(
+        round(math.ldexp(mean_us * 2.0 ** (half_lives - doublings), FIXED_POINT_BITS)), doublings
+    )
+
+
 def _shifted(value: int, bits: int) -> int:
     return value << bits if bits >= 0 else value >> -bits
 
@@ -77,120 +97,617 @@ def unscored(score: int, weight: int) -> int:
     return (score * weight) >> _SCORE_BITS
 
 
-# --- the queue ----------------------------------------------------------------------------------
+# --- the tree -----------------------------------------------------------------------------------
 
 Item = TypeVar("Item")
 Path = tuple[str, ...]
 
+ALL = "*"  # in a limit: devices of every kind together
 
-class _Branch:
-    """A tenant or a user: its usage, and a heap of what lies below it.
 
-    Entries of a heap are (what ranks it, age, name, what it stands for).  `entry` is the one that
-    stands for this branch in its parent's heap; any other there is stale.
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """All tasks that need the same: whoever of them comes first, the same devices would do.
+
+    `width` devices of `kind` with `memory_bytes` each; `pin` is the only device that will do.
+    Made by `lane`, so that equal ones are one object and hash fast.
     """
 
-    __slots__ = ("entry", "faded", "heap", "inner", "name", "parent", "weight")
-
-    def __init__(self, name: str, parent: _Branch | None, weight: int, faded: int) -> None:
-        self.name, self.parent, self.weight, self.faded = name, parent, weight, faded
-        self.heap: list[Any] = []
-        self.entry: Any = None
-        self.inner = False  # does it hold branches, or items?
-
-    def head(self) -> Any:
-        """The first entry below it that is not stale; None if it is empty."""
-        heap = self.heap
-        if self.inner:
-            while heap and heap[0][3].entry is not heap[0]:
-                heappop(heap)
-        return heap[0] if heap else None
+    kind: str
+    width: int = 1
+    memory_bytes: int = 0
+    pin: str | None = None
 
 
-class FairQueue(Generic[Item]):
-    """Items under a tree of branches; `first` is what rule F3 picks, `take` removes and charges it.
+def lane(kind: str, width: int = 1, memory_bytes: int = 0, pin: str | None = None) -> Lane:
+    return _lane(kind, width, memory_bytes, pin)  # one key, however it was called
 
-    A path names a branch from the top: ("tenant",) or ("tenant", "user").  Items lie in branches
-    that hold no branch.
-    """
+
+_lane = cache(Lane)
+
+
+_UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes
+_RIGHT = -1  # the place of a key that was looked at
+_SLACK = 16  # so many stale entries are left in a heap of any size
+
+
+class _Account:
+    """What a charge touches of a branch; apart, so that it lies together in memory."""
+
+    __slots__ = ("changed", "faded", "rate", "scored", "scored_at", "waiting", "weight")
 
     def __init__(self) -> None:
-        self._root = _Branch("", None, 1, 0)
-        self._root.inner = True
-        self._branches: dict[Path, _Branch] = {(): self._root}
-        self._items = 0
+        self.weight, self.faded, self.rate = 1, 0, 0
+        self.waiting = 0  # tasks in line
+        self.scored, self.scored_at = 0, -1
+        self.changed = 0  # by the tree's version: when it or something below it ranked differently
+
+
+class Branch(_Account):
+    """A tenant or a user: what it used, what it holds, and a line for each lane in which it waits.
+
+    Its usage now is `faded + rate * (the tree's integral - since)`: what was booked, and what its
+    running tasks add continuously.  After setting its weight, guarantee or limits, `scored_at = -1`
+    and `refresh`.
+    """
+
+    __slots__ = (
+        "children", "depth", "guarantee", "held", "inner", "limit", "lines", "most_running", "name",
+        "parent", "path", "running", "since", "top",
+    )  # fmt: skip
+
+    def __init__(self, path: Path, parent: Branch | None) -> None:
+        super().__init__()
+        self.path, self.parent, self.depth = path, parent, len(path)
+        self.name = path[-1] if path else ""
+        self.top: Branch = self if parent is None or parent.parent is None else parent.top
+        self.since = 0  # the integral up to which its runs are booked
+        self.guarantee: Mapping[str, int] = {}
+        self.limit: Mapping[str, int] = {}
+        self.most_running: int | None = None
+        self.held: Counter[str] = Counter()  # devices by kind, and in all under ALL
+        self.running = 0  # tasks on devices
+        self.inner = False  # does it hold branches, or items?
+        self.children = 0
+        self.lines: dict[Lane, _Line] = {}
+
+    def room(self, lane: Lane) -> bool:
+        """Rule F4: would one more of this lane stay within its limits?"""
+        if self.most_running is not None and self.running >= self.most_running:
+            return False
+        limit = self.limit
+        if not limit:
+            return True
+        held, width = self.held, lane.width
+        return all(held[k] + width <= limit[k] for k in (lane.kind, ALL) if k in limit)
+
+    def borrows(self, lane: Lane) -> bool:
+        """Rule F4: would one more of this lane exceed its guarantee?"""
+        guarantee = self.guarantee
+        return not guarantee or self.held[lane.kind] + lane.width > guarantee.get(lane.kind, 0)
+
+
+class _Line:
+    """What waits below one branch in one lane; it is there as long as something does.
+
+    Its entries are items as (-priority, 0, submitted, id, serial, item, line), or the lines below
+    as (borrows, score, submitted of its first, line).  The lowest is its `head`; the others are in
+    its `heap`, but for items that came in their order: they stand in its `queue`.  The entry of an
+    item is stale when it waits no more, but a head always waits; of those for a line below all are
+    stale but that line's `entry`.
+    """
+
+    __slots__ = (
+        "above", "below", "branch", "entry", "head", "heap", "inner", "lane", "queue", "right",
+        "stale",
+    )  # fmt: skip
+
+    def __init__(self, branch: Branch, lane: Lane, above: _Line | None) -> None:
+        self.branch, self.lane, self.above = branch, lane, above
+        self.inner = branch.inner
+        self.below = 0  # lines, or items that wait
+        self.stale = 0  # entries of items
+        self.entry: Any = None  # stands for it in the line above; None while it has no room
+        self.right = -1  # by the tree's version: when its entry was last known to be right, if ever
+        self.head: Any = None
+        self.heap: list[Any] | None = None  # where it was never needed there is none: less to touch
+        self.queue: deque[Any] | None = None
+
+    def __lt__(self, other: _Line) -> bool:
+        """Of two entries that are equal before; two lanes of one branch are as good."""
+        return self.branch.name < other.branch.name
+
+    def push(self, entry: Any) -> None:
+        """An entry more, wherever it belongs."""
+        if self.head is None:
+            self.head = entry
+            return
+        if entry < self.head:
+            self.head, entry = entry, self.head
+        if self.heap is None:
+            self.heap = []
+        heappush(self.heap, entry)
+
+    def append(self, entry: Any) -> None:
+        """The same for an item, which mostly is the last in order."""
+        last = self.queue[-1] if self.queue else self.head
+        if last is None or entry < last:
+            self.push(entry)
+        elif self.queue is None:
+            self.queue = deque((entry,))
+        else:
+            self.queue.append(entry)
+
+    def behead(self) -> None:
+        """Its head is the next one, stale or not."""
+        queue, heap = self.queue, self.heap
+        if queue and not (heap and heap[0] < queue[0]):
+            self.head = queue.popleft()
+        else:
+            self.head = heappop(heap) if heap else None
+
+    def replace_head(self, entry: Any) -> None:
+        heap = self.heap
+        self.head = heappushpop(heap, entry) if heap else entry
+
+    def keep(self, current: Callable[[Any], bool]) -> None:
+        """Be rid of what is stale; the head is not."""
+        self.stale = 0
+        if self.heap:
+            self.heap = [entry for entry in self.heap if current(entry)]
+            heapify(self.heap)
+        if self.queue:
+            self.queue = deque(entry for entry in self.queue if current(entry))
+
+
+class FairTree(Generic[Item]):
+    """Items in lanes under a tree of branches; `first` is what rules F3 and F4 pick.
+
+    A path names a branch from the top: ("tenant", "tenant below", "user").  A branch holds
+    branches or items, never both.  Of two siblings with work in an open lane, and room for it, the
+    one goes first that would stay within its guarantee, then the one with the lower score, then the
+    one whose first came first, then by name.
+
+    A key in a heap may be too low, because usage and holdings grow without anybody looking; it is
+    never too high.  So who reaches the top is looked at again if it changed, and put back where it
+    belongs.  What may lower a key puts it right at once, from the bottom up.
+    """
+
+    def __init__(self, *, half_life_s: float = 0.0, since_s: float = 0.0) -> None:
+        self._half_life_s, self._since_s = half_life_s, since_s
+        self.root = Branch((), None)
+        self.root.inner = True
+        self.branches: dict[Path, Branch] = {(): self.root}
+        self.lanes: dict[Lane, int] = {}  # how many wait in each
+        self._where: dict[str, Any] = {}  # id -> the item's entry
+        self._serial = 0  # no two entries of items are equal
+        self.version = 0  # of all that ranks; `Branch.changed` and `_Line.right` are read on it
+        self._tick = 0  # each instant is another tick
+        self._ticked = 0  # the version at the last tick
+        self.at(since_s)
 
     def __len__(self) -> int:
-        return self._items
+        return len(self._where)
 
-    def add(self, path: Path, *, weight: int = 1, faded: int = 0) -> None:
-        """A branch with its usage so far; its parent was added before."""
-        parent = self._branches[path[:-1]]
+    def __contains__(self, id: str) -> bool:
+        return id in self._where
+
+    # --- time ---
+
+    def at(self, now_s: float) -> None:
+        """Let it be `now_s`: whoever holds devices has used more."""
+        self.now_s = now_s
+        elapsed_s = now_s - self._since_s
+        self._mantissa, self._doublings = _growth(elapsed_s, self._half_life_s)
+        self._integral = _integral(elapsed_s, self._half_life_s)
+        self._tick += 1
+        self.version += 1
+        self._ticked = self.version
+
+    def faded(self, charge_us: int) -> int:
+        """A charge made now, as it is added to a sum."""
+        return _shifted(charge_us * self._mantissa, self._doublings)
+
+    # --- branches ---
+
+    def add(
+        self,
+        path: Path,
+        *,
+        weight: int = 1,
+        faded: int = 0,
+        guarantee: Mapping[str, int] = MappingProxyType({}),
+        limit: Mapping[str, int] = MappingProxyType({}),
+        most_running: int | None = None,
+    ) -> Branch:
+        """A branch with its usage so far; its parent was added before, and holds no items.
+
+        `guarantee` and `limit` are devices by kind, and of all kinds under `ALL` for a limit.
+        """
+        parent = self.branches[path[:-1]]
         parent.inner = True
-        self._branches[path] = _Branch(path[-1], parent, weight, faded)
-
-    def push(self, path: Path, item: Item, *, id: str, priority: int, submitted_s: float) -> None:
-        branch = self._branches[path]
-        heappush(branch.heap, (-priority, submitted_s, id, item))
-        self._items += 1
-        _enter(branch)
-
-    def first(self) -> Item | None:
-        """What goes next, left in its place; None if nothing waits."""
-        if not self._items:
-            return None
-        item: Item = self._first_branch().head()[3]
-        return item
-
-    def take(self, fee: int = 0) -> Item:
-        """Remove what goes next and charge its branches a faded `fee`."""
-        branch = self._first_branch()
-        item: Item = heappop(branch.heap)[3]
-        self._items -= 1
-        _charge(branch, fee)
-        return item
-
-    def charge(self, path: Path, fee: int) -> None:
-        """Charge a branch, and those above it, a faded `fee`."""
-        _charge(self._branches[path], fee)
-
-    def score(self, path: Path, extra: int = 0) -> int:
-        """How well served a branch is, or would be with `extra` faded usage; lower goes first."""
-        branch = self._branches[path]
-        return score(branch.faded + extra, branch.weight)
-
-    def _first_branch(self) -> _Branch:
-        branch = self._root
-        while branch.inner:
-            branch = branch.head()[3]
+        parent.children += 1
+        branch = self.branches[path] = Branch(path, parent)
+        branch.weight, branch.faded, branch.since = weight, faded, self._integral
+        branch.guarantee, branch.limit, branch.most_running = guarantee, limit, most_running
         return branch
 
+    def usage(self, branch: Branch) -> int:
+        """Its faded usage now, what runs included."""
+        if not branch.rate:
+            return branch.faded
+        return branch.faded + branch.rate * (self._integral - branch.since)
 
-def _charge(branch: _Branch, fee: int) -> None:
-    above: _Branch | None = branch
-    while above is not None and above.parent is not None:
-        above.faded += fee
-        above = above.parent
-    _enter(branch)
+    def score(self, branch: Branch, extra: int = 0) -> int:
+        """How well served it is, or would be with `extra` faded usage; lower goes first."""
+        if branch.scored_at < self._tick:
+            branch.scored = (self.usage(branch) << _SCORE_BITS) // branch.weight
+            branch.scored_at = self._tick if branch.rate else _UNTIL_IT_CHANGES
+        return score(self.usage(branch) + extra, branch.weight) if extra else branch.scored
+
+    def overtakes_s(self, one: Branch, other: Branch, fee_us: int) -> float:
+        """From when on `one` scores higher than `other` with a charge of `fee_us`; now or later.
+
+        Usage grows with q = 2^(t / half-life), and so does the fee: the scores cross where
+        q - 1 = (other's + fee - one's) / (how much faster one's grows).  Infinity if they never do.
+        """
+        unit = self._mantissa << max(0, self._doublings)
+        own, others = (self.usage(branch) / unit for branch in (one, other))
+        if self._doublings < 0:
+            own, others = own * 2.0**-self._doublings, others * 2.0**-self._doublings
+        behind = (others + fee_us) * one.weight - own * other.weight
+        faster = one.rate * other.weight - other.rate * one.weight
+        if behind < 0:
+            return self.now_s
+        if self._half_life_s <= 0:
+            return self.now_s + behind / faster / 1e6 if faster > 0 else math.inf
+        mean_us = self._half_life_s * 1e6 / math.log(2)
+        faster_each_q = mean_us * faster - fee_us * one.weight
+        if faster_each_q <= 0:
+            return math.inf
+        return self.now_s + self._half_life_s * math.log1p(behind / faster_each_q) / math.log(2)
+
+    def charge(self, branch: Branch, faded: int) -> None:
+        """Book usage, to the branch and those above it; a negative one is given back."""
+        if not faded:
+            return
+        self.version = version = self.version + 1
+        above: Branch | None = branch
+        while above is not None:
+            above.faded += faded
+            above.scored_at = -1
+            above.changed = version
+            above = above.parent
+        if faded < 0:
+            self.refresh(branch)
+
+    def accrue(self, branch: Branch, rate: int, *, from_s: float | None = None) -> None:
+        """From now on, or since `from_s`, it uses so many µs a µs more (or less)."""
+        missed = 0
+        if from_s is not None and from_s < self.now_s:
+            then = _integral(from_s - self._since_s, self._half_life_s)
+            missed = rate * (self._integral - then)
+        self.version = version = self.version + 1
+        above: Branch | None = branch
+        while above is not None:
+            above.faded = self.usage(above) + missed
+            above.since = self._integral
+            above.rate += rate
+            above.scored_at = -1
+            above.changed = version
+            above = above.parent
+        if missed < 0:
+            self.refresh(branch)
+
+    def hold(self, branch: Branch, lane: Lane, sign: int = 1) -> None:
+        """It takes the devices that the lane needs; with -1, it lets go of them."""
+        above: Branch | None = branch
+        narrow = False
+        while above is not None:
+            above.held[lane.kind] += sign * lane.width
+            above.held[ALL] += sign * lane.width
+            above.running += sign
+            narrow |= bool(above.guarantee or above.limit or above.most_running is not None)
+            above = above.parent
+        if narrow:
+            self.refresh(branch)
+
+    def refresh(self, branch: Branch) -> None:
+        """What ranks it, or those above it, changed, maybe for the less: look at all its lanes."""
+        self.version = version = self.version + 1
+        below = branch
+        while below.parent is not None:
+            below.changed = version
+            for line in below.lines.values():
+                self._place(line)
+            below = below.parent
+
+    # --- items ---
+
+    def push(
+        self, path: Path, item: Item, *, lane: Lane, id: str, priority: int, submitted_s: float
+    ) -> None:
+        """Let it wait at the end of a path; it did not wait yet."""
+        line = self._line(self.branches[path], lane)
+        self._serial += 1
+        entry = (-priority, 0, submitted_s, id, self._serial, item, line)
+        line.append(entry)
+        line.below += 1
+        self._where[id] = entry
+        self.lanes[lane] = self.lanes.get(lane, 0) + 1
+        above: Branch | None = line.branch
+        while above is not None:
+            above.waiting += 1
+            above = above.parent
+        if line.head is entry:
+            self._settle(line)
+
+    def drop(self, id: str) -> Item | None:
+        """It waits no more; None if it did not."""
+        entry = self._where.get(id)
+        if entry is None:
+            return None
+        line: _Line = entry[6]
+        self._discount(id, line)
+        if not line.below:
+            self._unlink(line)
+        elif line.head is entry:
+            self._behead(line)
+            if line.head[2] < entry[2]:
+                self._settle(line)
+            else:
+                self._doubt(line)
+        else:
+            line.stale += 1
+            if line.stale > line.below + _SLACK:
+                line.keep(self._waits)
+        item: Item = entry[5]
+        return item
+
+    def take(self, id: str, faded: int) -> Item | None:
+        """`drop` it and `charge` its branch, at once; None if it did not wait.
+
+        The branches of who was first are put where they now belong, so that the next `first` finds
+        its pick on top.
+        """
+        entry = self._where.pop(id, None)
+        if entry is None:
+            return None
+        line: _Line = entry[6]
+        if faded > 0 and line.head is entry and line.below > 1:
+            self.lanes[line.lane] -= 1
+            line.below -= 1
+            queue = line.queue
+            if queue and not line.heap and not line.stale:
+                line.head = queue.popleft()
+            else:
+                self._behead(line)
+            self._charge_first(line, faded)
+        else:
+            self._where[id] = entry
+            self.charge(line.branch, faded)
+            self.drop(id)
+        item: Item = entry[5]
+        return item
+
+    def first(self, lanes: Collection[Lane]) -> tuple[Branch, Lane, Item] | None:
+        """Of those that wait in these lanes the one that goes next, left in its place."""
+        return self.first_below(self.root, lanes)
+
+    def first_below(
+        self, branch: Branch, lanes: Collection[Lane]
+    ) -> tuple[Branch, Lane, Item] | None:
+        """The same among what lies below a branch; its own limits are not looked at.
+
+        A branch that goes first by its guarantee does so with the lanes in which it stays within.
+        """
+        lines = branch.lines
+        if len(lines) == 1:
+            for lane, line in lines.items():
+                return self._first_in(line) if lane in lanes else None
+        found = [lines.get(lane) for lane in lanes]
+        open_ = [line for line in found if line is not None and self._top(line) is not None]
+        while len(open_) > 1:
+            best = min(line.head for line in open_)
+            if not branch.inner:
+                return branch, best[6].lane, best[5]
+            branch = best[3].branch
+            open_ = self._open_below(branch, open_, borrows=best[0])
+        return self._first_in(open_[0]) if open_ else None
+
+    def _first_in(self, line: _Line) -> tuple[Branch, Lane, Item] | None:
+        """If the head of a line is right, the heads of all lines that it stands for are."""
+        if self._top(line) is None:
+            return None
+        while line.inner:
+            line = line.head[3]
+        return line.branch, line.lane, line.head[5]
+
+    def _open_below(self, branch: Branch, above: list[_Line], *, borrows: bool) -> list[_Line]:
+        """The lines in which a branch may be the first, for who of the lines above has one."""
+        narrow = branch.guarantee or branch.limit or branch.most_running is not None
+        open_ = []
+        for wide in above:
+            line, lane = branch.lines.get(wide.lane), wide.lane
+            if line is None:
+                continue
+            if narrow and not (branch.room(lane) and branch.borrows(lane) == borrows):
+                continue
+            if self._top(line) is not None:
+                open_.append(line)
+        return open_
+
+    def heads(self, branch: Branch, lane: Lane) -> Iterator[tuple[Branch, Lane, Item]]:
+        """Who may become the first below a branch by the mere passing of time.
+
+        Of each child that uses something now its first, and of all the others that of the least
+        served: their order does not change.  The first of all comes first.
+        """
+        line = branch.lines.get(lane)
+        if line is None or not line.inner or self._top(line) is None:
+            return
+        heap = line.heap or []
+        frontier = [(line.head, _RIGHT), *((entry, 0) for entry in heap[:1])]  # (key, its place)
+        heapify(frontier)
+        while frontier:
+            entry, at = heappop(frontier)
+            child: _Line = entry[3]
+            if at == _RIGHT:
+                while child.inner:
+                    child = child.head[3]
+                yield child.branch, child.lane, child.head[5]
+                if not entry[3].branch.rate:
+                    return
+                continue
+            for below in (2 * at + 1, 2 * at + 2):
+                if below < len(heap):
+                    heappush(frontier, (heap[below], below))
+            if child.entry is entry and (key := self._key(child)) is not None:
+                heappush(frontier, (key, _RIGHT))
+
+    def _line(self, branch: Branch, lane: Lane) -> _Line:
+        line = branch.lines.get(lane)
+        if line is None:
+            above = None if branch.parent is None else self._line(branch.parent, lane)
+            line = branch.lines[lane] = _Line(branch, lane, above)
+            if above is not None:
+                above.below += 1
+        return line
+
+    def _discount(self, id: str, line: _Line) -> None:
+        """One less waits in a line, and below all branches above it."""
+        del self._where[id]
+        line.below -= 1
+        self._leave(line.lane)
+        above: Branch | None = line.branch
+        while above is not None:
+            above.waiting -= 1
+            above = above.parent
+
+    def _leave(self, lane: Lane) -> None:
+        left = self.lanes[lane] = self.lanes[lane] - 1
+        if not left:
+            del self.lanes[lane]
+
+    def _behead(self, line: _Line) -> None:
+        """Take off the first item, and what is stale behind it; the line counts it no more."""
+        line.behead()
+        while line.stale and not self._waits(line.head):
+            line.stale -= 1
+            line.behead()
+
+    def _waits(self, entry: Any) -> bool:
+        return self._where.get(entry[3]) is entry
+
+    # --- keys ---
+
+    def _charge_first(self, line: _Line, faded: int) -> None:
+        """Charge, and count one less, from a line up; give new keys to who is first all the way.
+
+        Every score grows, so nobody's key becomes lower, and who uses devices may be left as it is.
+        What it may hold did not change: a charge does not touch the rest of a key.
+        """
+        self.version = version = self.version + 1
+        head, above = line.head, line.above
+        while above is not None:
+            branch, entry = line.branch, line.entry
+            branch.faded = used = branch.faded + faded
+            branch.waiting -= 1
+            if head is None or entry is None or entry is not above.head or branch.rate:
+                branch.scored_at, head = -1, None
+            else:
+                branch.scored = key = (used << _SCORE_BITS) // branch.weight
+                line.entry = entry = (entry[0], key, head[2], line)
+                line.right = version
+                heap = above.heap
+                above.head = head = heappushpop(heap, entry) if heap else entry
+                if head is not entry and above.above is not None:
+                    head = self._top(above)
+            branch.changed = version
+            line, above = above, above.above
+        root = line.branch
+        root.faded += faded
+        root.waiting -= 1
+        root.changed = version
+        root.scored_at = -1
+
+    def _settle(self, line: _Line) -> None:
+        """Put the keys right of a line whose first is another one, and of those above."""
+        above: _Line | None = line
+        while above is not None:
+            self._place(above)
+            above = above.above
+
+    def _doubt(self, line: _Line) -> None:
+        """The key of a line, and of those above, may have grown."""
+        above: _Line | None = line
+        while above is not None:
+            above.right = -1
+            above = above.above
+
+    def _unlink(self, line: _Line) -> None:
+        """Nothing waits in it any more: it goes, and those above it that are empty without it."""
+        above: _Line | None = line
+        while above is not None:
+            del above.branch.lines[above.lane]
+            above.entry = None
+            above = above.above
+            if above is not None:
+                above.below -= 1
+                if above.below:
+                    self._settle(above)
+                    return
+
+    def _place(self, line: _Line) -> None:
+        """Put a line's key right in the heap above, if it became lower or is on top there."""
+        above, old = line.above, line.entry
+        if above is None:
+            return
+        new = self._key(line)
+        line.right = self.version
+        if new is None:
+            line.entry, line.right = None, -1
+        elif old is not None and above.head is old:
+            line.entry = new
+            above.replace_head(new)
+        elif old is None or new < old:
+            line.entry = new
+            above.push(new)
+            if above.heap and len(above.heap) > 2 * above.below + _SLACK:
+                self._top(above)
+                above.keep(_stands)
+        else:
+            line.right = -1  # its entry is too low, and is put right when it comes up
+
+    def _key(self, line: _Line) -> Any:
+        """A line's entry as it is now; None if it has no room."""
+        top, branch, lane = self._top(line), line.branch, line.lane
+        if top is None or not branch.room(lane):
+            return None
+        return branch.borrows(lane), self.score(branch), top[2], line
+
+    def _top(self, line: _Line) -> Any:
+        """The head of a line, put right; None if there is none."""
+        entry = line.head
+        while entry is not None and line.inner:
+            child: _Line = entry[3]
+            branch, right = child.branch, child.right
+            if child.entry is not entry:
+                line.behead()
+            elif right >= branch.changed and (right >= self._ticked or not branch.rate):
+                return entry
+            else:
+                child.entry = key = self._key(child)
+                if key is None:
+                    child.right = -1
+                    line.behead()
+                else:
+                    child.right = self.version
+                    line.replace_head(key)
+            entry = line.head
+        return entry
 
 
-def _enter(branch: _Branch) -> None:
-    """Give a branch, and those above it, their right entries in the heaps above them."""
-    while branch.parent is not None:
-        head, heap, old = branch.head(), branch.parent.heap, branch.entry
-        new = head and (score(branch.faded, branch.weight), head[1], branch.name, branch)
-        if new and old and new[:2] == old[:2]:
-            return  # whatever lies above has not changed either
-        branch.entry = new
-        if old and heap[0] is old:
-            _replace_first(heap, new)
-        elif new:
-            heappush(heap, new)
-        branch = branch.parent
-
-
-def _replace_first(heap: list[Any], new: Any) -> None:
-    if new:
-        heapreplace(heap, new)
-    else:
-        heappop(heap)
+def _stands(entry: Any) -> bool:
+    """Is it not stale, as an entry for a line?"""
+    return entry[3].entry is entry

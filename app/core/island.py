@@ -8,7 +8,16 @@ database's clock since 1970; charges are integer micro-device-seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+
+TIER_SHARE = {"premium": 0.95, "standard": 0.70, "basic": 0.0}
+TIER_WINDOW_S = 3600.0
+TIERS = ("basic", "standard", "premium")  # in the order in which a shortage is shed
+
+
+#: Who may go before a gang that does not fit: nobody, who delays it by nothing, anybody.
+BACKFILLS = ("strict", "easy", "greedy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,23 +30,40 @@ class Policy:
     slice_max_s: float = 60.0
     switch_share: float = 0.02  # a slice is at least so long that switching costs no more
     lost_grace_s: float = 0.0  # how long after its lease a device is still waited for
+    turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
+    backfill: str = "easy"  # F7: behind a gang that does not fit; BACKFILLS
+    patience_s: float = 36000.0  # F7: a gang that waited so long goes before all others,
+    wide_share: float = 0.02  # if it needs this part of its kind; a narrower one waits longer
+    aged_share: float = 0.5  # F7: no more than this part of the devices is held by such gangs
+    tier_share: Mapping[str, float] = field(default_factory=lambda: dict(TIER_SHARE))
+    tier_window_s: float = TIER_WINDOW_S  # F9: of every such time the share of its tier is held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """`faded_us` is the lazily decayed usage S of `core.fairshare` (fixed point, rule F2)."""
+    """A node of the tree; `parent` is None at the top.  What it used, its users used.
+
+    `guarantee` and `limit` (rule F4) are devices by kind; a limit also of all kinds together, under
+    "*".  `most_running` bounds the tasks on devices of it and of all below it.
+    """
 
     id: str
     name: str
     weight: int  # in thousandths: 1.0 is 1000
-    faded_us: int = 0
+    parent: str | None = None
+    guarantee: Mapping[str, int] = field(default_factory=dict)
+    limit: Mapping[str, int] = field(default_factory=dict)
+    most_running: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
+    """`faded_us` is the lazily decayed usage S of `core.fairshare` (fixed point, rule F2)."""
+
     id: str
     tenant: str
     faded_us: int = 0
+    weight: int = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +94,10 @@ class Conditions:
 class Task:
     """One task as the island sees it.
 
-    `seat` is the device it holds or is about to hold; `image_on` the device in whose host memory a
-    paused image lies; `saved` whether that image is durable, so that any device may take it.
+    `seats` are the devices it holds or is about to hold; `image_on` the device in whose host memory
+    a paused image lies; `saved` whether that image is durable, so that any device may take it.
+    `away` are the times (from, to) of the last hour in which it waited after it had started (rule
+    F9); the one that lasts is not among them.
     """
 
     id: str
@@ -80,10 +108,16 @@ class Task:
     epoch: int
     kind: str  # device kind it needs
     memory_bytes: int = 0
+    width: int = 1  # devices it needs at once
+    tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
-    seat: str | None = None
+    waiting_since_s: float | None = None  # None: since it was submitted
+    waited_s: float = 0.0  # in earlier waits
+    expected_s: float | None = None  # how much longer it will run, if anybody knows
+    away: tuple[tuple[float, float], ...] = ()
+    seats: tuple[str, ...] = ()
     launched_s: float = 0.0  # when the order to launch was written
     started_s: float | None = None  # when the device said it runs
     accrued_us: int = 0  # held in this epoch and not yet charged to the tenant
@@ -95,6 +129,26 @@ class Task:
     attempts: int = 0
     retry_max: int = 0
     retry_at_s: float = 0.0
+
+    @property
+    def seat(self) -> str | None:
+        """The first of its devices."""
+        return self.seats[0] if self.seats else None
+
+
+_FIELDS = tuple(field_.name for field_ in fields(Task))
+_VALUES = attrgetter(*_FIELDS)
+_SETTERS = {name: getattr(Task, name).__set__ for name in _FIELDS}
+
+
+def changed(task: Task, **after: object) -> Task:
+    """As `dataclasses.replace`, at half its cost: every move of every task makes one."""
+    new: Task = object.__new__(Task)
+    for set_, value in zip(_SETTERS.values(), _VALUES(task), strict=True):
+        set_(new, value)
+    for name, value in after.items():
+        _SETTERS[name](new, value)
+    return new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +168,7 @@ class Snapshot:
 class Decision:
     """One move of one task.
 
-    `move` is a move of `core.lifecycle`; `device` is the seat that a Launch takes.  `rule` cites
+    `move` is a move of `core.lifecycle`; `devices` are the seats that a Launch takes.  `rule` cites
     F1-F10 or another named rule, and `because` is one sentence for the task's owner.
     `against` is the task that gains or gives, where there is one.
     """
@@ -123,8 +177,22 @@ class Decision:
     move: str
     rule: str
     because: str
-    device: str | None = None
+    devices: tuple[str, ...] = ()
     against: str | None = None
+
+    @property
+    def device(self) -> str | None:
+        """The first of its devices."""
+        return self.devices[0] if self.devices else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What would end a reason, for a program: an action of `core.explain`, and how far it goes."""
+
+    action: str
+    value: int | float | str | tuple[str, ...] | None = None
+    of: str = ""  # the kind of device, or the task or device that is meant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +203,7 @@ class Reason:
     message: str
     next_action: str  # "wait", "change_request", "ask_admin"
     unblocked_by: str = ""
+    change: Change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +211,13 @@ class Plan:
     """Decisions in the order in which they were made; reasons for every task that still waits.
 
     `places` is each waiting task's place in the island's order, from 1.  Nothing will change by
-    the mere passing of time before `look_again_s`.
+    the mere passing of time before `look_again_s`.  It was made at `now_s`, when the tasks that it
+    moves looked as in `before`.
     """
 
     decisions: tuple[Decision, ...] = ()
     reasons: Mapping[str, tuple[Reason, ...]] = field(default_factory=dict)
     places: Mapping[str, int] = field(default_factory=dict)
     look_again_s: float | None = None
+    now_s: float = 0.0
+    before: Mapping[str, Task] = field(default_factory=dict, compare=False)

@@ -9,9 +9,10 @@ things make that harmless:
 * the `Answer` to a heartbeat says until when the device may go on (its lease), what arrived, and
   which of the residents it named belong to an older epoch and must be dropped.
 
-A resident may take the seat only after an answer to a heartbeat *that named it* said "keep", and
-steps only until the lease of the last answer ends.  So an order that comes late, or to a device
-that has been given up, runs nothing: the answer to the first heartbeat that names it says "drop".
+A resident may take the seat only after an answer to a heartbeat *that named it* said "keep", or
+while its Launch is so fresh that the answer could be no other; and it steps only until the lease of
+the last answer ends.  So an order that comes late, or to a device that has been given up, runs
+nothing: the answer to the first heartbeat that names it says "drop".
 (tests/app/test_protocol.py finds two devices running one task if this is left out.)
 
 Everything is JSON.  `encode` and `decode` are exact inverses.
@@ -44,6 +45,9 @@ class Launch(Order):
     `images` are checkpoints to go on from, newest first, as `{"sha256", "step"}`; a device that
     still holds a paused resident of this task at the newest step goes on from that instead.
     `budget_us` is what is left of `max_duration_s`, measured in seat time.
+
+    Until `surely_until_us`, by the device's clock and for this incarnation of it, the island cannot
+    have given the task to anybody else; then the order alone seats it, and no answer is waited for.
     """
 
     tenant: str
@@ -58,6 +62,8 @@ class Launch(Order):
     budget_us: int
     checkpoint_every_s: float
     memory_bytes: int
+    incarnation: str = ""
+    surely_until_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

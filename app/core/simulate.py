@@ -1,9 +1,12 @@
-"""A virtual clock and imaginary devices around the very `decide` that runs an island.
+"""A virtual clock and imaginary devices around the very `cycle` that runs an island.
 
-Imaginary devices obey as real ones do: a Launch prepares a task and seats it when the seat is free,
-a Pause lets go at the next safe point and then saves the image.  Time jumps from one event to the
-next, so an hour of an island takes a moment, and equal input gives an equal report.  After every
-step `check` looks at what must hold; what does not is raised as Broken, with the story so far.
+Imaginary devices obey as real ones do: a Launch prepares a task and seats it when its seats are
+free, a Pause lets go at the next safe point and then saves the image.  Time jumps from one event to
+the next, so an hour of an island takes a moment, and equal input gives an equal report.
+
+With `checked` every step is looked at: what must hold and does not is raised as Broken, with the
+story so far; and the board that was kept up to date must decide what a board made anew decides.
+Unchecked, a step costs what moves in it, so that years of a cluster take seconds.
 
 Devices stay up here, and nobody cancels or holds: losing and wishing are tested on `decide` itself.
 """
@@ -12,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from app.core import lifecycle
-from app.core.decide import HOLDS_A_SEAT, decide, slice_us
+from app.core.board import HOLDS_A_SEAT, Board, been_away, slice_us
+from app.core.decide import cycle, decide
 from app.core.fairshare import faded
 from app.core.island import (
     Conditions,
@@ -29,34 +33,58 @@ from app.core.island import (
     Task,
     Tenant,
     User,
+    changed,
 )
-from app.core.lifecycle import ENDED, ON_A_DEVICE, Move, State
+from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.meter import Interval, Meter
+from app.core.reclaim import shut_by
 
 STORY_LINES = 20  # of the timeline, told with what is broken
 STANDSTILL_ROUNDS = 100  # at one instant
+ASK_EVERY_ROUNDS = 256  # whether to go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A task that comes at `at_s` and needs a device for `work_s` seconds."""
+    """A task that comes at `at_s` and needs `width` devices for `work_s` seconds.
+
+    `expected_s` is what the scheduler believes of that beforehand; None if it knows nothing.
+    `owner` is for whom it counts in the report, if that is not its tenant.
+    """
 
     at_s: float
     task: str
     tenant: str
     user: str
     work_s: float
+    width: int = 1
     kind: str = "cpu"
     memory_bytes: int = 0
     priority: int = 0
+    tier: str = "standard"
     after: tuple[str, ...] = ()
+    expected_s: float | None = None
+    owner: str | None = None
+
+    @property
+    def counted_for(self) -> tuple[str, str]:
+        """(owner, kind of device)"""
+        return self.owner or self.tenant, self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """How long imaginary devices take: to prepare a task, to let go of one, to save its image."""
+    """How long imaginary devices take.
+
+    `start_s` to prepare a task while its seats may still be held, `pause_s` to come to the next
+    safe point, `image_s` in its seats before they are free then, `resume_s` in its seats before a
+    paused one steps again, `save_s` to make its image durable.
+    """
 
     start_s: float = 0.0
     pause_s: float = 0.0
+    image_s: float = 0.0
+    resume_s: float = 0.0
     save_s: float = 0.0
 
 
@@ -70,17 +98,22 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`device_s` is what each tenant held; `waits_s` runs from a task's arrival to its first start.
+    """`device_s` is what each owner held; `waits_s` runs from a task's arrival to its first start.
 
-    `finished` maps each task that is done to when it was; the clock stopped at `until_s`.
+    `lost_s` is all the time between arrival and end in which a task did not step: waits, pauses,
+    switches.  `finished` maps each task that is done to when it was; the clock stopped at
+    `until_s`.  `timeline` is empty unless it was kept; `intervals` say who held and wanted how much
+    when.
     """
 
     device_s: Mapping[str, float]
     waits_s: Mapping[str, float]
+    lost_s: Mapping[str, float]
     pauses: Mapping[str, int]
     finished: Mapping[str, float]
     timeline: tuple[Line, ...]
     until_s: float
+    intervals: tuple[Interval, ...] = ()
 
 
 class Broken(Exception):
@@ -91,8 +124,16 @@ class Broken(Exception):
         told = [f"at {at_s:.6f} s: {what}"]
         for line in list(timeline)[-STORY_LINES:]:
             made = line.decision
-            told.append(f"{line.at_s:.6f} {made.move} {made.task} {made.device or ''}")
+            told.append(f"{line.at_s:.6f} {made.move} {made.task} {' '.join(made.devices)}")
         super().__init__("\n".join(told))
+
+
+class Stopped(Exception):
+    """It was told not to go on, at `at_s` of its clock, with so many tasks done."""
+
+    def __init__(self, *, at_s: float, done: int) -> None:
+        self.at_s, self.done = at_s, done
+        super().__init__(f"stopped at {at_s:.0f} s with {done} tasks done")
 
 
 def simulate(
@@ -103,19 +144,32 @@ def simulate(
     *,
     costs: Costs | None = None,
     until_s: float = math.inf,
+    checked: bool = True,
+    keep_timeline: bool = True,
+    users: Iterable[User] = (),
+    go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
-    """Run an island from 0 s until all is done or `until_s` has come; may raise Broken."""
-    world = World(arrivals, devices, tenants, policy, costs or Costs())
-    rounds_at: Counter[int] = Counter()
+    """Run an island from 0 s until all is done or `until_s` has come.
+
+    `users` are those whose weight is not 1; `go_on` is asked now and then.  Raises Broken if
+    something does not hold, and Stopped if `go_on` says no.
+    """
+    world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users)
+    world.keep_timeline = checked or keep_timeline
+    rounds_at_us, rounds, in_all = -1, 0, 0
     while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
         world.advance(at_us)
-        rounds_at[at_us] += 1
-        if rounds_at[at_us] > STANDSTILL_ROUNDS:
+        rounds = rounds + 1 if at_us == rounds_at_us else 1
+        rounds_at_us, in_all = at_us, in_all + 1
+        if in_all % ASK_EVERY_ROUNDS == 0 and not go_on():
+            raise Stopped(at_s=world.now_s, done=world.done)
+        if rounds > STANDSTILL_ROUNDS:
             raise Broken("the clock stands still", at_s=world.now_s, timeline=world.timeline)
-        seen = world.snapshot()
-        plan = decide(seen, now_s=world.now_s)
+        seen = world.snapshot() if checked else None
+        plan = cycle(world.board)
         world.obey(plan)
-        check(world, seen, plan)
+        if seen is not None:
+            check(world, seen, plan)
     if math.isfinite(until_s):
         world.advance(_us(until_s))
     return world.report()
@@ -124,15 +178,23 @@ def simulate(
 # --- the world ----------------------------------------------------------------------------------
 
 
-@dataclass(order=True, slots=True)
-class _Event:
-    """What a device will say; it counts if that epoch still holds then."""
+#: What a device will say: (at_us, in which order, a Move or "Saved" or "ready", task, epoch).  It
+#: counts if that epoch still holds then.
+_Event = tuple[int, int, str, str, int]
 
-    at_us: int
-    seq: int
-    says: str = field(compare=False)  # a Move, or "Saved"
-    task: str = field(compare=False)
-    epoch: int = field(compare=False)
+
+@dataclass(slots=True)
+class _Run:
+    """What the world knows of a task beyond what the island sees."""
+
+    arrival: Arrival
+    left_us: int
+    steps_from_us: int = 0  # when it steps again, in this stay
+    safe_us: float = math.inf  # until when, if it was told to pause
+    first_us: int | None = None
+    finished_us: int | None = None
+    pauses: int = 0
+    ready: bool = False
 
 
 class World:
@@ -145,200 +207,296 @@ class World:
         tenants: Iterable[Tenant],
         policy: Policy,
         costs: Costs,
+        *,
+        users: Iterable[User] = (),
     ) -> None:
         self.policy, self.costs = policy, costs
         self.arrivals = sorted(arrivals, key=lambda arrival: (arrival.at_s, arrival.task))
-        self.devices = {d.id: replace(d, lease_until_s=math.inf) for d in devices}
         self.tenants = {tenant.id: tenant for tenant in tenants}
         self.users = {a.user: User(id=a.user, tenant=a.tenant) for a in self.arrivals}
-        self.tasks: dict[str, Task] = {}
+        self.users |= {user.id: user for user in users if user.id in self.users}
+        self.devices = {d.id: replace(d, lease_until_s=math.inf) for d in devices}
+        self._faded = {id: user.faded_us for id, user in self.users.items()}
+        self.board = Board.of(self._seen({}), now_s=0.0)
         self.now_us = 0
         self.timeline: list[Line] = []
+        self.keep_timeline = True
+        self.done = 0
         self.seated: dict[str, str] = {}  # device -> the task that holds its seat
-        self._coming: dict[str, str] = {}  # device -> the task that is ready for its seat
+        self.runs: dict[str, _Run] = {}
         self._events: list[_Event] = []
         self._seq = 0
         self._came = 0
         self._look_again_us: int | None = None
-        self._left_us = {a.task: _us(a.work_s) for a in self.arrivals}
         self._freed_us: dict[str, int] = {}
         self._device_us: Counter[str] = Counter()
-        self._first_us: dict[str, int] = {}
-        self._finished_us: dict[str, int] = {}
+        self._meter = Meter()
+        self._waited_for: dict[str, list[str]] = {}
 
     @property
     def now_s(self) -> float:
         return self.now_us / 1e6
 
+    @property
+    def tasks(self) -> dict[str, Task]:
+        return self.board.tasks
+
     # --- time passes ---
 
     def next_us(self) -> int | None:
         """When something happens next; None if nothing ever will."""
-        instants = [event.at_us for event in self._events[:1]]
-        instants += [_us(a.at_s) for a in self.arrivals[self._came : self._came + 1]]
-        if self._look_again_us is not None:
-            instants.append(self._look_again_us)
-        return min(instants, default=None)
+        at_us = self._look_again_us if self.tasks else None
+        if self._events and (at_us is None or self._events[0][0] < at_us):
+            at_us = self._events[0][0]
+        if self._came < len(self.arrivals):
+            comes_us = _us(self.arrivals[self._came].at_s)
+            at_us = comes_us if at_us is None else min(at_us, comes_us)
+        return at_us
 
     def advance(self, at_us: int) -> None:
-        """Let everyone hold their seats until `at_us`, and all happen that happens by then."""
-        while self._events and self._events[0].at_us <= at_us:
+        """Let all happen that happens by `at_us`."""
+        while self._events and self._events[0][0] <= at_us:
             event = heappop(self._events)
-            self._pass(event.at_us)
+            self._let_it_be(event[0])
             self._happen(event)
-        self._pass(at_us)
+        self._let_it_be(at_us)
         while self._came < len(self.arrivals) and _us(self.arrivals[self._came].at_s) <= at_us:
             self._arrive(self.arrivals[self._came])
             self._came += 1
 
-    def _pass(self, at_us: int) -> None:
-        passed_us, self.now_us = at_us - self.now_us, at_us
-        for id in self.seated.values():
-            task = self.tasks[id]
-            self._left_us[id] -= passed_us
-            self._device_us[task.tenant] += passed_us
-            self.tasks[id] = replace(
-                task, held_us=task.held_us + passed_us, accrued_us=task.accrued_us + passed_us
-            )
+    def _let_it_be(self, at_us: int) -> None:
+        if at_us != self.now_us:
+            self.now_us = at_us
+            self.board.at(self.now_s)
 
     def _arrive(self, arrival: Arrival) -> None:
-        waits_for = tuple(id for id in arrival.after if id not in self._finished_us)
-        self.tasks[arrival.task] = Task(
-            id=arrival.task,
-            request=arrival.task,
-            tenant=arrival.tenant,
-            user=arrival.user,
-            state=State.blocked,
-            epoch=0,
-            kind=arrival.kind,
-            memory_bytes=arrival.memory_bytes,
-            priority=arrival.priority,
-            submitted_s=arrival.at_s,
-            conditions=Conditions(waits_for=waits_for),
+        self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s))
+        self._meter.want(self.now_us, arrival.counted_for, arrival.width)
+        waits_for = tuple(id for id in arrival.after if not self._finished(id))
+        for id in waits_for:
+            self._waited_for.setdefault(id, []).append(arrival.task)
+        self.board.set_task(
+            Task(
+                id=arrival.task,
+                request=arrival.task,
+                tenant=arrival.tenant,
+                user=arrival.user,
+                state=State.blocked if waits_for else State.waiting,
+                epoch=0,
+                kind=arrival.kind,
+                width=arrival.width,
+                memory_bytes=arrival.memory_bytes,
+                priority=arrival.priority,
+                tier=arrival.tier,
+                submitted_s=arrival.at_s,
+                expected_s=arrival.expected_s,
+                conditions=Conditions(waits_for=waits_for) if waits_for else _FREE,
+            )
         )
+
+    def _finished(self, id: str) -> bool:
+        run = self.runs.get(id)
+        return run is not None and run.finished_us is not None
 
     # --- devices say what came true ---
 
     def _happen(self, event: _Event) -> None:
-        task = self.tasks[event.task]
-        if task.epoch != event.epoch or task.state in ENDED:
+        _, _, says, id, epoch = event
+        task = self.tasks.get(id)
+        if task is None or task.epoch != epoch:
             return
-        if event.says == "Saved":
-            self.tasks[task.id] = replace(task, saved=True)
-        elif event.says == "ready":
-            self._coming[task.seat or ""] = task.id
-            self._seat_next(task.seat or "")
+        if says == "Saved":
+            self.board.set_task(changed(task, saved=True))
+        elif says == "ready":
+            self.runs[id].ready = True
+            self._take_seats(task)
+        elif says == Move.Finished and self.now_us > self.runs[id].safe_us:
+            return  # its image is being made: it does not step
         elif task.state in ON_A_DEVICE:
-            self._let_go(task, event.says)
+            self._let_go(task, says)
 
-    def _seat_next(self, device: str) -> None:
-        """Who is ready takes the seat, once it is free."""
-        if device in self.seated or device not in self._coming:
+    def _take_seats(self, task: Task) -> None:
+        """Who is ready takes its seats, once all are free."""
+        run = self.runs[task.id]
+        if not run.ready or any(device in self.seated for device in task.seats):
             return
-        task = self.tasks[self._coming.pop(device)]
-        empty_us = self.now_us - max(self._freed_us.get(device, 0), _us(task.launched_s))
-        self.seated[device] = task.id
-        self._first_us.setdefault(task.id, self.now_us)
-        self.tasks[task.id] = replace(
+        run.ready = False
+        for device in task.seats:
+            self.seated[device] = task.id
+        freed_us = max(self._freed_us.get(device, 0) for device in task.seats)
+        empty_us = self.now_us - max(freed_us, _us(task.launched_s))
+        resume_us = _us(self.costs.resume_s) if task.epoch > 1 else 0
+        switch_us = empty_us + resume_us + _us(self.costs.image_s)
+        if run.first_us is None:
+            run.first_us = self.now_us
+        run.steps_from_us, run.safe_us = self.now_us + resume_us, math.inf
+        started = changed(
             task,
             state=lifecycle.after(task.id, task.state, Move.Started),
             started_s=self.now_s,
-            switch_us=empty_us if task.epoch > 1 else 0,  # to start afresh is no switch
+            switch_us=switch_us if task.epoch > 1 else 0,  # to start afresh is no switch
             image_on=None,
         )
-        self._say(Move.Finished, task, self._left_us[task.id])
+        self.board.set_task(started)
+        self._meter.hold(self.now_us, run.arrival.counted_for, task.width)
+        self._say(Move.Finished, started, resume_us + run.left_us)
 
     def _let_go(self, task: Task, says: str) -> None:
-        device = task.seat or ""
-        del self.seated[device]
-        self._freed_us[device] = self.now_us
-        self._charge(task, self.devices[device])
+        run, held_us = self.runs[task.id], self.now_us - _us(task.started_s or 0.0)
+        for device in task.seats:
+            del self.seated[device]
+            self._freed_us[device] = self.now_us
         paused = says == Move.Paused
-        self.tasks[task.id] = replace(
-            task,
-            state=lifecycle.after(task.id, task.state, says),
-            seat=None,
-            started_s=None,
-            held_us=0,
-            accrued_us=0,
-            image_on=device if paused else None,
-            saved=not paused,
-        )
+        stepped_us = self.now_us - run.steps_from_us - (_us(self.costs.image_s) if paused else 0)
+        run.left_us -= max(0, min(stepped_us, run.left_us))
+        self._charge(task, held_us)
         if paused:
-            self._say("Saved", task, _us(self.costs.save_s))
+            self._park(task)
         else:
             self._finish(task)
-        self._seat_next(device)
+        for device in task.seats:
+            follower = self.board.seated.get(device)
+            if follower is not None:
+                self._take_seats(self.tasks[follower])
 
-    def _charge(self, task: Task, device: Device) -> None:
-        charge = faded(
-            task.accrued_us * device.cost // 1000,
+    def _park(self, task: Task) -> None:
+        waiting = changed(
+            task,
+            state=lifecycle.after(task.id, task.state, Move.Paused),
+            seats=(),
+            started_s=None,
+            waiting_since_s=self.now_s,
+            image_on=task.seat if task.width == 1 else None,
+            saved=not self.costs.save_s or task.width > 1,
+            expected_s=_left_s(task, self.runs[task.id]),
+        )
+        self.board.set_task(waiting)
+        if not waiting.saved:
+            self._say("Saved", waiting, _us(self.costs.save_s))
+
+    def _charge(self, task: Task, held_us: int) -> None:
+        counted_for = self.runs[task.id].arrival.counted_for
+        self._device_us[counted_for[0]] += held_us * task.width
+        self._meter.hold(self.now_us, counted_for, -task.width)
+        cost = sum(self.devices[device].cost for device in task.seats)
+        self._faded[task.user] += faded(
+            held_us * cost // 1000,
             at_s=self.now_s,
             since_s=self.policy.since_s,
             half_life_s=self.policy.half_life_s,
         )
-        tenant, user = self.tenants[task.tenant], self.users[task.user]
-        self.tenants[tenant.id] = replace(tenant, faded_us=tenant.faded_us + charge)
-        self.users[user.id] = replace(user, faded_us=user.faded_us + charge)
 
     def _finish(self, done: Task) -> None:
-        self._finished_us[done.id] = self.now_us
-        for task in list(self.tasks.values()):
-            if done.id in task.conditions.waits_for:
-                left = tuple(id for id in task.conditions.waits_for if id != done.id)
-                self.tasks[task.id] = replace(task, conditions=Conditions(waits_for=left))
+        run = self.runs[done.id]
+        run.finished_us = self.now_us
+        self.done += 1
+        self._meter.want(self.now_us, run.arrival.counted_for, -done.width)
+        self.board.drop_task(done.id)
+        for id in self._waited_for.pop(done.id, ()):
+            task = self.tasks[id]
+            left = tuple(needed for needed in task.conditions.waits_for if needed != done.id)
+            self.board.set_task(changed(task, conditions=Conditions(waits_for=left)))
 
     def _say(self, says: str, task: Task, in_us: int) -> None:
         self._seq += 1
-        event = _Event(self.now_us + max(0, in_us), self._seq, says, task.id, task.epoch)
+        event = (self.now_us + max(0, in_us), self._seq, says, task.id, task.epoch)
         heappush(self._events, event)
 
     # --- what the island sees, and does ---
 
     def snapshot(self) -> Snapshot:
+        """As a ledger and heartbeats would have it: nothing that runs is booked yet."""
+        return self._seen({id: self._measured(task) for id, task in self.tasks.items()})
+
+    def _seen(self, tasks: Mapping[str, Task]) -> Snapshot:
         return Snapshot(
             island="imaginary",
             policy=self.policy,
             tenants=dict(self.tenants),
-            users=dict(self.users),
+            users={id: replace(u, faded_us=self._faded[id]) for id, u in self.users.items()},
             devices=dict(self.devices),
-            tasks={id: task for id, task in self.tasks.items() if task.state not in ENDED},
+            tasks=tasks,
         )
+
+    def _measured(self, task: Task) -> Task:
+        if task.started_s is None:
+            return task
+        held_us = self.now_us - _us(task.started_s)
+        return changed(task, held_us=held_us, accrued_us=held_us)
 
     def obey(self, plan: Plan) -> None:
-        """Write the plan down, and let the devices begin what it orders."""
+        """Let the devices begin what the plan orders; the board has it written down already."""
         for decision in plan.decisions:
-            self.timeline.append(Line(at_s=self.now_s, decision=decision))
-            task = self.tasks[decision.task]
-            state = lifecycle.after(task.id, task.state, decision.move)
-            self.tasks[task.id] = task = replace(task, state=state)
+            if self.keep_timeline:
+                self.timeline.append(Line(at_s=self.now_s, decision=decision))
             if decision.move == Move.Launch:
-                self._launch(task, decision.device or "")
+                self._launch(self.tasks[decision.task])
             elif decision.move == Move.Pause:
-                self._say(Move.Paused, task, _us(self.costs.pause_s))
-        look_s = plan.look_again_s
-        finite = look_s is not None and math.isfinite(look_s)
-        self._look_again_us = math.ceil((look_s or 0.0) * 1e6) if finite else None
+                self._pause(self.tasks[decision.task])
+        # Who took a seat just now changes what time will bring.
+        again_s = min(
+            self.board.next_s(), math.inf if plan.look_again_s is None else plan.look_again_s
+        )
+        finite = math.isfinite(again_s)
+        self._look_again_us = max(math.ceil(again_s * 1e6), self.now_us + 1) if finite else None
 
-    def _launch(self, task: Task, device: str) -> None:
-        task = replace(task, epoch=task.epoch + 1, seat=device, launched_s=self.now_s)
-        resident = task.image_on == device
-        self.tasks[task.id] = task
-        self._say("ready", task, 0 if resident else _us(self.costs.start_s))
+    def _launch(self, task: Task) -> None:
+        if task.waiting_since_s is not None:
+            window_s = self.policy.tier_window_s
+            away = been_away(task.away, task.waiting_since_s, self.now_s, window_s=window_s)
+            task = changed(task, away=away)
+            self.board.set_task(task)
+        resident = task.image_on is not None and task.image_on == task.seat
+        prepared_us = 0 if resident else _us(self.costs.start_s)
+        if prepared_us:
+            self._say("ready", task, prepared_us)
+        else:
+            self.runs[task.id].ready = True
+            self._take_seats(task)
+
+    def _pause(self, task: Task) -> None:
+        run, comes_us = self.runs[task.id], _us(self.costs.pause_s)
+        run.pauses += 1
+        run.safe_us = self.now_us + comes_us
+        self._say(Move.Paused, task, comes_us + _us(self.costs.image_s))
 
     def report(self) -> Report:
-        pauses = Counter(
-            line.decision.task for line in self.timeline if line.decision.move == Move.Pause
-        )
-        came_us = {a.task: _us(a.at_s) for a in self.arrivals}
+        device_us = self._device_us.copy()
+        for task in self.tasks.values():
+            if task.started_s is not None:
+                owner, _ = self.runs[task.id].arrival.counted_for
+                device_us[owner] += (self.now_us - _us(task.started_s)) * task.width
+        ran = [run for run in self.runs.values() if run.first_us is not None]
+        done = [run for run in ran if run.finished_us is not None]
         return Report(
-            device_s={id: self._device_us[id] / 1e6 for id in self.tenants},
-            waits_s={id: (at_us - came_us[id]) / 1e6 for id, at_us in self._first_us.items()},
-            pauses=pauses,
-            finished={id: at_us / 1e6 for id, at_us in self._finished_us.items()},
+            device_s={id: device_us[id] / 1e6 for id in {**self.tenants, **device_us}},
+            waits_s={r.arrival.task: _since(r.arrival, r.first_us) for r in ran},
+            lost_s={r.arrival.task: _lost_s(r) for r in done},
+            pauses={id: run.pauses for id, run in self.runs.items() if run.pauses},
+            finished={r.arrival.task: (r.finished_us or 0) / 1e6 for r in done},
             timeline=tuple(self.timeline),
             until_s=self.now_s,
+            intervals=self._meter.intervals(self.now_us),
         )
+
+
+_FREE = Conditions()
+
+
+def _left_s(task: Task, run: _Run) -> float | None:
+    """What is left of what was expected; more than nothing, since it is not done."""
+    if task.expected_s is None:
+        return None
+    stepped_s = run.arrival.work_s - run.left_us / 1e6
+    return max(1.0, (run.arrival.expected_s or 0.0) - stepped_s)
+
+
+def _since(arrival: Arrival, at_us: int | None) -> float:
+    return ((at_us or 0) - _us(arrival.at_s)) / 1e6
+
+
+def _lost_s(run: _Run) -> float:
+    return _since(run.arrival, run.finished_us) - run.arrival.work_s
 
 
 def _us(seconds: float) -> int:
@@ -350,21 +508,31 @@ def _us(seconds: float) -> int:
 
 def check(world: World, seen: Snapshot, plan: Plan) -> None:
     """Look at the world after it obeyed a plan made of what was `seen`; raises Broken."""
-    for what in (*_doubled(world), *_idle(world), *_hasty(seen, plan), *_unexplained(world, plan)):
+    anew = decide(seen, now_s=world.now_s)
+    for what in (
+        *_doubled(world),
+        *_idle(world),
+        *_hasty(seen, plan),
+        *_unexplained(seen, anew),
+        *_different(seen, plan, anew),
+    ):
         raise Broken(what, at_s=world.now_s, timeline=world.timeline)
 
 
 def _doubled(world: World) -> Iterable[str]:
     """A device gives its seat to one task at a time."""
-    held = Counter(task.seat for task in world.tasks.values() if task.state in HOLDS_A_SEAT)
+    promised = (task for task in world.tasks.values() if task.state in HOLDS_A_SEAT)
+    held = Counter(device for task in promised for device in task.seats)
     return [f"{n} tasks were promised {device}" for device, n in held.items() if n > 1]
 
 
 def _idle(world: World) -> Iterable[str]:
-    """No device stands free while a task that could run there waits."""
-    held = {task.seat for task in world.tasks.values() if task.state in ON_A_DEVICE}
-    for task in world.tasks.values():
-        if task.state != State.waiting:
+    """No device stands free while a task that could run there waits, and no gang is waited for."""
+    held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.seats}
+    waiting = [task for task in world.tasks.values() if task.state == State.waiting]
+    for task in waiting:
+        gangs = any(other.kind == task.kind and other.width > 1 for other in waiting)
+        if gangs or shut_by(world.board, task) is not None:
             continue
         pin = None if task.saved else task.image_on
         for device in world.devices.values():
@@ -382,8 +550,18 @@ def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:
                 yield f"{victim.id} was paused after {victim.held_us} µs"
 
 
-def _unexplained(world: World, plan: Plan) -> Iterable[str]:
-    """Every task that waits is told why."""
-    for task in world.tasks.values():
-        if task.state in lifecycle.NOT_STARTED and not plan.reasons.get(task.id):
+def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:
+    """Every task that goes on waiting is told why."""
+    moved = {decision.task for decision in anew.decisions if decision.move == Move.Launch}
+    for task in seen.tasks.values():
+        if task.state in NOT_STARTED and task.id not in moved and not anew.reasons.get(task.id):
             yield f"{task.id} is {task.state} and not told why"
+
+
+def _different(seen: Snapshot, plan: Plan, anew: Plan) -> Iterable[str]:
+    """The board that was kept up to date is the board made anew.
+
+    Only where nothing fades: this ledger books a stay when it ends, the board all along.
+    """
+    if seen.policy.half_life_s == 0 and plan.decisions != anew.decisions:
+        yield f"kept up to date it decides {plan.decisions}, made anew {anew.decisions}"

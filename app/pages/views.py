@@ -154,7 +154,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
     tenant = None if caller.sees_all else caller.tenant_id
     shares = reports.fair_share(session, now)
     mine = next((share for share in shares if share.id == tenant), None)
-    queue = reports.queue(session, tenant, limit=QUEUE_SHOWN)
+    queue = reports.queue(session, tenant, below=caller.role == "tenant_admin", limit=QUEUE_SHOWN)
     window = window if window in drawing.WINDOWS else "15m"
     return _page(
         request,
@@ -169,7 +169,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         rest=reports.others(shares, caller.tenant_id),
         busy=sum(1 for share in shares if share.held or share.waiting),
         queue=queue,
-        waiting=mine.waiting if mine else sum(share.waiting for share in shares),
+        waiting=mine.waiting if mine else sum(s.waiting for s in shares if not s.depth),
         oldest=min((item.since for item in queue if item.state == "waiting"), default=None),
         running=reports.running(session, tenant),
         devices=reports.devices(session, tenant, now),

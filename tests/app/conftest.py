@@ -77,7 +77,7 @@ class World:
 
 def people(session: Session) -> World:
     world = World()
-    session.add(Tenant(id="ten_root", name="platform"))
+    session.add(Tenant(id="ten_root", name="platform", tier="premium"))
     session.flush()
     world.tenants["platform"] = "ten_root"
     _person(session, world, "root", "ten_root", "platform_admin")

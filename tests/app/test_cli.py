@@ -72,7 +72,10 @@ class Service:
         return cursor.fetchall() if cursor.description else []
 
     def add_device(self) -> None:
-        self.sql("insert into islands (name) values ('local')")
+        self.sql(
+            "insert into islands (name, leader, leader_until)"
+            " values ('local', 'a test', now() + interval '1 day')"
+        )
         self.sql("insert into hosts (name, island) values ('local', 'local')")
         self.sql(
             "insert into devices (id, host, island, kind, memory_bytes, seen_at, lease_until)"
@@ -82,6 +85,12 @@ class Service:
     def task_of(self, request_id: str) -> str:
         [(task_id,)] = self.sql("select id from tasks where request_id = %s", request_id)
         return str(task_id)
+
+    def waits(self, request_id: str, *, hold: str = "") -> None:
+        self.sql(
+            "update tasks set state = 'waiting', island = 'local', hold = %s where request_id = %s",
+            *(hold, request_id),
+        )
 
     def says(self, request_id: str, type_: str, message: str) -> None:
         self.sql(
@@ -417,39 +426,22 @@ class TestLooking:
         assert json.loads(run("show", submitted, "-o", "json").stdout)["state"] == "running"
 
     def test_why_tells_every_reason_its_place_and_what_to_do(self, run, service, submitted):
-        reasons = [
-            {
-                "code": "WAITING_FOR_DEVICE",
-                "message": "2 of 2 cpu devices are taken.",
-                "next_action": "wait",
-                "unblocked_by": "a cpu device becomes free",
-            },
-            {
-                "code": "HELD_BY_USER",
-                "message": "It is held; release it to let it run.",
-                "next_action": "change_request",
-                "unblocked_by": "release",
-            },
-        ]
-        service.sql(
-            "update tasks set state = 'waiting', place = 3, reasons = %s where request_id = %s",
-            json.dumps(reasons),
-            submitted,
-        )
+        service.waits(submitted, hold="user")
         told = run("why", submitted)
         assert told.exit_code == 0, told.output
         for said in (
-            "place 3",
-            "2 of 2 cpu devices",
-            "a cpu device becomes free",
-            "roundhouse resume",
+            "place 1 in line",
+            "It is held; release it to let it run.",
+            "roundhouse resume lets it go on.",
+            "1 of 1 cpu device is free",
+            "it ends when: the scheduler makes its next round.",
+            "To end first: Release.",
+            "When it starts is not known. Not before this: release.",
         ):
-            assert said in told.stdout
+            assert said in " ".join(told.stdout.split()), said
         [as_json] = json.loads(run("why", service.task_of(submitted), "-o", "json").stdout)
-        assert [reason["code"] for reason in as_json["reasons"]] == [
-            "WAITING_FOR_DEVICE",
-            "HELD_BY_USER",
-        ]
+        assert [reason["code"] for reason in as_json["reasons"]] == ["HELD_BY_USER", "DEVICE_FREE"]
+        assert as_json["nearest"]["action"] == "release"
 
     def test_devices_and_usage(self, run):
         assert "local.0" in run("devices").stdout
@@ -547,13 +539,8 @@ class TestFollowing:
         def play() -> None:
             found = "select id from requests where name = %s"
             [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
-            for place in (3, 2):
-                reasons = [{"code": "A", "message": "All are taken.", "next_action": "wait"}]
-                service.sql(
-                    "update tasks set state = 'waiting', place = %s, reasons = %s"
-                    " where request_id = %s",
-                    *(place, json.dumps(reasons), id),
-                )
+            for hold in ("user", ""):
+                service.waits(id, hold=hold)
                 time.sleep(1.0)
             service.ends(id, "done")
 
@@ -562,9 +549,11 @@ class TestFollowing:
         result = run("submit", "--job", "train:Train", "--bundle", code, "--name", name, "--watch")
         playing.join()
         assert result.exit_code == 0, result.output
-        told = [line for line in result.stderr.splitlines() if "All are taken." in line]
+        told = [line for line in result.stderr.splitlines() if "train is waiting" in line]
         assert told == [
-            f"train is waiting, place {n} of its island: All are taken." for n in (3, 2)
+            "train is waiting, place 1 in line: It is held; release it to let it run.",
+            "train is waiting, place 1 in line: 1 of 1 cpu device is free: "
+            "the next round of the scheduler gives it away.",
         ]
 
 
@@ -602,3 +591,107 @@ class TestWishes:
             result = run("cancel", id)
             assert result.exit_code == 0, result.output
             assert "already done; nothing changed" in result.stdout
+
+
+# --- tenants and users ---
+
+
+class TestTenants:
+    def test_they_are_listed_as_a_tree_and_each_sees_its_own(self, run):
+        lines = run("--as", "platform", "tenants").stdout.splitlines()
+        assert lines[0].split()[:2] == ["TENANT", "WEIGHT"]
+        assert [line.rstrip().split("  ")[0] or line.split()[0] for line in lines[1:]] == [
+            "platform",
+            "alpha",
+            "beta",
+            "gamma",
+        ]
+        assert lines[2].startswith("  alpha")
+        assert [item["name"] for item in json.loads(run("tenants", "-o", "json").stdout)] == [
+            "alpha"
+        ]
+
+    def test_what_is_given_is_changed_and_the_rest_stays(self, run):
+        def tenant(*words):
+            result = run("--as", "platform", "tenant", "gamma", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        before = tenant()
+        words = ("--guarantee", "cpu=1", "--limit", "cpu=2", "--limit", "*=8", "--max-queued", "9")
+        changed = tenant("--weight", "3", "--tier", "standard", *words)
+        assert changed == before | {
+            "weight": 3.0,
+            "tier": "standard",
+            "guarantee": {"cpu": 1},
+            "limit": {"cpu": 2, "*": 8},
+            "max_queued": 9,
+            "version": before["version"] + 1,
+        }
+        again = tenant("--limit", "cpu=none", "--limit", "cuda=4", "--max-queued", "none")
+        assert (again["limit"], again["max_queued"]) == ({"*": 8, "cuda": 4}, None)
+        assert again["guarantee"] == {"cpu": 1}
+        assert tenant()["version"] == before["version"] + 2
+        shown = run("--as", "platform", "tenant", "gamma").stdout
+        for said in ("gamma", "cpu=1", "*=8, cuda=4", "standard"):
+            assert said in shown
+
+    @pytest.mark.parametrize(
+        ("words", "code_", "said"),
+        [
+            (("tenant", "nobody"), 5, "no tenant that you see is called 'nobody'"),
+            (("tenant", "alpha", "--limit", "8"), 2, "KIND=DEVICES"),
+            (("tenant", "alpha", "--max-running", "many"), 2, "a number, or none"),
+            (("tenant", "alpha", "--guarantee", "*=1"), 2, "/guarantee/*"),
+        ],
+    )
+    def test_what_is_wrong_with_it_is_told(self, run, words, code_, said):
+        result = run("--as", "platform", *words)
+        assert result.exit_code == code_, result.output
+        assert said in result.stderr
+
+    def test_only_an_admin_changes_one(self, run):
+        result = run("tenant", "alpha", "--weight", "9")
+        assert result.exit_code == 3, result.output
+        assert run("tenant", "alpha").exit_code == 0
+
+    def test_users_share_by_weight(self, run):
+        words = ("--as", "alpha:tenant_admin", "user", "member")
+        assert json.loads(run(*words, "-o", "json").stdout)["weight"] == 1.0
+        changed = run(*words, "--weight", "2.5")
+        assert changed.exit_code == 0, changed.output
+        assert "2.5" in changed.stdout
+        assert json.loads(run(*words, "-o", "json").stdout)["weight"] == 2.5
+
+    def test_a_full_queue_refuses_and_is_told_with_what_to_do(self, run, submitted, code):
+        run("--as", "platform", "tenant", "alpha", "--max-queued", "0")
+        try:
+            result = run("submit", "--job", "train:Train", "--bundle", code)
+            assert result.exit_code == 4, result.output
+            assert "roundhouse ps" in result.stderr
+        finally:
+            run("--as", "platform", "tenant", "alpha", "--max-queued", "none")
+
+
+# --- what if --------------------------------------------------------------------------------------
+
+
+class TestSimulate:
+    def test_history_is_replayed_by_the_service_and_told_side_by_side(
+        self, run, service, submitted, tmp_path
+    ):
+        service.ends(submitted, "done", total_held_us=90_000_000)
+        service.sql("update tasks set island = 'local', ended_at = now() where request_id = %s",
+                    submitted)  # fmt: skip
+        words = ("--as", "platform", "simulate", "history", "-d", "cpu=3", "--weights", "alpha=2")
+        value = json.loads(run(*words, "-o", "json").stdout)
+        as_is, what_if = value["runs"]
+        assert value["jobs"] >= 1
+        assert (as_is["devices"], what_if["devices"]) == ({"cpu": 1}, {"cpu": 3})
+        assert {t["tenant"]: t["weight"] for t in what_if["tenants"]} == {"alpha": 2.0}
+        drawn = run(*words, "--plot", tmp_path / "history.svg")
+        assert "what if, by tenant" in drawn.stdout
+        assert (tmp_path / "history.svg").read_text().startswith("<svg ")
+
+    def test_only_a_platform_admin_may_replay_history(self, run):
+        assert run("simulate", "history").exit_code == 3

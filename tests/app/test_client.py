@@ -40,7 +40,7 @@ def server() -> Iterator[Scripted]:
             script.seen.append((self.command, self.path, self.headers, body))
             script.replies.pop(0)(self)
 
-        do_GET = do_POST = do_PUT = do_HEAD = answer
+        do_GET = do_POST = do_PUT = do_PATCH = do_HEAD = answer
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -181,6 +181,15 @@ def test_an_answer_by_somebody_else_is_a_problem_too(server: Scripted) -> None:
     server.replies = [page]
     with server.client() as client, pytest.raises(Problem, match="no Roundhouse service"):
         client.get("/v1/me")
+
+
+def test_a_change_names_the_version_that_it_is_for(server: Scripted) -> None:
+    server.replies = [hangs_up, says(200, {"version": 4})]
+    assert server.client().patch("/v1/tenants/t", {"weight": 2.0}, version=3) == {"version": 4}
+    for method, path, headers, body in server.seen:
+        assert (method, path, headers["If-Match"]) == ("PATCH", "/v1/tenants/t", '"3"')
+        assert json.loads(body) == {"weight": 2.0}
+    assert len(server.seen) == 2
 
 
 def test_a_list_is_read_page_after_page(server: Scripted) -> None:

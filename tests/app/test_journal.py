@@ -133,7 +133,7 @@ def decide(session, task, move, **more):
 def running(session, task):
     """The task runs on h.0 in epoch 1."""
     hear(session)
-    decide(session, task, "Launch", device="h.0")
+    decide(session, task, "Launch", devices=("h.0",))
     hear(session, residents=[view(task, "running")], events=[started(task)])
     assert task.state == "running"
     return task
@@ -142,7 +142,7 @@ def running(session, task):
 class TestLaunch:
     def test_raises_the_epoch_opens_a_placement_and_writes_one_order(self, session, task):
         hear(session)
-        decide(session, task, "Launch", device="h.0")
+        decide(session, task, "Launch", devices=("h.0",))
         assert (task.state, task.epoch, task.seat) == ("starting", 1, "h.0")
         order = session.scalars(select(Order)).one()
         assert (order.kind, order.seq, order.body["run"]) == ("Launch", 1, {"job": "train:Train"})
@@ -151,7 +151,7 @@ class TestLaunch:
 
     def test_the_order_counts_as_answered_when_the_device_shows_the_resident(self, session, task):
         hear(session)
-        decide(session, task, "Launch", device="h.0")
+        decide(session, task, "Launch", devices=("h.0",))
         hear(session, residents=[view(task, "seating")])
         assert session.scalars(select(Order)).one().answered_at is not None
 
@@ -160,12 +160,12 @@ class TestLaunch:
         session.add(Task(**{**twin, "id": "tsk_b", "name": "u", "state": "waiting", "epoch": 0}))
         session.flush()
         with pytest.raises(Exception, match="uq_placements_open_seat"):
-            decide(session, session.get_one(Task, "tsk_b"), "Launch", device="h.0")
+            decide(session, session.get_one(Task, "tsk_b"), "Launch", devices=("h.0",))
 
     def test_a_launch_that_the_device_never_shows_is_given_up_at_last(self, session, task):
         """Its resident died before any report that named it arrived: it can be sent for ever."""
         hear(session)
-        decide(session, task, "Launch", device="h.0")
+        decide(session, task, "Launch", devices=("h.0",))
         order = session.scalars(select(Order)).one()
         order.sends = journal.LAUNCHES_UNSEEN - 1
         hear(session)
@@ -176,7 +176,7 @@ class TestLaunch:
 
     def test_cancelling_what_the_device_never_took_in_ends_too(self, session, task):
         hear(session)
-        decide(session, task, "Launch", device="h.0")
+        decide(session, task, "Launch", devices=("h.0",))
         decide(session, task, "Cancel")
         for order in session.scalars(select(Order)):
             order.sends = journal.LAUNCHES_UNSEEN
@@ -194,7 +194,7 @@ class TestNonsense:
         answer = hear(session, residents=[view(running, "ended")], events=[stopped])
         assert answer.heard == {"tsk_a/1": 2}
         assert (running.state, running.cause, running.attempts) == ("waiting", "exit", 1)
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         again = [started(running, epoch=2), event(Stopped, running, 2, epoch=2)]
         hear(session, residents=[view(running, "ended", epoch=2)], events=again)
         assert running.state == "failed"
@@ -230,7 +230,7 @@ class TestFence:
 
     def test_an_event_of_an_older_epoch_is_acknowledged_and_changes_nothing(self, session, running):
         journal.lose(session, running, "test")
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         done = event(Finished, running, 2, epoch=1, result={}, outputs={})
         answer = hear(session, residents=[view(running, "seating", epoch=2)], events=[done])
         assert (running.state, answer.heard) == ("starting", {"tsk_a/1": 2})
@@ -243,7 +243,7 @@ class TestFence:
     def test_a_paused_resident_is_kept_while_its_next_launch_is_on_the_way(self, session, running):
         parked = view(running, "paused", step=7)
         hear(session, residents=[parked], events=[event(Paused, running, 2, step=7)])
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         answer = hear(session, residents=[parked])  # sent before the order came
         assert (answer.keep, answer.drop) == ([["tsk_a", 1]], [])
 
@@ -253,7 +253,7 @@ class TestFence:
         hear(session, device="h.1")
         parked = view(running, "paused", step=7)
         hear(session, residents=[parked], events=[event(Paused, running, 2, step=7)])
-        decide(session, running, "Launch", device="h.1")
+        decide(session, running, "Launch", devices=("h.1",))
         assert hear(session, residents=[parked]).drop == [["tsk_a", 1]]
 
     def test_another_device_cannot_speak_for_the_task(self, session, running):
@@ -296,7 +296,7 @@ class TestLost:
 
     def test_a_launch_that_the_device_has_not_taken_in_is_not_lost(self, session, task):
         hear(session)
-        decide(session, task, "Launch", device="h.0")
+        decide(session, task, "Launch", devices=("h.0",))
         hear(session, residents=[])
         assert task.state == "starting"
 
@@ -305,7 +305,7 @@ class TestLost:
     ):
         hear(session, residents=[view(running, "running", step=30)])
         hear(session, incarnation="p2")
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         again = started(running, epoch=2, step=20, resumed="image")
         hear(
             session, incarnation="p2", residents=[view(running, "running", epoch=2)], events=[again]
@@ -337,7 +337,7 @@ class TestPause:
     def test_a_checkpoint_that_became_durable_late_is_still_kept(self, session, running):
         paused = [view(running, "paused", step=9)]
         hear(session, residents=paused, events=[event(Paused, running, 2, step=9)])
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         saved = event(Saved, running, 3, epoch=1, step=9, sha256="ab", size_bytes=5, took_us=1)
         hear(session, residents=[view(running, "seating", epoch=2)], events=[saved])
         assert session.scalars(select(Checkpoint)).one().sha256 == "ab"
@@ -379,7 +379,7 @@ class TestEnd:
         crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")
         hear(session, residents=[view(running, "ended")], events=[crash])
         assert (running.state, running.attempts, running.detail) == ("waiting", 1, "trace")
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         again = [
             started(running, epoch=2),
             event(Failed, running, 2, epoch=2, cause="exception", message="boom"),
@@ -391,7 +391,7 @@ class TestEnd:
         running.retry_max = 1
         crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")
         hear(session, residents=[view(running, "ended")], events=[crash])
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         again = [
             started(running, epoch=2),
             event(Finished, running, 2, epoch=2, result={}, outputs={}),
@@ -411,7 +411,7 @@ class TestEnd:
         saved = event(Saved, running, 2, step=9, sha256="ab", size_bytes=5, took_us=1)
         hear(session, residents=[view(running, "running")], events=[saved])
         journal.lose(session, running, "test")
-        decide(session, running, "Launch", device="h.0")
+        decide(session, running, "Launch", devices=("h.0",))
         return running
 
     def test_a_damaged_checkpoint_is_passed_over(self, session, restoring):
@@ -453,7 +453,7 @@ class TestEnd:
         done = event(Finished, running, 2, result={}, outputs={})
         hear(session, residents=[view(running, "ended")], events=[done])
         with pytest.raises(IllegalMove, match="is done, got Launch, expected nothing more"):
-            decide(session, running, "Launch", device="h.0")
+            decide(session, running, "Launch", devices=("h.0",))
 
 
 class TestLedger:

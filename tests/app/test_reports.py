@@ -193,45 +193,100 @@ def test_only_rivals_with_work_count(rivals, said):
 
 
 class TestQueue:
-    def test_it_is_in_the_islands_order_and_the_blocked_come_last(self, session, scenery):
+    def test_it_has_who_waits_and_who_is_blocked_the_oldest_first(self, session, scenery):
         a = scenery.tenant("a")
-        blocked = scenery.task(a, "blocked")
-        second, first = scenery.task(a, place=2), scenery.task(a, place=1)
+        blocked = scenery.task(a, "blocked", hold="user")
+        later, urgent = scenery.task(a), scenery.task(a, priority=1)
         scenery.device("d0")
         scenery.task(a, "running", seat="d0")
         scenery.task(a, "done")
         found = reports.queue(session, a.id)
-        assert [item.id for item in found] == [first.id, second.id, blocked.id]
+        assert [(item.id, item.place) for item in found] == [
+            (blocked.id, None),
+            (later.id, 2),
+            (urgent.id, 1),
+        ]
+        assert [item.id for item in reports.queue(session, a.id, state="blocked")] == [blocked.id]
+        assert reports.queue(session, None, kind="cuda") == []
 
     def test_a_page_goes_on_after_the_last_one_seen(self, session, scenery):
         a = scenery.tenant("a")
-        tasks = [scenery.task(a, place=n) for n in (1, 2)] + [scenery.task(a) for _ in range(2)]
-        seen, after = [], None
-        while page := reports.queue(session, None, after=after, limit=3):
-            seen += [item.id for item in page]
-            after = reports.rank(page[-1])
-        assert seen == [task.id for task in tasks]
+        tasks = [scenery.task(a, state) for state in ("waiting", "waiting", "blocked", "blocked")]
+        for tenant in (None, a.id):
+            seen, after = [], None
+            while page := reports.queue(session, tenant, after=after, limit=3):
+                seen += [item.id for item in page]
+                after = page[-1].id
+            assert seen == [task.id for task in tasks]
 
-    def test_a_tenant_sees_only_its_own(self, session, scenery):
+    def test_a_tenant_sees_its_own_and_its_admin_those_below_too(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
-        scenery.task(a), scenery.task(b)
+        c = scenery.tenant("c", parent_id=a.id)
+        for tenant in (a, b, c):
+            scenery.task(tenant)
         assert [item.tenant for item in reports.queue(session, a.id)] == ["a"]
-        assert {item.tenant for item in reports.queue(session, None)} == {"a", "b"}
+        assert [item.tenant for item in reports.queue(session, a.id, below=True)] == ["a", "c"]
+        assert [item.tenant for item in reports.queue(session, None)] == ["a", "b", "c"]
 
     def test_a_paused_task_waits_since_it_let_go(self, session, scenery, now):
         a = scenery.tenant("a")
-        scenery.device("d0")
-        task = scenery.task(a, submitted_at=now - timedelta(hours=1), seat="d0", epoch=1)
+        task = scenery.task(a, submitted_at=now - timedelta(hours=1))
         assert reports.queue(session, a.id)[0].since == task.submitted_at
-        left = now - timedelta(minutes=1)
-        scenery.seat(task, ended_at=left, end="paused")
-        assert reports.queue(session, a.id)[0].since == left
+        task.waiting_since = now - timedelta(minutes=1)
+        assert reports.queue(session, a.id)[0].since == task.waiting_since
 
-    def test_reasons_are_told_as_the_island_wrote_them(self, session, scenery):
-        reason = {"code": "HELD", "message": "You hold it.", "next_action": "change_request"}
-        a = scenery.tenant("a")
-        scenery.task(a, "blocked", reasons=[reason])
-        assert reports.queue(session, a.id)[0].reasons == (reason,)
+
+class TestTree:
+    def test_a_tenant_has_the_figures_of_all_below_it(self, session, scenery, now):
+        a, b = scenery.tenant("a", guarantee={"cpu": 1}), scenery.tenant("b", 3000)
+        x = scenery.tenant("x", parent_id=a.id, limit={"*": 1})
+        y = scenery.tenant("y", 3000, parent_id=a.id)
+        for n in range(4):
+            scenery.device(f"d{n}")
+        held = scenery.task(x, "running", seat="d0")
+        scenery.charge(held, 10**7)
+        scenery.task(y, "running", seat="d1")
+        for tenant in (x, y, y, b, b, b, b, b):
+            scenery.task(tenant)
+        shares = reports.fair_share(session, now)
+        told = [(s.depth, s.tenant, s.share, s.fair, s.held, s.borrowed, s.waiting) for s in shares]
+        # 4 devices: a and b by weight 1 and 3; a's one by 1 and 3 again.
+        assert told == [
+            (0, "a", 1 / 4, 1.0, 2, 1, 3),
+            (1, "x", 1 / 16, 0.25, 1, 1, 1),
+            (1, "y", 3 / 16, 0.75, 1, 1, 2),
+            (0, "b", 3 / 4, 3.0, 0, 0, 5),
+        ]
+        assert [(s.guarantee, s.kinds[0].limit) for s in shares] == [
+            (1, None), (0, 1), (0, None), (0, None)
+        ]  # fmt: skip
+        assert shares[0].usage_us == shares[1].usage_us == 10**7
+        assert [s.tenant for s in reports.within(shares, a.id)] == ["a", "x", "y"]
+        rest = reports.others(shares, x.id)
+        assert (rest.held, rest.waiting, rest.fair, rest.usage_us) == (1, 7, 3.75, 0)
+        rest = reports.others(shares, a.id)
+        assert (rest.held, rest.waiting, rest.fair) == (0, 5, 3.0)
+
+    def test_a_guarantee_is_owed_before_weights_and_a_limit_holds(self, session, scenery, now):
+        a = scenery.tenant("a", guarantee={"cpu": 3})
+        b, c = scenery.tenant("b", limit={"cpu": 0}), scenery.tenant("c", 9000)
+        for n in range(4):
+            scenery.device(f"d{n}")
+        for tenant in (a, a, a, a, b, c, c, c, c):
+            scenery.task(tenant)
+        assert [s.fair for s in reports.fair_share(session, now)] == [3.0, 0.0, 1.0]
+
+    def test_the_verdict_compares_those_right_below_one_tenant(self, session, scenery, now):
+        a, b = scenery.tenant("a"), scenery.tenant("b")
+        x, y = scenery.tenant("x", parent_id=a.id), scenery.tenant("y", parent_id=a.id)
+        scenery.device("d0"), scenery.device("d1")
+        scenery.charge(scenery.task(y, "running", seat="d0"), 10**6)
+        scenery.charge(scenery.task(b, "running", seat="d1"), 5 * 10**6)
+        scenery.task(x)
+        shares = {share.tenant: share for share in reports.fair_share(session, now)}
+        told = reports.verdict(shares["x"], list(shares.values()))
+        assert told.startswith("You hold 0 of 2 devices; your fair share now is 0.5")
+        assert "so your turn comes" in told
 
 
 class TestDevices:

@@ -5,13 +5,18 @@ Who may is in test_roles.py, what is refused in test_bad_input.py.
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select, text, update
 
-from app.models import Event, Idempotency, Need, Request, Task
-from tests.app.conftest import descriptor, problem
+from app import intake
+from app.db import transaction
+from app.errors import QueueFull
+from app.models import Bundle, Event, Idempotency, Need, Request, Task, Tenant
+from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 
 
 def count(session, table):
@@ -72,6 +77,131 @@ class TestSubmit:
     def test_the_root_tenant_owns_no_share_and_is_told_so(self, as_):
         answer = as_("root").post("/v1/requests", json=descriptor())
         assert "owns no share" in problem(answer, 403, "insufficient-scope")["detail"]
+
+
+class TestTier:
+    def tier_of(self, session, tenant_id, tier):
+        session.get_one(Tenant, tenant_id).tier = tier
+        session.flush()
+
+    def test_tier_and_devices_are_written_to_the_tasks(self, red, session):
+        self.tier_of(session, "ten_red", "premium")
+        body = red.post("/v1/requests", json=descriptor(tier="premium")).json()
+        task = session.scalars(select(Task)).one()
+        assert (task.tier, task.devices_min, task.devices_max) == ("premium", 1, 1)
+        shown = body["tasks"][0]
+        assert (shown["tier"], shown["devices_min"], shown["devices_max"]) == ("premium", 1, 1)
+
+    @pytest.mark.parametrize("route", ["/v1/requests", "/v1/requests:validate"])
+    def test_a_better_one_than_the_tenants_is_refused(self, route, red, session, rows):
+        self.tier_of(session, "ten_red", "standard")
+        before = rows()
+        answer = red.post(route, json=descriptor(tier="premium"))
+        found = problem(answer, 422, "validation-error", "/tier")
+        assert "requests of red may ask for standard or basic, not for premium" in found["detail"]
+        assert rows() == before
+        assert red.post(route, json=descriptor(tier="standard")).is_success
+
+    def test_the_least_on_the_way_to_the_root_counts(self, red, session):
+        self.tier_of(session, "ten_root", "basic")
+        answer = red.post("/v1/requests", json=descriptor(tier="standard"))
+        found = problem(answer, 422, "validation-error", "/tier")
+        assert "may ask for basic, not" in found["detail"]
+
+    def test_who_asks_for_none_gets_standard_or_the_best_there_is(self, red, session):
+        assert red.post("/v1/requests", json=descriptor()).json()["tier"] == "standard"
+        self.tier_of(session, "ten_red", "basic")
+        assert red.post("/v1/requests:validate", json=descriptor()).json()["tier"] == "basic"
+        body = red.post("/v1/requests", json=descriptor(tier=None)).json()
+        assert (body["tier"], body["tasks"][0]["tier"]) == ("basic", "basic")
+
+
+class TestMaxQueued:
+    def bound(self, session, tenant_id, most):
+        session.get_one(Tenant, tenant_id).max_queued = most
+        session.flush()
+
+    def test_one_more_than_may_wait_is_refused_with_the_numbers(self, red, session, rows):
+        self.bound(session, "ten_red", 2)
+        for _ in range(2):
+            assert red.post("/v1/requests", json=descriptor()).status_code == 202
+        before = rows()
+        answer = red.post("/v1/requests", json=descriptor(), headers={"Idempotency-Key": "k"})
+        found = problem(answer, 409, "queue-full")
+        assert "red has 2 tasks waiting, of at most 2; this request has 1" in found["detail"]
+        assert rows() == before
+
+    def test_what_runs_or_has_ended_takes_no_place(self, red, session):
+        self.bound(session, "ten_red", 1)
+        for state in ("running", "done", "cancelled"):
+            assert red.post("/v1/requests", json=descriptor()).status_code == 202
+            session.execute(update(Task).values(state=state))
+        assert red.post("/v1/requests", json=descriptor()).status_code == 202
+        session.execute(update(Task).values(state="waiting"))
+        problem(red.post("/v1/requests", json=descriptor()), 409, "queue-full")
+
+    def test_a_bound_above_counts_the_whole_subtree(self, red, as_, session):
+        session.get_one(Tenant, "ten_blue").parent_id = "ten_red"
+        self.bound(session, "ten_red", 1)
+        blue = as_("blue.member")
+        blue.put(f"/v1/bundles/{sha256(BUNDLE)}", content=BUNDLE)
+        assert blue.post("/v1/requests", json=descriptor()).status_code == 202
+        for client in (red, blue):
+            found = problem(client.post("/v1/requests", json=descriptor()), 409, "queue-full")
+            assert "red has 1 tasks waiting" in found["detail"]
+
+    def test_a_request_that_never_fits_is_told_to_be_split(self, red, session):
+        self.bound(session, "ten_red", 1)
+        tasks = [{"name": name, "run": {"job": "train:Train"}} for name in ("a", "b")]
+        answer = red.post("/v1/requests", json=descriptor(tasks=tasks))
+        assert "split it" in problem(answer, 409, "queue-full")["detail"]
+
+    def test_of_two_at_once_only_one_gets_the_last_place(self, committed):
+        """1. The first has passed the check and is not committed.  2. The second comes and waits
+        for it.  3. The first commits.  4. The second sees that the place is taken.
+        """
+        owner = intake.Owner("ten_red", "usr_red.member", "red.member")
+        with transaction() as session:
+            people(session)
+            session.add(_bundle())
+            session.get_one(Tenant, "ten_red").max_queued = 1
+        with ThreadPoolExecutor() as threads:
+            with transaction() as first:
+                intake.submit(first, owner, descriptor())
+                first.flush()
+                second = threads.submit(_submit, owner)
+                _until_somebody_waits_for(first)
+                assert not second.done()
+            with pytest.raises(QueueFull):
+                second.result(timeout=30)
+        with transaction() as session:
+            assert count(session, Task) == 1
+
+
+def _bundle():
+    return Bundle(
+        tenant_id="ten_red",
+        sha256=sha256(BUNDLE),
+        size_bytes=len(BUNDLE),
+        entry_points={"train:Train": "class"},
+    )
+
+
+def _submit(owner):
+    with transaction() as session:
+        intake.submit(session, owner, descriptor())
+
+
+def _until_somebody_waits_for(session):
+    """For the transaction of this session to end."""
+    waiting = text(
+        "select count(*) from pg_locks"
+        " where not granted and transactionid = pg_current_xact_id()::xid"
+    )
+    deadline_s = time.monotonic() + 30
+    while not session.scalar(waiting):
+        assert time.monotonic() < deadline_s, "nobody waits"
+        time.sleep(0.01)
 
 
 class TestIdempotencyKey:

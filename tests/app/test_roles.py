@@ -51,13 +51,16 @@ GET    /v1/fair-share                    401    200   200   200   200    200    
 GET    /v1/queue                         401    200   200   200   200    200    200    200
 GET    /v1/usage                         401    200   200   200   200    200    200    200
 GET    /v1/decisions                     401    200   200   200   200    200    200    200
-POST   /v1/tenants                       401    403   403   403   403    403    403    201
+GET    /v1/decisions/0                   401    404   404   404   404    404    404    404
+POST   /v1/tenants                       401    403   403   403   201    403    201    201
 GET    /v1/tenants                       401    200   200   200   200    200    200    200
 GET    /v1/tenants/ten_red               401    200   200   200   200    404    404    200
 PATCH  /v1/tenants/ten_red               401    403   403   403   403    404    404    200
+DELETE /v1/tenants/ten_red               401    403   403   403   403    404    404    409
 POST   /v1/users                         401    403   403   403   201    403    422    201
 GET    /v1/users                         401    403   403   403   200    403    200    200
 GET    /v1/users/usr_red.member          401    403   403   200   200    404    404    200
+PATCH  /v1/users/usr_red.member          401    403   403   403   200    404    404    200
 GET    /v1/me                            401    200   200   200   200    200    200    200
 POST   /v1/keys                          401    403   403   403   201    403    422    201
 GET    /v1/keys                          401    403   403   403   200    403    200    200
@@ -73,6 +76,7 @@ GET    /v1/devices/h.0                   401    200   200   200   200    200    
 PATCH  /v1/devices/h.0                   401    403   403   403   403    403    403    200
 POST   /v1/devices/h.0/cordon            401    403   403   403   403    403    403    200
 POST   /v1/devices/h.0/uncordon          401    403   403   403   403    403    403    200
+POST   /v1/simulations                   401    403   403   403   403    403    403    200
 GET    /v1/presets                       401    200   200   200   200    200    200    200
 GET    /v1/presets/train/cpu             401    200   200   200   200    200    200    200
 PUT    /v1/presets/train/cpu             401    403   403   403   403    403    403    200
@@ -85,9 +89,11 @@ BODIES = {
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
     "POST /v1/tenants": {"json": {"name": "green"}},
     "PATCH /v1/tenants/ten_red": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
+    "PATCH /v1/users/usr_red.member": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
     "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
     "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
     "PATCH /v1/devices/h.0": {"json": {"cost": 2.0}, "headers": {"If-Match": '"1"'}},
+    "POST /v1/simulations": {"json": {"island": "isle"}},
     "PUT /v1/presets/train/cpu": {"json": {"params": {"threads": 1}}},
 }
 
@@ -96,7 +102,7 @@ ROWS = [line.split() for line in TABLE.strip().splitlines()[1:]]
 
 def _shape(path: str) -> str:
     """The path with whatever names one thing as {}."""
-    things = {"ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu"}
+    things = {"ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu", "0"}
     parts = path.split("/")
     return "/".join("{}" if part in things or part.startswith("{") else part for part in parts)
 

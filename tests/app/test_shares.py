@@ -8,7 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app import reports
-from app.models import Event, Usage
+from app.models import Cycle, Decision, Usage
 from tests.scenery import Scenery
 
 ROUTES = ("/v1/fair-share", "/v1/queue", "/v1/usage", "/v1/decisions")
@@ -39,7 +39,7 @@ def tenants(scenery):
     scenery.device("d0"), scenery.device("d1")
     scenery.task(a, "running", seat="d0")
     scenery.task(b, "running", seat="d1")
-    scenery.task(a, place=1)
+    scenery.task(a)
     return a, b
 
 
@@ -84,14 +84,30 @@ class TestFairShare:
 
 
 class TestQueue:
-    def test_it_says_what_waits(self, get, scenery, tenants):
+    def test_it_says_what_waits_why_and_what_would_help_first(self, get, scenery, tenants):
         told = get("/v1/queue", scenery.key(tenants[0])).json()
-        assert [(item["place"], item["starts_at"]) for item in told["items"]] == [(1, None)]
+        [item] = told["items"]
+        assert (item["place"], item["starts_at"]) == (1, None)
+        assert item["no_estimate"]["code"] == "NO_HISTORY"
+        assert [reason["code"] for reason in item["reasons"]] == [
+            "WAITING_FOR_DEVICE",
+            "TENANT_OVER_FAIR_SHARE",
+            "EARLIER_TASK_AHEAD",
+        ]
+        assert item["nearest"]["code"] == "TENANT_OVER_FAIR_SHARE"
         assert told["next_cursor"] is None
+
+    def test_it_can_be_asked_for_one_state_or_kind(self, get, scenery, tenants):
+        key = scenery.key(tenants[0])
+        held = scenery.task(tenants[0], "blocked", hold="user", kind="cuda")
+        for query in ("state=blocked", "kind=cuda", "state=blocked&kind=cuda"):
+            [item] = get(f"/v1/queue?{query}", key).json()["items"]
+            assert item["id"] == held.id
+        assert get("/v1/queue?state=running", key).status_code == 422
 
     def test_pages_follow_each_other(self, get, scenery):
         a = scenery.tenant("a")
-        ids = [scenery.task(a, place=n).id for n in (1, 2, 3)]
+        ids = [scenery.task(a).id for _ in range(3)]
         key, path, seen = scenery.key(a), "/v1/queue?limit=2", []
         first = get(path, key)
         assert 'rel="next"' in first.headers["link"]
@@ -99,7 +115,7 @@ class TestQueue:
         seen = [item["id"] for page in (first, second) for item in page.json()["items"]]
         assert seen == ids
 
-    @pytest.mark.parametrize("cursor", ["x", "", "MTIz", "YS5i", "%00"])
+    @pytest.mark.parametrize("cursor", ["x", "", "A", "%00"])
     def test_what_is_no_cursor_is_refused(self, get, scenery, cursor):
         answer = get(f"/v1/queue?cursor={cursor}", scenery.key(scenery.tenant("a")))
         assert answer.status_code == 422
@@ -155,27 +171,66 @@ class TestUsage:
 
 
 class TestDecisions:
-    def test_they_say_who_got_what_and_why_newest_first(self, get, scenery, tenants):
-        a, _ = tenants
-        task = scenery.task(a, name="train")
-        for type_, data in [
-            ("task.launched", {"rule": "F3", "device": "d0"}),
-            ("task.saved", {}),
-            ("task.pausing", {"rule": "F6"}),
-        ]:
+    @pytest.fixture
+    def decided(self, scenery, tenants):
+        """a's task gives way to b's, in one round; then a's is launched again."""
+        a, b = tenants
+        mine, theirs = scenery.task(a, name="train"), scenery.task(b, name="secret")
+        rounds = [scenery.add(Cycle(island="isle", now_s=s, snapshot={"at": s})) for s in (1, 2)]
+        return [
             scenery.add(
-                Event(
-                    tenant_id=a.id, request_id=task.request_id, task_id=task.id,
-                    type=type_, message=f"because of {type_}", data=data,
+                Decision(
+                    cycle_id=rounds[n].id, task_id=task.id, tenant_id=task.tenant_id, move=move,
+                    rule=rule, because=f"because of {move}", devices=devices, against=against,
                 )
-            )  # fmt: skip
-        key = scenery.key(a)
+            )
+            for n, task, move, rule, devices, against in [
+                (0, mine, "Pause", "F5", ["d0"], theirs.id),
+                (0, theirs, "Launch", "F5", ["d0"], mine.id),
+                (1, mine, "Launch", "F3", ["d1"], None),
+            ]
+        ]  # fmt: skip
+
+    def test_they_say_who_got_what_by_which_rule_newest_first(self, get, scenery, tenants, decided):
+        key = scenery.key(tenants[0])
         told = get("/v1/decisions", key).json()
-        assert [(d["move"], d["rule"], d["device"], d["task"]) for d in told["items"]] == [
-            ("pausing", "F6", None, "train"),
-            ("launched", "F3", "d0", "train"),
+        names = ("move", "rule", "devices", "task", "because")
+        assert [[d[name] for name in names] for d in told["items"]] == [
+            ["Launch", "F3", ["d1"], "train", "because of Launch"],
+            ["Pause", "F5", ["d0"], "train", "because of Pause"],
         ]
         first = get("/v1/decisions?limit=1", key).json()
         second = get(f"/v1/decisions?limit=1&cursor={first['next_cursor']}", key).json()
-        assert [d["move"] for d in second["items"]] == ["launched"]
+        assert [d["move"] for d in second["items"]] == ["Pause"]
         assert second["next_cursor"] is None
+
+    def test_against_whom_is_told_to_who_may_see_them(self, get, scenery, tenants, decided):
+        a, _ = tenants
+        for tenant, role, named in (
+            (a, "member", "another tenant"),
+            (a, "tenant_admin", "another tenant"),
+            (scenery.root, "platform_admin", "b"),
+        ):
+            answer = get("/v1/decisions", scenery.key(tenant, role))
+            [pause] = [d for d in answer.json()["items"] if d["move"] == "Pause"]
+            assert pause["against"]["tenant"] == named
+            assert ("secret" in answer.text) is (named == "b")
+            assert (decided[1].task_id in answer.text) is (named == "b")
+
+    def test_one_comes_with_its_round_and_for_an_admin_with_what_it_saw(
+        self, get, scenery, tenants, decided
+    ):
+        path = f"/v1/decisions/{decided[0].id}"
+        told = get(path, scenery.key(scenery.root, "platform_admin")).json()
+        assert (told["now_s"], told["snapshot"]) == (1.0, {"at": 1})
+        assert [d["id"] for d in told["decisions"]] == [decided[0].id, decided[1].id]
+        answer = get(path, scenery.key(tenants[0]))
+        assert answer.json()["snapshot"] is None
+        assert [d["id"] for d in answer.json()["decisions"]] == [decided[0].id]
+        assert "secret" not in answer.text
+
+    def test_one_of_another_tenants_is_not_there(self, get, scenery, tenants, decided):
+        key = scenery.key(tenants[0])
+        assert get(f"/v1/decisions/{decided[1].id}", key).status_code == 404
+        assert get("/v1/decisions/0", key).status_code == 404
+        assert get("/v1/decisions/first", key).status_code == 422

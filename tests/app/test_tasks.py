@@ -54,14 +54,18 @@ class TestList:
 
 
 class TestExplain:
-    def test_it_gives_the_islands_reasons_the_first_as_the_message(self, red, url, session):
-        reasons = [
-            {"code": "A", "message": "First.", "next_action": "wait", "unblocked_by": "x"},
-            {"code": "B", "message": "Then.", "next_action": "wait", "unblocked_by": ""},
-        ]
-        set_task(session, state="waiting", reasons=reasons, place=3)
+    def test_it_gives_every_reason_the_first_as_the_message(self, red, url, session):
+        set_task(session, island="isle", state="waiting", hold="user")
         body = red.get(f"{url}/explain").json()
-        assert (body["message"], body["place"], body["reasons"]) == ("First.", 3, reasons)
+        codes = [reason["code"] for reason in body["reasons"]]
+        assert codes == ["NO_SCHEDULER", "HELD_BY_USER", "DEVICE_FREE"]
+        assert body["message"] == body["reasons"][0]["message"]
+        assert body["nearest"] == {
+            "code": "HELD_BY_USER", "message": "Release.",
+            "action": "release", "value": None, "of": "",
+        }  # fmt: skip
+        assert (body["place"], body["estimate"], body["starts_at"]) == (1, None, None)
+        assert body["no_estimate"]["code"] == "BLOCKED"
 
     def test_one_that_nobody_has_looked_at_says_so(self, red, url):
         body = red.get(f"{url}/explain").json()
@@ -71,7 +75,7 @@ class TestExplain:
     def test_one_that_runs_has_no_reason_to_wait(self, red, url, session):
         set_task(session, state="running", seat="h.0")
         body = red.get(f"{url}/explain").json()
-        assert body["reasons"] == []
+        assert (body["reasons"], body["nearest"], body["no_estimate"]) == ([], None, None)
         assert body["message"] == "It does not wait: it is running on h.0."
 
 

@@ -107,7 +107,7 @@ def _seated(name: str, cell: str, device: str) -> Task:
         cell,
         state=_STATES[mark],
         epoch=1,
-        seat=device,
+        seats=(device,),
         held_us=held_us,
         started_s=NOW_S - held_us / SECOND,
     )
@@ -141,13 +141,11 @@ def _parties(
     faded: Counter[str] = Counter()
     for name, seconds in used.items():
         amount = int(seconds * SECOND) << FIXED_POINT_BITS
-        faded[name[0]] += amount
         faded[name if len(name) > 1 else f"{name}1"] += amount
     for task in tasks:
-        for name in (task.tenant, task.user):
-            faded[name] += task.held_us << FIXED_POINT_BITS
+        faded[task.user] += task.held_us << FIXED_POINT_BITS
     tenants = {
-        id: Tenant(id=id, name=id, weight=int(1000 * weights.get(id, 1)), faded_us=faded[id])
+        id: Tenant(id=id, name=id, weight=int(1000 * weights.get(id, 1)))
         for id in {task.tenant for task in tasks}
     }
     users = {

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.core.decide import decide, slice_us
+from app.core.board import slice_us
+from app.core.decide import decide
 from app.core.explain import bound
 from app.core.island import Conditions, Plan, Policy, Snapshot, Task
 from tests.core.pictures import NOW_S, SECOND, codes, island, moves, seats
@@ -84,7 +85,7 @@ def test_who_may_go_anywhere_leaves_a_device_to_who_may_not() -> None:
 
 def test_a_seat_that_is_being_vacated_is_given_away_once() -> None:
     assert seats(plan(island("a/", queue="b c"))) == "d0: b"
-    starting = {"b": {"seat": "d0"}}
+    starting = {"b": {"seats": ("d0",)}}
     assert seats(plan(island("a/ b*", queue="c", tasks=starting))) == "d1: c"
 
 
@@ -295,7 +296,7 @@ def test_a_cancelled_task_that_is_lost_is_not_launched_again() -> None:
 
 
 def test_a_task_on_a_device_that_nobody_knows_is_lost() -> None:
-    assert moves(plan(island("a", tasks={"a": {"seat": "gone"}})))[0] == ("a", "Lost")
+    assert moves(plan(island("a", tasks={"a": {"seats": ("gone",)}})))[0] == ("a", "Lost")
 
 
 # --- F10: explain -------------------------------------------------------------------------------

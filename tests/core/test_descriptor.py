@@ -181,7 +181,7 @@ tasks = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(task=tasks)
 def test_what_is_written_down_in_full_reads_back_the_same(task: dict[str, Any]) -> None:
     read = parse({"tasks": [task], "bundle": BUNDLE}).tasks[0]
@@ -339,7 +339,7 @@ def test_a_flood_of_faults_is_counted_not_listed() -> None:
     assert found[-1].detail == "50 more faults are not listed"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(body=plain | st.builds(lambda task: {"tasks": [task]}, plain))
 def test_whatever_json_is_sent_is_read_or_refused(body: object) -> None:
     with contextlib.suppress(BadDescriptor):  # and nothing else may be raised

@@ -129,8 +129,7 @@ def _fill(session: Session) -> dict[str, Any]:
     scenery.device("d0"), scenery.device("d1")
     tracked = scenery.task(a, "running", seat="d0", name="train", step=40, metrics={"loss": 0.25})
     foreign = scenery.task(b, "running", seat="d1", name="secret")
-    reason = {"code": "BEHIND_OTHERS", "message": "Others go first.", "next_action": "wait"}
-    waiting = tuple(scenery.task(a, place=n, name=f"next{n}", reasons=[reason]) for n in (1, 2, 3))
+    waiting = tuple(scenery.task(a, name=f"next{n}") for n in (1, 2, 3))
     scenery.charge(tracked, 30 * 10**6)
     scenery.charge(foreign, 70 * 10**6)
     for step in range(0, 40, 2):

@@ -93,7 +93,10 @@ class TestNumbers:
         assert rows.evaluate_all("rows => rows.map(row => row.id)") == [
             f"queue-{item['id']}" for item in items
         ]
-        expect(rows.first).to_contain_text("Others go first.")
+        expect(rows.first).to_contain_text("2 of 2 cpu devices taken")
+        assert [item["place"] for item in items] == [1, 2, 3]
+        expect(rows.nth(1).locator("[data-label=Place]")).to_have_text("2")
+        expect(rows.first.locator("[data-label=Starts]")).to_have_text("unknown")
 
     def test_its_usage_is_that_of_the_api_and_of_the_csv_behind_the_link(self, visit):
         visit.sign_in("a")
@@ -136,10 +139,9 @@ class TestLive:
         expect(first).to_contain_text("next1")
         with service.change() as session:
             task = session.get_one(Task, service.waiting[0].id)
-            reason = {"code": "FRESH_NEWS", "message": "Now yours.", "next_action": "wait"}
-            task.reasons = [reason]
+            task.hold = "user"
             journal.tell(session, task, "task.test", "Something was changed.")
-        expect(first).to_contain_text("Now yours.", timeout=5000)
+        expect(first).to_contain_text("It is held; release it", timeout=5000)
         expect(visit.page.locator(".events")).to_contain_text("Something was changed.")
         assert visit.page.evaluate("window.untouched")
         # what was opened stays open, and the chart is still drawn
@@ -190,7 +192,7 @@ class TestRequestPage:
         with service.change() as session:
             task = session.get_one(Task, service.waiting[2].id)
             task.state, task.cause, task.message = "failed", "exception", "ValueError: no data"
-            task.detail, task.place = 'File "train.py", line 12, in <module>', None
+            task.detail = 'File "train.py", line 12, in <module>'
             session.get_one(Request, task.request_id).state = "failed"
         visit.sign_in("a")
         visit.go(f"/ui/requests/{service.waiting[2].request_id}")
@@ -201,7 +203,6 @@ class TestRequestPage:
         with service.change() as session:
             task = session.get_one(Task, service.waiting[1].id)
             task.state, task.cause, task.message = "failed", "exception", "ValueError: no data"
-            task.place = None
             request = session.get_one(Request, task.request_id)
             request.state, request.ended_at = "failed", func.now()
         visit.sign_in("a")
@@ -242,18 +243,14 @@ class TestEverywhere:
 
     @pytest.mark.parametrize("visit", [PHONE], indirect=True)
     def test_only_the_first_reason_of_a_row_is_open(self, visit, service):
-        codes = ("FIRST_OF_ALL", "SECOND", "THIRD")
         with service.change() as session:
-            task = session.get_one(Task, service.waiting[0].id)
-            task.reasons = [
-                {"code": code, "message": f"{code}.", "next_action": "wait"} for code in codes
-            ]
+            session.get_one(Task, service.waiting[0].id).hold = "user"
         visit.sign_in("a")
         row = visit.page.locator(f"#queue-{service.waiting[0].id}")
-        expect(row.get_by_text("FIRST_OF_ALL.")).to_be_visible()
-        expect(row.get_by_text("THIRD.")).to_be_hidden()
+        expect(row.get_by_text("It is held; release it")).to_be_visible()
+        expect(row.get_by_text("your own tasks")).to_be_hidden()
         row.get_by_text("2 more reasons").click()
-        expect(row.get_by_text("THIRD.")).to_be_visible()
+        expect(row.get_by_text("your own tasks")).to_be_visible()
 
     def test_nothing_comes_from_elsewhere_and_nothing_is_inline(self, visit, service):
         visit.sign_in("admin")

@@ -1,0 +1,228 @@
+"""POST /v1/simulations: what would have been, with other weights, quotas, devices or rules.
+
+For platform admins, as the answer names all tenants.  Nothing is changed by it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from app import simulations
+from app.api.auth import PlatformAdmin
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.schemas import KIND, DeviceLimit, Guarantee, In, Name, Out, Tier, Weight, example
+from app.core.simulate import Costs
+from app.core.what_if import POLICIES
+from app.db import Db
+from app.errors import BadInput
+from app.settings import settings
+
+YEAR_S = 366 * 86400.0
+
+router = v1_router("simulations", 403)
+
+Seconds = Annotated[float, Field(ge=0, le=YEAR_S, allow_inf_nan=False)]
+Named = Annotated[Name, Field(description="a tenant")]
+Count = Annotated[int, Field(ge=1, le=simulations.MOST_DEVICES)]
+
+
+def _aware(at: datetime | None) -> datetime | None:
+    """A time without a zone is UTC."""
+    return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"there is no policy {name!r}; policies are {', '.join(POLICIES)}")
+    return name
+
+
+Time = Annotated[datetime | None, Field(strict=False), AfterValidator(_aware)]
+
+
+class ArrivalIn(In):
+    """A task made up: it comes after `at_s` and needs `devices` for `work_s`."""
+
+    model_config = example(at_s=0.0, tenant="vision", work_s=3600.0, devices=4, kind="cuda")
+    at_s: Seconds = 0.0
+    tenant: Name = Field(description="by name; a new name is a tenant of weight 1")
+    user: Name = "all"
+    work_s: float = Field(gt=0, le=YEAR_S, allow_inf_nan=False)
+    devices: Count = 1
+    kind: str = Field("cpu", pattern=f"^{KIND}$")
+    memory_bytes: int = Field(0, ge=0, le=1 << 60)
+    priority: int = Field(0, ge=-100, le=100)
+    tier: Tier = "standard"
+
+
+class SimulationIn(In):
+    """What is left out is as it is."""
+
+    model_config = example(
+        source="history", since="2026-11-20T00:00:00Z", weights={"vision": 2.0}, devices={"cuda": 8}
+    )
+    source: Literal["history", "arrivals"] = "history"
+    arrivals: list[ArrivalIn] | None = Field(
+        None, min_length=1, max_length=simulations.MOST_ARRIVALS
+    )
+    island: str | None = Field(None, description="default: the one of this service")
+    since: Time = Field(None, description="history: ended from here on; default: a week before")
+    until: Time = Field(None, description="history: and before this; default: now")
+    policy: Annotated[str, AfterValidator(_policy)] = Field(
+        "fair", description="one of " + ", ".join(POLICIES)
+    )
+    devices: Annotated[dict[str, Count], Field(min_length=1, max_length=32)] | None = Field(
+        None, description="by kind, in the place of those there are"
+    )
+    weights: dict[Named, Weight] = Field({}, max_length=10_000)
+    guarantees: dict[Named, Guarantee] = Field({}, max_length=10_000)
+    limits: dict[Named, DeviceLimit] = Field({}, max_length=10_000)
+    half_life_s: Seconds | None = None
+    slice_min_s: Annotated[Seconds, Field(ge=0.1)] | None = None
+    slice_max_s: Annotated[Seconds, Field(ge=0.1)] | None = None
+    pause_s: Seconds = Field(0.0, description="devices are held so long after a pause, in both")
+    resume_s: Seconds | None = Field(
+        None, description="and so long before work goes on; default: the median measured"
+    )
+    durations_known: bool = Field(False, description="does the scheduler know them beforehand?")
+
+
+class Spread(Out):
+    """Of waits, in seconds; null where nothing ended."""
+
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+
+
+class Slowdown(Out):
+    """(lost + work) / work, where work counts as ten minutes at least."""
+
+    p50: float | None
+    p95: float | None
+
+
+class Figures(Out):
+    """`wait_s` until the first start; `lost_s` is end minus arrival minus work, pauses included."""
+
+    jobs: int
+    finished: int
+    pauses: int
+    wait_s: Spread
+    lost_s: Spread
+    slowdown: Slowdown
+
+
+class OfTenant(Figures):
+    """`share` of all device time, `fair_share` the part owed, `share_error` the difference."""
+
+    tenant: str
+    weight: float
+    device_h: float
+    share: float
+    fair_share: float
+    share_error: float
+
+
+class OfWidth(Figures):
+    devices: str = Field(description="of a job: 1, 2-7, 8-15 or 16+")
+
+
+class OverTime(Out):
+    """Mean devices wanted by all and held by each tenant, in intervals of `every_s`."""
+
+    every_s: float
+    wanted: list[float]
+    held: dict[str, list[float]]
+
+
+class Run(Figures):
+    run: Literal["as is", "what if"]
+    policy: str
+    devices: dict[str, int]
+    left_out: int = Field(description="they ask for more devices than there are")
+    lasted_s: float
+    device_h: float
+    utilisation: float
+    fairness_error: float = Field(
+        description="mean part of the devices owed to one and held by another, or by nobody"
+    )
+    tenants: list[OfTenant]
+    widths: list[OfWidth]
+    lost_curve_s: list[float] = Field(description="101 quantiles of lost_s, the least first")
+    over_time: OverTime
+
+
+class SimulationOut(Out):
+    """Both replays; `left_out` tasks of the history ended without ever holding a device."""
+
+    jobs: int
+    left_out: int
+    since: datetime | None
+    until: datetime | None
+    runs: list[Run]
+
+
+@router.post(
+    "/simulations",
+    summary="Replay history with other weights, quotas or devices",
+    response_model=SimulationOut,
+    responses=declared(403, 409),
+)
+def simulate(body: SimulationIn, session: Db, _: PlatformAdmin) -> dict[str, Any]:
+    """Replayed twice by the scheduler's own code: as it is, and as it would be.
+
+    `history` is every task that ended in the window: it arrives when it was submitted and needs its
+    devices as long as it held them.  `arrivals` are made up.  Nothing is changed.
+    """
+    scene, since, until = _scene(body, session)
+    what_if = simulations.WhatIf(
+        policy=body.policy,
+        devices=body.devices,
+        weights=body.weights,
+        guarantees=body.guarantees,
+        limits=body.limits,
+        half_life_s=body.half_life_s,
+        slice_min_s=body.slice_min_s,
+        slice_max_s=body.slice_max_s,
+    )
+    resume_s = scene.resume_s if body.resume_s is None else body.resume_s
+    runs = simulations.compare(scene, what_if, Costs(image_s=body.pause_s, resume_s=resume_s))
+    return {
+        "jobs": len(scene.arrivals),
+        "left_out": scene.left_out,
+        "since": since,
+        "until": until,
+        "runs": runs,
+    }
+
+
+def _scene(
+    body: SimulationIn, session: Db
+) -> tuple[simulations.Scene, datetime | None, datetime | None]:
+    island = settings().island if body.island is None else body.island
+    if body.source == "history":
+        if body.arrivals is not None:
+            told = 'only with `source` "arrivals"; history brings its own'
+            raise BadInput.at("/arrivals", told, "unexpected")
+        return simulations.of_history(
+            session,
+            island,
+            since=body.since,
+            until=body.until,
+            durations_known=body.durations_known,
+        )
+    if body.arrivals is None:
+        raise BadInput.at("/arrivals", 'is needed with `source` "arrivals"', "missing")
+    made = [
+        simulations.Made(**{**one.model_dump(exclude={"devices"}), "width": one.devices})
+        for one in body.arrivals
+    ]
+    scene = simulations.of_made(session, island, made, durations_known=body.durations_known)
+    return scene, None, None

@@ -1,0 +1,801 @@
+"""An island's snapshot, indexed for deciding, and kept up to date change by change.
+
+A Board is what `core.decide` works on.  `Board.of(snapshot)` makes one at once; `set_task` and its
+like take in what changed since, in O(log n) each, so that a round of an island costs what moved and
+not what waits.  Both ways lead to the same board, and to the same decisions (tested).
+
+What it keeps: the tenant tree with lanes of waiting tasks (`core.fairshare`), the free devices, the
+stays of tasks on devices, and when time alone will change something.  Usage is counted in
+micro-device-seconds times thousandths of cost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+
+from app.core.fairshare import Branch, FairTree, Lane, Path, lane
+from app.core.island import TIERS, Device, Policy, Snapshot, Task, Tenant, User
+from app.core.lifecycle import ENDED, ON_A_DEVICE, State
+
+HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
+LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
+
+MILLI = 1000  # of cost
+NEVER = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """One task on its devices.
+
+    It is charged one turn when it is seated, and from the end of that turn on continuously: then it
+    is `ripe`, and may be asked to give way.  `rate` is what a second costs it, in thousandths.
+    """
+
+    task: Task
+    leaf: Branch
+    lane: Lane
+    devices: tuple[str, ...]
+    rate: int
+    turn_us: int
+    ripe: bool = False
+    leaving: bool = False
+    expected: tuple[float, str, int] | None = None  # its entry in `Pool.ends`
+
+    @property
+    def id(self) -> str:
+        return self.task.id
+
+
+@dataclass(slots=True)
+class Pool:
+    """The devices of one kind that can be given away now.
+
+    One whose task is on its way out counts, unless another was already sent ahead to it.
+    `ends` are the instants at which stays are expected to end: (when, task, devices).
+    """
+
+    kind: str
+    open: dict[str, int] = field(default_factory=dict)  # every device that takes work -> memory
+    free: dict[str, bool] = field(default_factory=dict)  # -> is its task still on the way out?
+    heaps: dict[tuple[bool, int], list[str]] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)  # free ones by memory
+    sizes: Counter[int] = field(default_factory=Counter)  # open ones by memory
+    ends: list[tuple[float, str, int]] = field(default_factory=list)
+    known: int = 0  # devices, open or not
+    costs: Counter[int] = field(default_factory=Counter)  # of open devices, in thousandths
+
+    def add(self, id: str, *, leaving: bool) -> None:
+        memory = self.open[id]
+        if id not in self.free:
+            self.counts[memory] += 1
+        self.free[id] = leaving
+        heappush(self.heaps.setdefault((leaving, memory), []), id)
+
+    def remove(self, id: str) -> None:
+        if self.free.pop(id, None) is not None:
+            self.counts[self.open[id]] -= 1
+
+    def fitting(self, memory_bytes: int) -> int:
+        """How many free ones have so much memory."""
+        if not memory_bytes:
+            return len(self.free)
+        return sum(n for memory, n in self.counts.items() if memory >= memory_bytes)
+
+    @property
+    def whole(self) -> bool:
+        """Do all its known devices take work?"""
+        return len(self.open) == self.known
+
+    def size(self, memory_bytes: int = 0) -> int:
+        """How many take work and have so much memory, free or not."""
+        if not memory_bytes:
+            return len(self.open)
+        return sum(n for memory, n in self.sizes.items() if memory >= memory_bytes)
+
+    def suits(self, id: str, lane: Lane) -> bool:
+        return self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
+
+    def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
+        """The seats for a task of this lane; empty if there are too few.
+
+        An empty device before one being vacated; then the one where its image lies; then one that
+        others need not wait for; then the smallest.
+        """
+        if lane.pin is not None:
+            return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
+        if self.fitting(lane.memory_bytes) < lane.width:
+            return []
+        if lane.width == 1 and image_on is not None and self._first_choice(image_on, lane):
+            return [image_on]
+        free = self._in_order(lane, frozenset(pinned))
+        chosen = list(islice(free, lane.width))
+        free.close()
+        return chosen
+
+    def _first_choice(self, id: str, lane: Lane) -> bool:
+        """Is it free, and no other an empty device while it is being vacated?"""
+        leaving = self.free.get(id)
+        if leaving is None or not self.suits(id, lane):
+            return False
+        return not leaving or all(self.free.values())
+
+    def _in_order(self, lane: Lane, pinned: frozenset[str]) -> Generator[str, None, None]:
+        """Free devices that fit, the best first."""
+        for leaving in (False, True):
+            yield from self._free(leaving, lane, lambda id: id not in pinned)
+            if pinned:
+                yield from self._free(leaving, lane, lambda id: id in pinned)
+
+    def _free(
+        self, leaving: bool, lane: Lane, wanted: Callable[[str], bool]
+    ) -> Generator[str, None, None]:
+        """The smallest first, then by name; stale entries are dropped on the way."""
+        for memory in sorted(m for gone, m in self.heaps if gone == leaving):
+            if memory < lane.memory_bytes:
+                continue
+            heap = self.heaps[leaving, memory]
+            seen: list[str] = []
+            try:
+                while heap:
+                    id = heappop(heap)
+                    if self.free.get(id) is not leaving or (seen and seen[-1] == id):
+                        continue
+                    seen.append(id)
+                    if wanted(id):
+                        yield id
+            finally:
+                for id in seen:
+                    heappush(heap, id)
+
+
+class Board:
+    """What an island looks like now.  `devices` and `tasks` are those that are alive."""
+
+    def __init__(self, policy: Policy, *, now_s: float) -> None:
+        self.policy, self.now_s = policy, now_s
+        self.tree: FairTree[Task] = FairTree(half_life_s=policy.half_life_s, since_s=policy.since_s)
+        self.tree.at(now_s)
+        self.tenants: dict[str, Tenant] = {}
+        self.users: dict[str, User] = {}
+        self.devices: dict[str, Device] = {}
+        self.tasks: dict[str, Task] = {}
+        self.stays: dict[str, Stay] = {}
+        self.pools: dict[str, Pool] = {}
+        self.seated: dict[str, str] = {}  # device -> the task that holds it, or was promised it
+        self.leaving: dict[str, str] = {}  # device -> the task on its way out
+        self.ripe: dict[Branch, dict[str, Stay]] = {}
+        self.news: set[str] = set()  # tasks to look at in the next cycle
+        self.leases_due_s = NEVER
+        self.guarantees = False  # does any branch have one?
+        self._behind: dict[tuple[str, str], dict[str, None]] = {}  # (kind, tier) -> in line again
+        self._promise_due_s = NEVER  # when the first of these is urgent
+        self.promised: Counter[tuple[Path, str]] = Counter()  # (branch, kind) -> to all below it
+        # Lines of which only the beginning is here, and the last key that is.
+        self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
+        self.short: set[tuple[Branch, Lane]] = set()  # of these, those that ran out
+        self.astray = False  # is somebody seated on a device that nobody knows?
+        self._paths: dict[str, Path] = {}
+        self._ripening: list[tuple[float, str, int]] = []
+        self._wake: list[tuple[float, str]] = []
+        self._tops_at, self._tops = -1, list[tuple[int, Branch]]()
+        self.priorities: Counter[int] = Counter()  # of living tasks
+        self.started: Counter[tuple[str, str]] = Counter()  # (kind, tier) -> devices, F9
+        self._aging: list[tuple[float, str, int]] = []
+        self._due: dict[str, float] = {}  # who is urgent, and since when
+        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
+        self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, *, now_s: float) -> Board:
+        board = cls(snapshot.policy, now_s=now_s)
+        for tenant in snapshot.tenants.values():
+            board.tenants[tenant.id] = tenant
+        for tenant in snapshot.tenants.values():
+            board._plant(tenant)
+        for id in sorted(snapshot.users):
+            board.set_user(snapshot.users[id])
+        for id in sorted(snapshot.devices):
+            board.set_device(snapshot.devices[id])
+        for id in sorted(snapshot.tasks):
+            board.set_task(snapshot.tasks[id])
+        return board
+
+    # --- time ---
+
+    def at(self, now_s: float) -> None:
+        """Let it be `now_s`: turns end, conditions by time come true."""
+        self.now_s = now_s
+        self.tree.at(now_s)
+        while self._ripening and self._ripening[0][0] <= now_s:
+            _, id, epoch = heappop(self._ripening)
+            stay = self.stays.get(id)
+            if stay is not None and stay.task.epoch == epoch:
+                self._ripen(stay, late=True)
+        while self._wake and self._wake[0][0] <= now_s:
+            _, id = heappop(self._wake)
+            if id in self.tasks:
+                self.set_task(self.tasks[id])
+
+    def next_s(self) -> float:
+        """When time alone next changes what is on the board; NEVER if nothing will."""
+        instants = [self.leases_due_s]
+        instants += [heap[0][0] for heap in (self._ripening, self._wake, self._aging) if heap]
+        instants.append(self._promise_due_s)
+        return min(instant for instant in instants)
+
+    # --- tenants and users ---
+
+    def path_of(self, tenant: str) -> Path:
+        """From the top of the tree."""
+        if tenant not in self._paths:
+            parent = self.tenants[tenant].parent
+            above = self.path_of(parent) if parent is not None else ()
+            self._paths[tenant] = (*above, tenant)
+        return self._paths[tenant]
+
+    def set_tenant(self, tenant: Tenant) -> None:
+        """A new one, or new figures of one that keeps its place in the tree."""
+        self.tenants[tenant.id] = tenant
+        branch = self._plant(tenant)
+        self._promise(branch, branch.guarantee, -1)
+        self._promise(branch, tenant.guarantee, 1)
+        branch.weight, branch.guarantee = tenant.weight, tenant.guarantee
+        branch.limit, branch.most_running = tenant.limit, tenant.most_running
+        branch.scored_at = -1
+        self.tree.refresh(branch)
+
+    def _plant(self, tenant: Tenant) -> Branch:
+        path = self.path_of(tenant.id)
+        self.guarantees |= bool(tenant.guarantee)
+        if path in self.tree.branches:
+            return self.tree.branches[path]
+        if tenant.parent is not None:
+            self._plant(self.tenants[tenant.parent])
+        branch = self.tree.add(
+            path,
+            weight=tenant.weight,
+            guarantee=tenant.guarantee,
+            limit=tenant.limit,
+            most_running=tenant.most_running,
+        )
+        self._promise(branch, tenant.guarantee, 1)
+        return branch
+
+    def _promise(self, branch: Branch, guarantee: Mapping[str, int], sign: int) -> None:
+        for kind, devices in guarantee.items():
+            self.promised[branch.path[:-1], kind] += sign * devices
+
+    def set_user(self, user: User) -> None:
+        """What the ledger has booked; what it has not is added from the user's stays."""
+        old = self.users.get(user.id)
+        self.users[user.id] = user
+        path = (*self.path_of(user.tenant), user.id)
+        leaf = self.tree.branches.get(path) or self.tree.add(path, weight=user.weight)
+        if leaf.weight != user.weight:
+            leaf.weight, leaf.scored_at = user.weight, -1
+            self.tree.refresh(leaf)
+        if old is None or old.faded_us != user.faded_us:
+            self._settle(leaf, user)
+
+    def _settle(self, leaf: Branch, user: User) -> None:
+        owed = sum(self._owes(stay) for stay in self.stays.values() if stay.leaf is leaf)
+        right = user.faded_us * MILLI + self.tree.faded(owed)
+        self.tree.charge(leaf, right - self.tree.usage(leaf))
+
+    def leaf(self, task: Task) -> Branch:
+        return self.tree.branches[(*self.path_of(task.tenant), task.user)]
+
+    # --- devices ---
+
+    def alive(self, id: str | None) -> bool:
+        """Is this a device whose lease has not ended?"""
+        device = self.devices.get(id or "")
+        return device is not None and device.up and device.lease_until_s > self.now_s
+
+    def open(self, device: Device) -> bool:
+        """May it be given new work?"""
+        return not device.cordoned and self.alive(device.id)
+
+    def set_device(self, device: Device) -> None:
+        old = self.devices.get(device.id)
+        self.devices[device.id] = device
+        lasts_s = device.lease_until_s
+        if lasts_s + self.policy.lost_grace_s > self.now_s:
+            due_s = lasts_s if lasts_s > self.now_s else lasts_s + self.policy.lost_grace_s
+            self.leases_due_s = min(self.leases_due_s, due_s)
+        elif self.on(device.id):
+            self.leases_due_s = self.now_s  # who is there is lost
+        if old is not None and old.cordoned != device.cordoned:
+            self.news.update(self.on(device.id))
+        self._offer(device, old)
+
+    def _offer(self, device: Device, old: Device | None) -> None:
+        """Put it among those that can be given away, or take it out."""
+        pool = self.pools.setdefault(device.kind, Pool(device.kind))
+        pool.known += old is None
+        was_open, is_open = device.id in pool.open, self.open(device)
+        pool.remove(device.id)
+        if was_open and old is not None:
+            pool.sizes[pool.open.pop(device.id)] -= 1
+            pool.costs -= Counter([old.cost])
+        if is_open:
+            pool.open[device.id] = device.memory_bytes
+            pool.sizes[device.memory_bytes] += 1
+            pool.costs[device.cost] += 1
+            if device.id not in self.seated:
+                pool.add(device.id, leaving=device.id in self.leaving)
+        if was_open != is_open:
+            for id in sorted(self._pinned.get(device.id, ())):
+                self.set_task(self.tasks[id])
+
+    def on(self, device: str) -> list[str]:
+        """The tasks on a device."""
+        found = (self.seated.get(device), self.leaving.get(device))
+        return [id for id in found if id is not None]
+
+    def look_at_leases(self) -> list[str]:
+        """The tasks on devices whose lease has ended for good; free ones are closed."""
+        lost = [
+            stay.id
+            for stay in self.stays.values()
+            if any(self._gone(device) for device in stay.devices)
+        ]
+        self.astray = False
+        if self.now_s >= self.leases_due_s:
+            self.leases_due_s = NEVER
+            for device in list(self.devices.values()):
+                self.set_device(device)
+        return sorted(lost)
+
+    def _gone(self, id: str) -> bool:
+        device = self.devices.get(id)
+        return device is None or device.lease_until_s + self.policy.lost_grace_s <= self.now_s
+
+    # --- tasks ---
+
+    def set_task(self, task: Task) -> None:
+        """A task as it is now, new or changed."""
+        id = task.id
+        if task.state in ENDED:
+            self.drop_task(id)
+            return
+        self._count(self.tasks.get(id), -1)
+        self._count(task, 1)
+        self.tasks[id] = task
+        stay = self.stays.get(id)
+        if stay is not None and not _same_stay(stay, task):
+            self._let_go(stay)
+            stay = None
+        if task.state in ON_A_DEVICE:
+            self._stay(task, stay)
+        else:
+            self._line_up(task)
+        if task.state != State.waiting or task.cancel_asked or _conditional(task):
+            self.news.add(id)
+
+    def drop_task(self, id: str) -> None:
+        """It ended, or is another island's."""
+        self._count(self.tasks.pop(id, None), -1)
+        self.news.discard(id)
+        self.unline(id)
+        if id in self.stays:
+            self._let_go(self.stays[id])
+
+    def _count(self, task: Task | None, change: int) -> None:
+        if task is None:
+            return
+        self.priorities[task.priority] += change
+        if not self.priorities[task.priority]:
+            del self.priorities[task.priority]
+        if task.epoch:
+            self.started[task.kind, task.tier] += change * task.width
+
+    def pin(self, task: Task) -> str | None:
+        """The only device that a task can go on from; None if any will do.
+
+        If that device is lost meanwhile the task goes on from its last checkpoint, anywhere.
+        """
+        return task.image_on if not task.saved and self.alive(task.image_on) else None
+
+    def lane(self, task: Task) -> Lane:
+        return lane(task.kind, task.width, task.memory_bytes, self.pin(task))
+
+    def _line_up(self, task: Task) -> None:
+        self.unline(task.id)
+        if task.image_on is not None and not task.saved:
+            self._pinned.setdefault(task.image_on, set()).add(task.id)
+        if task.retry_at_s > self.now_s:
+            heappush(self._wake, (task.retry_at_s, task.id))
+        elif task.state == State.waiting and not self.beyond(task):
+            self.tree.push(
+                (*self.path_of(task.tenant), task.user),
+                task,
+                lane=self.lane(task),
+                id=task.id,
+                priority=task.priority,
+                submitted_s=task.submitted_s,
+            )
+            self._watch_age(task)
+        not_before_s = task.conditions.not_before_s
+        if not_before_s is not None and not_before_s > self.now_s:
+            heappush(self._wake, (not_before_s, task.id))
+
+    def beyond(self, task: Task) -> bool:
+        """Would it come after the part of its line that is here?"""
+        if not self.longer:
+            return False
+        end = self.longer.get((self.leaf(task), alike(task)))
+        return end is not None and place_in_line(task) > end
+
+    def unline(self, id: str) -> None:
+        task = self.tree.drop(id)
+        if task is None:
+            return
+        if task.epoch:
+            self._behind.get((task.kind, task.tier), {}).pop(id, None)
+        if task.image_on in self._pinned:
+            self._pinned[task.image_on].discard(id)
+        if self.longer:
+            leaf, here = self.leaf(task), alike(task)
+            if (leaf, here) in self.longer and self.tree.first_below(leaf, (here,)) is None:
+                self.short.add((leaf, here))
+
+    def pinned(self) -> list[str]:
+        """Devices that somebody in line can go on only from."""
+        return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
+
+    def rate(self, lane: Lane) -> int:
+        """What a second on the devices of a lane costs, in thousandths; of the costliest kind."""
+        pool = self.pools.get(lane.kind)
+        cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
+        return cost * lane.width
+
+    # --- urgency (rules F7 and F9) ---
+
+    def _watch_age(self, task: Task) -> None:
+        if not self.policy.turns and task.width == 1:
+            return
+        due_s = self.patience_ends_s(task)
+        if due_s < NEVER:
+            heappush(self._aging, (due_s, task.id, task.epoch))
+        if task.epoch and self.policy.tier_share.get(task.tier):
+            self._behind.setdefault((task.kind, task.tier), {})[task.id] = None
+
+    def urgent(self) -> list[Task]:
+        """Those in line who must go before all others now, the longest due first."""
+        while self._aging and self._aging[0][0] <= self.now_s:
+            due_s, id, epoch = heappop(self._aging)
+            task = self.tasks.get(id)
+            if task is not None and task.epoch == epoch and id in self.tree:
+                self._due[id] = min(due_s, self._due.get(id, NEVER))
+        for id in [id for id in self._due if id not in self.tree]:
+            del self._due[id]
+        due = self._due | self._promises_due()
+        return [self.tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
+
+    def _promises_due(self) -> dict[str, float]:
+        """Rule F9: who must go before others, and since when, if its promise can be kept.
+
+        They are fewer than the devices: so many as are away while all their promises fit.
+        """
+        self._promise_due_s, found = NEVER, {}
+        for (kind, tier), ids in self._behind.items():
+            if not ids or tier not in self.honoured(kind):
+                continue
+            for id in ids:
+                due_s = self.slack_ends_s(self.tasks[id])
+                if due_s <= self.now_s:
+                    found[id] = due_s
+                else:
+                    self._promise_due_s = min(self._promise_due_s, due_s)
+        return found
+
+    def honoured(self, kind: str) -> tuple[str, ...]:
+        """Rule F9: the tiers whose promises fit into the devices; the lowest are shed first."""
+        share, pool = self.policy.tier_share, self.pools.get(kind)
+        left = float(pool.size()) if pool is not None else 0.0
+        kept = []
+        for tier in reversed(TIERS):
+            left -= share.get(tier, 0.0) * self.started[kind, tier]
+            if left < 0 or not share.get(tier):
+                break
+            kept.append(tier)
+        return tuple(kept)
+
+    def lead_s(self, task: Task) -> float:
+        """Rule F9: a turn and a switch pass before who is urgent is seated."""
+        burst_s, _ = self._bucket(task)
+        return min(self.policy.slice_max_s, burst_s / 4)
+
+    def _bucket(self, task: Task) -> tuple[float, float]:
+        """Rule F9: (how long it may be away at once, and beyond that of every second).
+
+        Both together make up what it may be away in a window.  Where no more tasks are promised a
+        part than there are devices, all of that may be at once.  Where more are, a part p of it is
+        needed for their own turns: if all used it up at once for others, they could not be helped.
+        """
+        share, window_s = self.policy.tier_share.get(task.tier, 0.0), self.policy.tier_window_s
+        pool, may_s = self.pools.get(task.kind), (1.0 - share) * window_s
+        counts = [(self.started[task.kind, tier], tier) for tier in self.honoured(task.kind)]
+        too_many = sum(count for count, _ in counts) - (pool.size() if pool is not None else 0)
+        part = 0.0
+        if too_many > 0:
+            away = sum(count * (1.0 - self.policy.tier_share[tier]) for count, tier in counts)
+            part = min(1.0, too_many / away)
+        burst_s = may_s * max((1.0 - part) ** 2, LEAST_BURST)
+        return burst_s, (may_s - burst_s) / window_s
+
+    def patience_s(self, task: Task) -> float:
+        """Rule F7: how long a gang waits in all before it goes before all others.
+
+        The narrower the longer: few devices come free together often, many hardly ever.  One device
+        is no gang, and needs no patience.
+        """
+        pool = self.pools.get(task.kind)
+        if task.width == 1 or pool is None:
+            return NEVER
+        wide = self.policy.wide_share * len(pool.open)
+        return self.policy.patience_s * max(1.0, wide / task.width)
+
+    def patience_ends_s(self, task: Task) -> float:
+        since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+        waited_s = task.waited_s if self._ages(task) else 0.0
+        return since_s + max(0.0, self.patience_s(task) - waited_s)
+
+    def protected(self, task: Task) -> bool:
+        """Rule F7: a wide gang that waited so long once is not asked to give way any more."""
+        return self._ages(task) and task.waited_s >= self.patience_s(task)
+
+    def _ages(self, task: Task) -> bool:
+        """Are its waits added up?  Else it gets a turn, and its patience begins anew.
+
+        So it is with narrow gangs, of which there may be many, and with one that alone is more than
+        such gangs may hold.
+        """
+        return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
+
+    def _too_wide(self, task: Task) -> bool:
+        pool = self.pools.get(task.kind)
+        return pool is not None and task.width > self.policy.aged_share * pool.size()
+
+    def may_age(self, task: Task) -> bool:
+        """Rule F7: is what gangs hold that lost patience still within its share with this one?"""
+        pool = self.pools.get(task.kind)
+        if pool is None or not self._ages(task):
+            return pool is not None
+        return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
+
+    def slack_s(self, task: Task, *, at_s: float | None = None) -> float:
+        """Rule F9: how much longer it may be away at once and still hold its share everywhere."""
+        at_s = self.now_s if at_s is None else at_s
+        burst_s, rate = self._bucket(task)
+        waits = not task.seats and task.waiting_since_s is not None
+        away = [*task.away, (task.waiting_since_s or 0.0, at_s)] if waits else task.away
+        since_s, total_s, used_s = at_s - self.policy.tier_window_s, 0.0, 0.0
+        for from_s, to_s in reversed(away):
+            if to_s <= since_s:
+                break
+            begin_s = max(from_s, since_s)
+            total_s += to_s - begin_s
+            used_s = max(used_s, total_s - rate * (at_s - begin_s))
+        return burst_s - used_s
+
+    def slack_ends_s(self, task: Task) -> float:
+        """Rule F9: when one who waits must go before others, early enough to be seated in time."""
+        if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
+            return NEVER
+        since_s = self.now_s if task.waiting_since_s is None else task.waiting_since_s
+        left_s = self.slack_s(task, at_s=since_s) - self.lead_s(task)
+        return since_s + max(0.0, left_s) / (1.0 - self._bucket(task)[1])
+
+    # --- stays ---
+
+    def _stay(self, task: Task, stay: Stay | None) -> None:
+        self.unline(task.id)
+        known = stay is not None
+        if stay is None:
+            stay = self._seat(task)
+        self._measure_turn(stay, task)
+        if task.state in LEAVES_A_SEAT and not stay.leaving:
+            self._leave(stay)
+        elif task.started_s is not None and not stay.ripe and not stay.leaving:
+            if ripe_s(stay) <= self.now_s:
+                self._ripen(stay, late=known)
+            else:
+                heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
+
+    def _measure_turn(self, stay: Stay, task: Task) -> None:
+        """What switching cost is known once it runs; until then the turn is as long as the last."""
+        turn_us = slice_us(self.policy, task)
+        if stay.ripe or stay.leaving or turn_us == stay.turn_us:
+            stay.task = task
+            return
+        owed = self._owes(stay)
+        stay.task, stay.turn_us = task, turn_us
+        self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
+
+    def _seat(self, task: Task) -> Stay:
+        """Rule F1: it holds its devices, and is charged a full turn at once."""
+        leaf, here = self.leaf(task), self.lane(task)
+        cost = sum(self.devices[id].cost for id in task.seats if id in self.devices)
+        stay = Stay(task, leaf, here, task.seats, cost, slice_us(self.policy, task))
+        self.stays[task.id] = stay
+        pool = self.pools.setdefault(task.kind, Pool(task.kind))
+        for id in task.seats:
+            self.astray |= self._gone(id)
+            if task.state in HOLDS_A_SEAT or id not in self.seated:
+                self.seated[id] = task.id  # until it is seen to leave
+                pool.remove(id)
+        self.tree.hold(leaf, here)
+        if self.protected(task):
+            self.aged[task.kind] += task.width
+        self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
+        if task.expected_s is not None:
+            stay.expected = self._end(stay)
+            insort(pool.ends, stay.expected)
+        return stay
+
+    def _leave(self, stay: Stay) -> None:
+        """It was told to let go: others may be sent ahead to its devices."""
+        if not stay.ripe:
+            self._true_up(stay)
+            self.tree.accrue(stay.leaf, stay.rate)
+        self._unripe(stay)
+        stay.leaving = True
+        self.tree.hold(stay.leaf, stay.lane, -1)
+        pool = self.pools[stay.task.kind]
+        self._unexpect(pool, stay)
+        for id in stay.devices:
+            if self.seated.get(id) == stay.id:
+                del self.seated[id]
+            self.leaving[id] = stay.id
+            if id in pool.open and id not in self.seated:
+                pool.add(id, leaving=True)
+
+    def _let_go(self, stay: Stay) -> None:
+        """Its devices are free of it."""
+        del self.stays[stay.id]
+        if stay.leaving or stay.ripe:
+            self.tree.accrue(stay.leaf, -stay.rate)
+        else:
+            self._true_up(stay)
+        self._unripe(stay)
+        pool = self.pools[stay.task.kind]
+        if self.protected(stay.task):
+            self.aged[stay.task.kind] -= stay.lane.width
+        if not stay.leaving:
+            self.tree.hold(stay.leaf, stay.lane, -1)
+            self._unexpect(pool, stay)
+        self.tree.refresh(stay.leaf)
+        for id in stay.devices:
+            for held in (self.seated, self.leaving):
+                if held.get(id) == stay.id:
+                    del held[id]
+            if id in pool.open and id not in self.seated:
+                pool.add(id, leaving=id in self.leaving)
+
+    def _ripen(self, stay: Stay, *, late: bool) -> None:
+        """Its turn is over: it is charged continuously from there, and may be asked to give way."""
+        if stay.ripe or stay.leaving:
+            return
+        stay.ripe = True
+        self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
+        self._tops_at = -1
+        self.tree.accrue(stay.leaf, stay.rate, from_s=ripe_s(stay) if late else None)
+
+    def ripe_tops(self) -> list[tuple[int, Branch]]:
+        """The branches at the top below which stays are ripe, the best served first."""
+        if self._tops_at != self.tree.version:
+            tops = {leaf.top: None for leaf in self.ripe}
+            self._tops = [(self.tree.score(top), top) for top in tops]
+            self._tops.sort(key=lambda scored: scored[0], reverse=True)
+            self._tops_at = self.tree.version
+        return self._tops
+
+    def _unripe(self, stay: Stay) -> None:
+        mine = self.ripe.get(stay.leaf)
+        if mine is None or stay.id not in mine:
+            return
+        del mine[stay.id]
+        if not mine:
+            del self.ripe[stay.leaf]
+            self._tops_at = -1
+
+    def _true_up(self, stay: Stay) -> None:
+        """It leaves before its turn is over: what it did not hold is given back."""
+        unused_us = self._owes(stay) - stay.rate * self.unbooked_us(stay.task)
+        self.tree.charge(stay.leaf, -self.tree.faded(max(0, unused_us)))
+
+    def unbooked_us(self, task: Task) -> int:
+        """What it has held in this epoch and the ledger has not booked."""
+        if task.started_s is None:
+            return 0
+        booked_us = task.held_us - task.accrued_us
+        return max(0, round((self.now_s - task.started_s) * 1e6) - booked_us)
+
+    def _owes(self, stay: Stay) -> int:
+        """In micro-device-seconds times thousandths of cost; a full turn at least."""
+        unbooked_us = self.unbooked_us(stay.task)
+        if not stay.leaving:
+            booked_us = stay.task.held_us - stay.task.accrued_us
+            unbooked_us = max(unbooked_us, stay.turn_us - booked_us)
+        return unbooked_us * stay.rate
+
+    def _end(self, stay: Stay) -> tuple[float, str, int]:
+        return self.end_s(stay), stay.id, len(stay.devices)
+
+    def end_s(self, stay: Stay) -> float:
+        """When it is expected to end; NEVER if nobody knows."""
+        task = stay.task
+        since_s = task.launched_s if task.started_s is None else task.started_s
+        return since_s + (NEVER if task.expected_s is None else task.expected_s)
+
+    def _unexpect(self, pool: Pool, stay: Stay) -> None:
+        if stay.expected is not None:
+            del pool.ends[bisect_left(pool.ends, stay.expected)]
+            stay.expected = None
+
+
+AWAY_PARTS = 64  # a window is remembered in so many parts
+LEAST_BURST = 1 / 16  # of what a task may be away in a window, for turns to end in
+
+
+def been_away(
+    away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
+) -> tuple[tuple[float, float], ...]:
+    """`Task.away` with one time more, without what no window reaches any more (rule F9).
+
+    Times that end in the same part of a window become one at the end of both, and so are remembered
+    a part too long at most, never too short.
+    """
+    lasting = [(a, b) for a, b in away if b > to_s - window_s]
+    part_s = window_s / AWAY_PARTS
+    if lasting and lasting[-1][1] // part_s == to_s // part_s:
+        before_from_s, before_to_s = lasting.pop()
+        from_s -= before_to_s - before_from_s
+    return (*lasting, (from_s, to_s))
+
+
+def alike(task: Task) -> Lane:
+    """The lane of its line: as if any device with enough memory would do."""
+    return lane(task.kind, task.width, task.memory_bytes)
+
+
+def place_in_line(task: Task) -> tuple[int, float, str]:
+    """Who of one user's tasks goes before whom (rule F3); lower goes first."""
+    return -task.priority, task.submitted_s, task.id
+
+
+def _same_stay(stay: Stay, task: Task) -> bool:
+    return (
+        task.state in ON_A_DEVICE and stay.task.epoch == task.epoch and stay.devices == task.seats
+    )
+
+
+def ripe_s(stay: Stay) -> float:
+    started_s = stay.task.started_s
+    return NEVER if started_s is None else started_s + stay.turn_us / 1e6
+
+
+def _conditional(task: Task) -> bool:
+    conditions = task.conditions
+    return bool(
+        conditions.waits_for
+        or conditions.broken
+        or conditions.hold
+        or conditions.not_before_s is not None
+    )
+
+
+def slice_us(policy: Policy, *tasks: Task) -> int:
+    """Rule F8: a turn is so long that taking turns costs no more than its share of the time."""
+    switch_s = max(task.switch_us for task in tasks) / 1e6
+    turn_s = switch_s / policy.switch_share
+    return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

@@ -1,0 +1,262 @@
+"""Several resources at once: the dominant share, and who goes next by it (rule F3).
+
+A share of several resources is the largest of its parts: who holds 1 of 9 CPUs and 4 of 18 GB holds
+4/18, and memory is dominant.  Dominant resource fairness serves the lowest dominant share first;
+Kueue looks at what was borrowed only; Armada calls the same figure a cost.  All parts are exact
+fractions of a capacity, so that ties are ties.
+
+One resource is `core.division`; usage that fades is `core.fairshare`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from heapq import heapify, heappop, heapreplace
+
+from app.core.division import Amount, exact
+
+Resources = Mapping[str, Amount]
+"""Amounts by resource; a resource that is not named counts as 0."""
+
+
+def dominant_share(held: Resources, capacity: Resources) -> tuple[Fraction, str]:
+    """The largest part of any capacity that is held, and of which resource (ties: by name).
+
+    Holding what there is none of is an error.  Nothing held: (0, "").
+    """
+    parts = {name: _part(name, held[name], capacity) for name in held if held[name]}
+    if not parts:
+        return Fraction(0), ""
+    name = min(parts, key=lambda name: (-parts[name], name))
+    return parts[name], name
+
+
+def _part(name: str, amount: Amount, capacity: Resources) -> Fraction:
+    if not exact(capacity.get(name, 0)) > 0:
+        raise ValueError(f"{amount} of {name}, of which there is none: add it to the capacity")
+    return exact(amount) / exact(capacity[name])
+
+
+# --- dominant resource fairness -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillingStep:
+    """One task more for `user`: all dominant shares and all that is used, after it."""
+
+    user: str
+    shares: Mapping[str, Fraction]
+    used: Mapping[str, Fraction]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """Where progressive filling ends: tasks by user, their shares (not by weight), what is used."""
+
+    steps: tuple[FillingStep, ...]
+    tasks: Mapping[str, int]
+    shares: Mapping[str, Fraction]
+    used: Mapping[str, Fraction]
+
+
+def progressive_filling(
+    capacity: Resources,
+    tasks: Mapping[str, Resources],
+    *,
+    weights: Mapping[str, Amount] | None = None,
+    most: Mapping[str, int] | None = None,
+    order: Sequence[str] = (),
+    stop_at_misfit: bool = False,
+) -> Filling:
+    """Dominant resource fairness: one task at a time for the lowest dominant share over weight.
+
+    `tasks` is what one task of each user needs, `most` how many a user wants (default: no end).
+    Ties go by `order`, then as `tasks` names them.  Who does not fit, or has enough, is out, and
+    the others go on; with `stop_at_misfit` the first misfit ends it (Algorithm 1 to the letter).
+    Numbers of tasks are whole; `divisible_filling` is the fluid form.
+
+    Source: Ghodsi et al., Dominant Resource Fairness, NSDI 2011, section 4.
+    """
+    each = {user: dominant_share(need, capacity)[0] for user, need in tasks.items()}
+    if idle := [user for user, part in each.items() if not part]:
+        raise ValueError(f"{', '.join(idle)}: a task that needs nothing never fills anything")
+    pool, ends = _Pool(capacity), most or {}
+    places = {user: place for place, user in enumerate(dict.fromkeys((*order, *tasks)))}
+    counts = dict.fromkeys(tasks, 0)
+    shares = dict.fromkeys(tasks, Fraction(0))
+    steps: list[FillingStep] = []
+    heap = [(Fraction(0), places[user], user) for user in tasks]
+    heapify(heap)
+    while heap:
+        user = heap[0][2]
+        enough = user in ends and counts[user] >= ends[user]
+        if enough or not pool.take(tasks[user]):
+            if stop_at_misfit and not enough:
+                break
+            heappop(heap)
+            continue
+        counts[user] += 1
+        shares[user] += each[user]
+        by_weight = shares[user] / exact((weights or {}).get(user, 1))
+        heapreplace(heap, (by_weight, places[user], user))
+        steps.append(FillingStep(user=user, shares=dict(shares), used=dict(pool.used)))
+    return Filling(steps=tuple(steps), tasks=counts, shares=shares, used=pool.used)
+
+
+class _Pool:
+    """What there is and what of it is used."""
+
+    def __init__(self, capacity: Resources) -> None:
+        self.capacity = {name: exact(amount) for name, amount in capacity.items()}
+        self.used = dict.fromkeys(self.capacity, Fraction(0))
+
+    def take(self, need: Resources) -> bool:
+        """Use what a task needs, all of it or nothing; False if it does not fit."""
+        after = {name: self.used[name] + exact(amount) for name, amount in need.items() if amount}
+        if any(amount > self.capacity[name] for name, amount in after.items()):
+            return False
+        self.used.update(after)
+        return True
+
+
+def divisible_filling(
+    capacity: Resources,
+    tasks: Mapping[str, Resources],
+    *,
+    weights: Mapping[str, Amount] | None = None,
+    most: Mapping[str, Amount] | None = None,
+) -> dict[str, Fraction]:
+    """Dominant resource fairness with divisible tasks: how many each user gets, exactly.
+
+    All dominant shares over weight rise together.  When a resource is full, whoever needs it stays
+    where they are, as does who has `most`; the others rise on, until nobody is left.
+
+    Source: as `progressive_filling`; the paper's linear programme, saturated one by one.
+    """
+    free = {name: exact(amount) for name, amount in capacity.items()}
+    # What one unit of level costs each user: tasks per level, and resources per level.
+    pace = {
+        user: exact((weights or {}).get(user, 1)) / dominant_share(need, capacity)[0]
+        for user, need in tasks.items()
+    }
+    counts = dict.fromkeys(tasks, Fraction(0))
+    rising = set(tasks)
+    while rising:
+        drain = {
+            name: sum(
+                (exact(tasks[user].get(name, 0)) * pace[user] for user in rising), Fraction(0)
+            )
+            for name in free
+        }
+        ends = [free[name] / drain[name] for name in free if drain[name]]
+        ends += [(exact(most[u]) - counts[u]) / pace[u] for u in rising if most and u in most]
+        step = min(ends)
+        for user in rising:
+            counts[user] += step * pace[user]
+        for name in free:
+            free[name] -= step * drain[name]
+        rising -= {user for user in rising if _stays(user, tasks[user], free, counts, most or {})}
+    return counts
+
+
+def _stays(
+    user: str,
+    need: Resources,
+    free: Mapping[str, Fraction],
+    counts: Mapping[str, Fraction],
+    most: Mapping[str, Amount],
+) -> bool:
+    if user in most and counts[user] >= exact(most[user]):
+        return True
+    return any(amount and not free[name] for name, amount in need.items())
+
+
+# --- Kueue: the dominant share of what is borrowed ----------------------------------------------
+
+Quantities = Mapping[tuple[str, str], Amount]
+"""Amounts by (flavor, resource), such as ("a100", "gpu")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KueueShare:
+    """How much a queue or cohort borrows: the worst of its resources, in thousandths of what its
+    parent could lend.  `share` is that over weight; lower is served first, higher preempted first.
+    """
+
+    resource: str
+    ratio: Fraction
+    weight: Fraction
+    borrowing: bool
+
+    @property
+    def share(self) -> Fraction | float:
+        """Ratio over weight; infinite for who borrows with weight 0; 0 for who does not borrow."""
+        if self.borrowing and not self.weight:
+            return math.inf
+        return self.ratio / self.weight if self.ratio else Fraction(0)
+
+    @property
+    def rank(self) -> tuple[Fraction | float, Fraction]:
+        """Orders shares; those of weight 0 among each other by their ratios."""
+        return self.share, self.ratio if self.share == math.inf else Fraction(0)
+
+
+def kueue_share(
+    usage: Quantities,
+    quota: Quantities,
+    lendable: Resources,
+    *,
+    weight: Amount = 1,
+    request: Quantities | None = None,
+) -> KueueShare:
+    """Kueue's dominant resource share of a node, with `request` as if it were admitted already.
+
+    borrowed_r = sum over flavors of max(0, usage + request - quota); ratio = the largest
+    borrowed_r * 1000 / lendable_r (ties: by name); a resource of which nothing can be lent does not
+    count.  `quota` is the node's subtree quota, `lendable` what its parent could make available.
+
+    Source: Kueue, pkg/cache/scheduler/fair_sharing.go (dominantResourceShare).
+    """
+    asked = request or {}
+    borrowed: dict[str, Fraction] = {}
+    for key, nominal in quota.items():
+        over = exact(usage.get(key, 0)) + exact(asked.get(key, 0)) - exact(nominal)
+        if over > 0:
+            borrowed[key[1]] = borrowed.get(key[1], Fraction(0)) + over
+    ratios = {
+        name: over * 1000 / exact(lendable[name])
+        for name, over in borrowed.items()
+        if lendable.get(name, 0) > 0
+    }
+    worst = min(ratios, key=lambda name: (-ratios[name], name), default="")
+    return KueueShare(
+        resource=worst,
+        ratio=ratios.get(worst, Fraction(0)),
+        weight=exact(weight),
+        borrowing=bool(borrowed),
+    )
+
+
+# --- Armada: a cost -----------------------------------------------------------------------------
+
+
+def armada_cost(
+    held: Resources, capacity: Resources, *, multipliers: Resources | None = None
+) -> Fraction:
+    """Armada's unweighted cost: the largest multiplier_r * held_r / capacity_r.
+
+    Without `multipliers` every resource counts once; with them only those named count.  A queue's
+    cost over its weight (1 / priority factor) is what Armada balances.
+
+    Source: Armada, docs/scheduling_and_preempting_jobs.md.
+    """
+    counted = multipliers if multipliers is not None else dict.fromkeys(capacity, 1)
+    costs = (
+        exact(factor) * exact(held.get(name, 0)) / exact(capacity[name])
+        for name, factor in counted.items()
+        if capacity.get(name, 0) > 0
+    )
+    return max(costs, default=Fraction(0))

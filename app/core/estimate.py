@@ -1,0 +1,672 @@
+"""How long tasks run and when a waiting one starts, from what ended before (rule F10).
+
+`History` remembers runtimes as fading histograms of log time, one per key of a path from the most
+specific key to the widest, and answers for a task that has already run for a while.  `starts_in`
+plays an island forward a few times with runtimes drawn from it, and `Calibration` corrects such
+answers by what came true, so that an 80 % interval holds 80 %.  Equal input gives equal answers.
+
+Nothing here decides who runs.  The island that is played forward is a model: one kind of device,
+tenants side by side, nobody new arrives, nobody gives way but at the end of a slice.  So these are
+floats; nothing that is charged or compared exactly may come from here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, count
+from operator import mul
+from statistics import fmean, median
+from typing import Protocol
+
+#: A task's keys from the most specific to the widest: ((tenant, user, name, width), (tenant,
+#: width), (tenant,), ()).  A key always has the same wider keys behind it.
+Who = tuple[Hashable, ...]
+
+STEP = 0.15  # of log time: a bin reaches 16 % further than the one before it
+BINS = 112  # from 1 s to 231 days; what is shorter or longer counts in the first or the last
+TAIL = math.exp(-STEP)  # who gets past a bin if half double their age: a Pareto tail with index 1
+
+# By distance from the widest key, the last also for all that are further.  Chosen on the Philly
+# list, where half or twice of each changes little: how many runtimes a key remembers (they fade by
+# 1/e per that many), and how many of its own the next wider key counts for.
+MEMORY = (2000.0, 500.0, 30.0, 100.0)
+TRUST = (2.0, 5.0, 10.0, 3.0)
+NEWS = (0.3, 0.3, 0.1, 0.1)  # a curve is made anew when so much of what it remembers is new
+REBASE = 1e100  # weights grow instead of old ones being shrunk; here they are scaled back
+
+
+# --- runtimes -----------------------------------------------------------------------------------
+
+
+class Curve:
+    """One distribution of runtimes, as the share of those who reach a bin that gets past it."""
+
+    __slots__ = ("_minus_longer", "past")
+
+    def __init__(self, past: list[float]) -> None:
+        self.past = past
+        # Ascending, so that bisect can find a share: minus the share that reaches each bin.
+        self._minus_longer = list(accumulate(past, mul, initial=-1.0))
+
+    def longer(self, runtime_s: float) -> float:
+        """The share of tasks that run longer than `runtime_s`."""
+        if runtime_s <= 1.0:
+            return 1.0
+        place = min(math.log(runtime_s) / STEP, BINS - 1e-9)
+        bin = int(place)
+        low, high = self._minus_longer[bin], self._minus_longer[bin + 1]
+        return -(low + (high - low) * (place - bin))
+
+    def draw(self, elapsed_s: float, share: float) -> float:
+        """The runtime in all that `share` of those outlast who have run for `elapsed_s`."""
+        wanted = -share * (self.longer(elapsed_s) if elapsed_s > 1.0 else 1.0)
+        above = bisect_left(self._minus_longer, wanted)
+        if above == 0:
+            return max(1.0, elapsed_s)
+        if above > BINS:
+            return max(math.exp(BINS * STEP), elapsed_s)
+        low, high = self._minus_longer[above - 1], self._minus_longer[above]
+        part = (wanted - low) / (high - low) if high > low else 0.5
+        return max(math.exp((above - 1 + part) * STEP), elapsed_s)
+
+
+class Runtimes(Protocol):
+    """Where `starts_in` has its runtimes from: a `History`, or what one compares it with."""
+
+    def curve(self, who: Who) -> Curve | None: ...
+
+    def known(self, who: Who) -> float: ...
+
+
+class _Key:
+    """Runtimes of one key: a weight per bin; `unit` is what a runtime that ends now weighs."""
+
+    __slots__ = ("curve", "ended", "ended_then", "prior", "unit", "weights")
+
+    def __init__(self) -> None:
+        self.weights = array("d", bytes(8 * BINS))
+        self.unit = 1.0
+        self.ended = 0
+        self.curve: Curve | None = None
+        self.prior: Curve | None = None
+        self.ended_then = 0
+
+    def add(self, bin: int, memory: float) -> None:
+        self.unit *= 1 + 1 / memory
+        if self.unit > REBASE:
+            self.weights = array("d", (weight / self.unit for weight in self.weights))
+            self.unit = 1.0
+        self.weights[bin] += self.unit
+        self.ended += 1
+
+    def is_fresh(self, prior: Curve | None, memory: float, news: float) -> bool:
+        same = self.curve is not None and self.prior is prior
+        return same and self.ended - self.ended_then < max(1.0, min(self.ended, memory) * news)
+
+    def refresh(self, prior: Curve | None, trust: float) -> Curve:
+        """Who got past each bin over who reached it, with `trust` more that do as the prior says.
+
+        The posterior mean of a beta process (Hjort 1990) whose mean is the wider key's curve.
+        """
+        reached = list(accumulate(reversed(self.weights), initial=0.0))[::-1]
+        more = trust * self.unit
+        before = prior.past if prior is not None else [TAIL] * BINS
+        past = [
+            (got_past + more * share) / (got_there + more)
+            for got_there, got_past, share in zip(reached, reached[1:], before, strict=False)
+        ]
+        self.curve = Curve(past)
+        self.prior, self.ended_then = prior, self.ended
+        return self.curve
+
+
+class History:
+    """Runtimes of ended tasks, and quantiles of what is left of one that runs.
+
+    Adding costs O(keys of the path); asking a bisection, and now and then a new curve (112 bins).
+    A key is 1 kB, and 8 kB once it was asked; the `keys_max` keys that ended last are kept.
+    """
+
+    def __init__(self, *, keys_max: int = 20_000) -> None:
+        self._keys: OrderedDict[Hashable, _Key] = OrderedDict()
+        self._keys_max = keys_max
+
+    def add(self, who: Who, runtime_s: float) -> None:
+        """A task of `who` ended after it had held its seats for `runtime_s` in all.
+
+        Feed what ended by itself: a task that was cancelled says little about its runtime.
+        """
+        if not who:
+            raise ValueError("a task needs at least one key, the widest: pass ((),)")
+        bin = _bin(runtime_s)
+        for depth, name in enumerate(reversed(who)):
+            key = self._keys.get(name)
+            if key is None:
+                key = self._keys[name] = _Key()
+            self._keys.move_to_end(name)
+            key.add(bin, _at(MEMORY, depth))
+        while len(self._keys) > self._keys_max:
+            self._keys.popitem(last=False)
+
+    def curve(self, who: Who) -> Curve | None:
+        """The distribution for `who`, each key shrunk to the next wider; None with no history."""
+        found: Curve | None = None
+        for depth, name in enumerate(reversed(who)):
+            key = self._keys.get(name)
+            if key is None:
+                # A key of which nothing is known is like the wider one, but rests on nothing.
+                continue
+            if not key.is_fresh(found, _at(MEMORY, depth), _at(NEWS, depth)):
+                key.refresh(found, _at(TRUST, depth))
+            found = key.curve
+        return found
+
+    def known(self, who: Who) -> float:
+        """How many runtimes of the most specific key are remembered, faded."""
+        key = self._keys.get(who[0])
+        return sum(key.weights) / key.unit if key is not None else 0.0
+
+    def remaining(
+        self,
+        who: Who,
+        *,
+        elapsed_s: float = 0.0,
+        max_duration_s: float | None = None,
+        quantiles: Sequence[float] = (0.1, 0.5, 0.9),
+    ) -> tuple[float, ...] | None:
+        """Seconds still to run for a task that ran `elapsed_s`, per quantile; None if unknown.
+
+        `max_duration_s` is where the descriptor ends it; it alone is no estimate.
+        """
+        curve = self.curve(who)
+        if curve is None:
+            return None
+        end_s = math.inf if max_duration_s is None else max(max_duration_s, elapsed_s)
+        return tuple(min(curve.draw(elapsed_s, 1 - q), end_s) - elapsed_s for q in quantiles)
+
+    def expected_remaining_s(
+        self, who: Who, *, elapsed_s: float = 0.0, max_duration_s: float | None = None
+    ) -> float | None:
+        """One figure for a reservation (rule F7): the median.
+
+        The mean is that of the few longest, and reservations made by it are always too late.  Ask
+        again when it has passed: the answer is then for a task that has run that long.
+        """
+        found = self.remaining(
+            who, elapsed_s=elapsed_s, max_duration_s=max_duration_s, quantiles=(0.5,)
+        )
+        return None if found is None else found[0]
+
+
+def _bin(runtime_s: float) -> int:
+    return min(BINS - 1, int(math.log(runtime_s) / STEP)) if runtime_s > 1.0 else 0
+
+
+def _at(values: tuple[float, ...], depth: int) -> float:
+    return values[min(depth, len(values) - 1)]
+
+
+# --- the picture that is played forward ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A task on `width` devices.  `elapsed_s` in all its turns, `turn_s` of them in this one."""
+
+    tenant: str
+    who: Who
+    width: int
+    elapsed_s: float
+    turn_s: float = 0.0
+    max_duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A task that waits for `width` devices; `elapsed_s` is what it ran before it was paused."""
+
+    who: Who
+    width: int
+    elapsed_s: float = 0.0
+    max_duration_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One tenant's waiting tasks in the order in which it would start them.
+
+    `score_s` is its usage in device-seconds over its weight, running tasks included, faded to now.
+    """
+
+    score_s: float
+    tasks: Sequence[Queued]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Devices of one kind, who holds them, who waits for them.
+
+    With `slice_s` tasks take turns of that length (rule F8); without, they run to their end.  Whose
+    turn ended is behind all others of its line, or with `goes_on_first` before them, as the older
+    of a user's tasks is.  `half_life_s` is that of usage (rule F2; 0: it never fades).
+    """
+
+    free: int
+    held: Sequence[Held]
+    lines: Mapping[str, Line]
+    slice_s: float = math.inf
+    goes_on_first: bool = False
+    half_life_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Seconds from now to the start: 80 % of such tasks start between `p10_s` and `p90_s`.
+
+    `model_s` and `model_spread` are what the model alone says (a median, and a deviation of its
+    log): keep them until the task has started, for `Calibration.learn`.
+    """
+
+    p10_s: float
+    p50_s: float
+    p90_s: float
+    model_s: float
+    model_spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """Why nothing can be said: `code` is BLOCKED, TOO_WIDE or NO_HISTORY."""
+
+    code: str
+    message: str
+
+
+# --- when it starts -----------------------------------------------------------------------------
+
+EVENTS = 9_000  # tasks looked at for one answer: what fits into half of the 50 ms allowed
+STARTS = 2_500  # played in one run; from there on they come as fast as so far
+RUNS = 25
+SEED = 7
+LEAST_SPREAD = 0.25  # of log time: however equal the runs are, the model is only a model
+LONE_SPREAD = 0.5  # with so many tasks ahead that there was time for one run only
+BACKFILL_LOOK = 15  # tenants looked at behind a gang that waits for its devices
+
+
+def starts_in(
+    scene: Scene,
+    tenant: str,
+    place: int,
+    history: Runtimes,
+    *,
+    blocked_by: str | None = None,
+    calibration: Calibration | None = None,
+    seed: int = SEED,
+    events: int = EVENTS,
+) -> Estimate | Unknown:
+    """When `scene.lines[tenant].tasks[place]` gets its (next) first turn, in seconds from now.
+
+    `blocked_by` says what only a person or another task can end (a hold, a need).  Each run draws
+    a runtime for everyone and starts tasks as the island does: least served tenant first, with a
+    reservation for a gang that does not fit (rule F7); about `events` tasks are looked at for it.
+    """
+    task = scene.lines[tenant].tasks[place]
+    refused = _refused(scene, task, blocked_by)
+    if refused is not None:
+        return refused
+    try:
+        waits = _waits(_Cast(scene, tenant, place, history), seed, events)
+    except KeyError:
+        return Unknown(code="NO_HISTORY", message="No task has ended here yet to learn from.")
+    logs = [math.log(max(1.0, wait)) for wait in waits]
+    told = _told(median(waits), math.hypot(LEAST_SPREAD, _deviation(logs)))
+    return told if calibration is None else calibration.corrected(told)
+
+
+def _waits(cast: _Cast, seed: int, events: int) -> list[float]:
+    waiting = sum(len(tasks) for tasks in cast.lines.values())
+    runs = max(1, min(RUNS, events // (len(cast.held) + waiting)))
+    chance = random.Random(seed)
+    return [_Run(cast, chance).wait_s() for _ in range(runs)]
+
+
+def _refused(scene: Scene, task: Queued, blocked_by: str | None) -> Unknown | None:
+    if blocked_by is not None:
+        return Unknown(code="BLOCKED", message=f"It cannot start before this ends: {blocked_by}.")
+    if task.width > _devices(scene):
+        said = f"It needs {task.width} devices; {_devices(scene)} are there."
+        return Unknown(code="TOO_WIDE", message=said)
+    return None
+
+
+def _devices(scene: Scene) -> int:
+    return scene.free + sum(held.width for held in scene.held)
+
+
+def _deviation(logs: Sequence[float]) -> float:
+    if len(logs) == 1:
+        return LONE_SPREAD
+    mean = fmean(logs)
+    return math.sqrt(math.fsum((log - mean) ** 2 for log in logs) / (len(logs) - 1))
+
+
+def _told(model_s: float, spread: float, z: tuple[float, float, float] | None = None) -> Estimate:
+    low, middle, high = z if z is not None else (-1.2816, 0.0, 1.2816)  # of a normal's 10th, 90th
+    p10_s, p50_s, p90_s = (model_s * math.exp(spread * part) for part in (low, middle, high))
+    return Estimate(p10_s=p10_s, p50_s=p50_s, p90_s=p90_s, model_s=model_s, model_spread=spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Tasks of the same keys: their curve, and how many runtimes of the most specific key it has.
+
+    `peers` numbers that key; it is None if the path is too short to have one so specific that its
+    tasks are alike.
+    """
+
+    curve: Curve
+    known: float
+    peers: int | None
+
+
+class _Cast:
+    """What is the same in all runs.  Curves are looked up when a run comes to a task."""
+
+    def __init__(self, scene: Scene, tenant: str, place: int, history: Runtimes) -> None:
+        self.scene, self.tenant, self.ahead = scene, tenant, place
+        self.devices = _devices(scene)
+        self.scores = {name: line.score_s for name, line in scene.lines.items()}
+        self.weights = {name: line.weight for name, line in scene.lines.items()}
+        self.lines = {name: line.tasks for name, line in scene.lines.items() if line.tasks}
+        self.lines[tenant] = self.lines[tenant][: place + 1]  # nobody behind the one who asks
+        self._history = history
+        self._kinds: dict[Who, _Kind] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self.held = [(held, self.kind(held.who).curve) for held in scene.held]
+
+    def kind(self, who: Who) -> _Kind:
+        """Raises KeyError if there is no history at all."""
+        found = self._kinds.get(who)
+        if found is None:
+            curve = self._history.curve(who)
+            if curve is None:
+                raise KeyError(who)
+            alike = len(who) >= len(TRUST)
+            peers = self._numbers.setdefault(who[0], len(self._numbers)) if alike else None
+            known = self._history.known(who) if alike else 0.0
+            found = self._kinds[who] = _Kind(curve=curve, known=known, peers=peers)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    """A task that comes back to its line at the end of its turn, with `left_s` to run."""
+
+    tenant: str
+    width: int
+    left_s: float
+
+
+class _Run:
+    """One play from now on.  Seats are counted, not named."""
+
+    def __init__(self, cast: _Cast, chance: random.Random) -> None:
+        self.cast, self.random = cast, chance.random
+        self.now_s, self.free, self.starts = 0.0, cast.scene.free, 0
+        self.queues = {name: deque[Queued | _Rest](tasks) for name, tasks in cast.lines.items()}
+        self.scores = dict(cast.scores)
+        self.order = [(self.scores[name], name) for name in self.queues]
+        heapify(self.order)
+        self.before = cast.ahead  # of the tenant's own tasks
+        self.next_s: dict[str, float] = {}  # of a tenant's first task, once it was looked at
+        self.peers: dict[int, list[float]] = {}
+        self.blocked: Queued | _Rest | None = None  # who has the reservation
+        self.shadow_s, self.spare = 0.0, 0
+        # When it lets go, a number against ties, width, and what comes back of it.
+        self.ends: list[tuple[float, int, int, _Rest | None]] = []
+        self.number = count()
+        for held, curve in cast.held:
+            self._hold(held, curve)
+
+    def wait_s(self) -> float:
+        """When the target starts; a run that takes too long goes on at the speed it had."""
+        while not self._seat():
+            if self.starts >= STARTS:
+                return self.now_s * (1 + self._left_to_start() / self.starts)
+            self._release()
+        return self.now_s
+
+    def _left_to_start(self) -> float:
+        """How many go before the target yet, if each is charged as those so far were."""
+        charged = sum(self.scores[name] - score for name, score in self.cast.scores.items())
+        charge = max(charged / self.starts, 1e-6)
+        goal = self.scores[self.cast.tenant] + self.before * charge
+        others = (
+            min(len(queue), max(0.0, (goal - self.scores[name]) / charge))
+            for name, queue in self.queues.items()
+            if name != self.cast.tenant
+        )
+        return self.before + sum(others)
+
+    def _hold(self, held: Held, curve: Curve) -> None:
+        runtime_s = curve.draw(held.elapsed_s, self.random())
+        if held.max_duration_s is not None:
+            runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))
+        turn_s = max(0.0, self.cast.scene.slice_s - held.turn_s)
+        self._let_go_later(held.tenant, held.width, runtime_s - held.elapsed_s, turn_s)
+
+    def _let_go_later(self, tenant: str, width: int, left_s: float, turn_s: float) -> None:
+        rest = None
+        if left_s > turn_s:
+            rest = _Rest(tenant=tenant, width=width, left_s=left_s - turn_s)
+        at_s = self.now_s + min(left_s, turn_s)
+        heappush(self.ends, (at_s, next(self.number), width, rest))
+
+    def _release(self) -> None:
+        """The next one, or all that come at once, let go; who is not done joins its line again."""
+        self.now_s = self.ends[0][0]
+        while self.ends and self.ends[0][0] <= self.now_s:
+            _, _, width, rest = heappop(self.ends)
+            self.free += width
+            if rest is not None:
+                self._come_back(rest)
+
+    def _come_back(self, rest: _Rest) -> None:
+        queue = self.queues.setdefault(rest.tenant, deque())
+        if self.cast.scene.goes_on_first:
+            queue.appendleft(rest)
+            self.next_s.pop(rest.tenant, None)
+        else:
+            queue.append(rest)
+        if len(queue) == 1:
+            heappush(self.order, (self.scores.setdefault(rest.tenant, math.inf), rest.tenant))
+
+    def _seat(self) -> bool:
+        """Start whoever may start now; true once the target has."""
+        while self.order:
+            _, tenant = entry = self.order[0]
+            if self._is_over(entry):
+                heappop(self.order)
+                continue
+            head = self.queues[tenant][0]
+            if head.width > self.cast.devices:
+                self._pass_over(tenant)
+                continue
+            if head.width > self.free:
+                return self.free > 0 and self._backfill(head)
+            heappop(self.order)
+            self.blocked = None
+            if self._start(tenant):
+                return True
+        return False
+
+    def _pass_over(self, tenant: str) -> None:
+        """What never fits holds up nobody."""
+        self.queues[tenant].popleft()
+        self.next_s.pop(tenant, None)
+        self.before -= tenant == self.cast.tenant
+
+    def _backfill(self, head: Queued | _Rest) -> bool:
+        """Start others around the reservation of the first gang that does not fit."""
+        if head is not self.blocked:
+            self._reserve(head)
+        while (tenant := self._filler()) is not None:
+            if self._start(tenant):
+                return True
+        return False
+
+    def _filler(self) -> str | None:
+        """Of the least served whose first task does not delay the gang, the first."""
+        if self.free == 0:
+            return None
+        for entry in sorted(self.order[:BACKFILL_LOOK])[1:]:  # the top of the heap: nearly those
+            _, tenant = entry
+            if self._is_over(entry) or self.queues[tenant][0].width > self.free:
+                continue
+            turn_s = min(self._left_s(tenant), self.cast.scene.slice_s)
+            if self.now_s + turn_s <= self.shadow_s:
+                return tenant
+            if self.queues[tenant][0].width <= self.spare:
+                self.spare -= self.queues[tenant][0].width
+                return tenant
+        return None
+
+    def _is_over(self, entry: tuple[float, str]) -> bool:
+        """Its tenant has started another task since, around a gang, or has none left."""
+        score_s, tenant = entry
+        return score_s != self.scores[tenant] or not self.queues[tenant]
+
+    def _reserve(self, head: Queued | _Rest) -> None:
+        self.blocked, free = head, self.free
+        for at_s, _, width, _ in sorted(self.ends):
+            free += width
+            if free >= head.width:
+                self.shadow_s, self.spare = at_s, free - head.width
+                return
+        self.shadow_s, self.spare = math.inf, 0
+
+    def _left_s(self, tenant: str) -> float:
+        """What the tenant's first task still runs; the same each time it is asked."""
+        left_s = self.next_s.get(tenant)
+        if left_s is None:
+            task = self.queues[tenant][0]
+            left_s = task.left_s if isinstance(task, _Rest) else self._drawn_s(task)
+            self.next_s[tenant] = left_s
+        return left_s
+
+    def _drawn_s(self, task: Queued) -> float:
+        """A runtime as its curve says, or that of a peer: equal tasks are alike (Polya's urn).
+
+        The less is known of the most specific key, the more all of them hang on the first draw; so
+        the runs differ as much as the answer is unsure.
+        """
+        kind, random = self.cast.kind(task.who), self.random
+        runtime_s = kind.curve.draw(task.elapsed_s, random())
+        if kind.peers is not None:
+            peers = self.peers.setdefault(kind.peers, [])
+            if peers and random() * (len(peers) + TRUST[-1] + kind.known) < len(peers):
+                runtime_s = peers[int(random() * len(peers))]
+            peers.append(runtime_s)
+        if task.max_duration_s is not None:
+            runtime_s = min(runtime_s, task.max_duration_s)
+        return max(0.0, runtime_s - task.elapsed_s)
+
+    def _start(self, tenant: str) -> bool:
+        """Seat the tenant's first task, charge it as far as its turn goes, and line up the next."""
+        scene, queue = self.cast.scene, self.queues[tenant]
+        left_s = self._left_s(tenant)
+        task = queue.popleft()
+        del self.next_s[tenant]
+        if tenant == self.cast.tenant and isinstance(task, Queued):
+            if self.before == 0:
+                return True
+            self.before -= 1
+        self.free -= task.width
+        self.starts += 1
+        self._let_go_later(tenant, task.width, left_s, scene.slice_s)
+        charge_s = min(left_s, scene.slice_s) * task.width / self.cast.weights.get(tenant, 1.0)
+        self.scores[tenant] += charge_s * _grown(self.now_s, scene.half_life_s)
+        if queue:
+            heappush(self.order, (self.scores[tenant], tenant))
+        return False
+
+
+def _grown(now_s: float, half_life_s: float) -> float:
+    """How much more usage counts then than that of today, which will have faded (rule F2)."""
+    return float(2 ** min(now_s / half_life_s, 500.0)) if half_life_s > 0 else 1.0
+
+
+# --- what came true -----------------------------------------------------------------------------
+
+WINDOW = 2_000  # answers per class; enough for several floods, whose answers all err alike
+ENOUGH = 30  # of them before a class speaks for itself
+COVERAGE = 0.8
+LESSON = 0.005  # how far one miss moves the level
+LEVELS = (0.01, 0.6)  # of what may be missed: within this the level moves
+
+
+class _Window:
+    """How far off the last answers were, in spreads of the model; old ones fall out."""
+
+    __slots__ = ("missed", "ordered", "recent")
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque()
+        self.ordered: list[float] = []
+        self.missed = 1 - COVERAGE
+
+    def add(self, off: float, hit: bool) -> None:
+        if len(self.recent) == WINDOW:
+            del self.ordered[bisect_left(self.ordered, self.recent.popleft())]
+        self.recent.append(off)
+        insort(self.ordered, off)
+        # Adaptive conformal inference (Gibbs and Candes 2021): too many misses widen the interval.
+        wanted = self.missed + LESSON * ((1 - COVERAGE) - (not hit))
+        self.missed = min(max(wanted, LEVELS[0]), LEVELS[1])
+
+    def quantile(self, share: float) -> float:
+        place = share * (len(self.ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(self.ordered) - 1)
+        return self.ordered[low] + (self.ordered[high] - self.ordered[low]) * (place - low)
+
+
+class Calibration:
+    """Corrects answers by how far earlier ones were off (conformal, online).
+
+    It keeps the last WINDOW log ratios of what came true to what the model said, in units of the
+    model's spread: of all answers, and of those of about the same length (a factor of e), which
+    speak once there are ENOUGH.  Classes by tenant or width did no better on the Philly list.
+    """
+
+    def __init__(self) -> None:
+        self._all = _Window()
+        self._alike: dict[int, _Window] = {}
+
+    def learn(self, told: Estimate, waited_s: float) -> None:
+        """A task that was told so waited `waited_s` from then on."""
+        off = math.log(max(1.0, waited_s) / max(1.0, told.model_s)) / told.model_spread
+        hit = told.p10_s <= waited_s <= told.p90_s
+        for window in (self._all, self._alike.setdefault(_class(told), _Window())):
+            window.add(off, hit)
+
+    def corrected(self, told: Estimate) -> Estimate:
+        """What the model said, moved and widened or narrowed by what came true so far."""
+        for window in (self._alike.get(_class(told)), self._all):
+            if window is not None and len(window.ordered) >= ENOUGH:
+                low, high = window.missed / 2, 1 - window.missed / 2
+                z = (window.quantile(low), window.quantile(0.5), window.quantile(high))
+                return _told(told.model_s, told.model_spread, z)
+        return told
+
+
+def _class(told: Estimate) -> int:
+    return int(math.log(told.model_s + 1))

@@ -1,0 +1,106 @@
+"""Who held how much and who wanted how much, over time, in a bounded number of intervals.
+
+What changes now and then is summed exactly between the changes.  Time is cut into intervals of
+equal length; when there are too many of them, two and two become one of double length, so that a
+minute and a year both end with between MOST / 2 and MOST intervals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOST = 256  # intervals; even
+SHORTEST_US = 1_000_000
+
+Key = tuple[str, str]  # tenant, kind of device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """From `from_s` for `lasts_s`: the mean number of devices held and wanted, by (tenant, kind).
+
+    Wanted is what those need that run and those that wait.
+    """
+
+    from_s: float
+    lasts_s: float
+    held: Mapping[Key, float]
+    wanted: Mapping[Key, float]
+
+
+class _Sums:
+    """One quantity by key: how much it is now, and its integral over each interval."""
+
+    def __init__(self) -> None:
+        self.now: Counter[Key] = Counter()
+        self.since_us: dict[Key, int] = {}
+        self.open: Counter[Key] = Counter()  # device-microseconds in the interval that is open
+        self.closed: list[Counter[Key]] = []
+
+    def add(self, at_us: int, key: Key, change: int) -> None:
+        self.open[key] += self.now[key] * (at_us - self.since_us.get(key, at_us))
+        self.since_us[key] = at_us
+        self.now[key] += change
+
+    def close(self, at_us: int) -> None:
+        for key in self.now:
+            self.add(at_us, key, 0)
+        self.closed.append(self.open)
+        self.open = Counter()
+
+    def merge(self) -> None:
+        self.closed = [
+            self.closed[n] + self.closed[n + 1] for n in range(0, len(self.closed) - 1, 2)
+        ]
+
+
+class Meter:
+    """Told of every change, in order of time."""
+
+    def __init__(self) -> None:
+        self._every_us, self._ends_us = SHORTEST_US, SHORTEST_US
+        self._held, self._wanted = _Sums(), _Sums()
+
+    def hold(self, at_us: int, key: Key, change: int) -> None:
+        if at_us >= self._ends_us:
+            self._close_until(at_us)
+        self._held.add(at_us, key, change)
+
+    def want(self, at_us: int, key: Key, change: int) -> None:
+        if at_us >= self._ends_us:
+            self._close_until(at_us)
+        self._wanted.add(at_us, key, change)
+
+    def _close_until(self, at_us: int) -> None:
+        both = (self._held, self._wanted)
+        while self._ends_us <= at_us:
+            for sums in both:
+                sums.close(self._ends_us)
+            if len(self._held.closed) == MOST:
+                for sums in both:
+                    sums.merge()
+                self._every_us *= 2
+            self._ends_us += self._every_us
+
+    def intervals(self, until_us: int) -> tuple[Interval, ...]:
+        """All of them up to now; the meter must not be told of anything afterwards."""
+        self._close_until(until_us)
+        last_us = until_us - (self._ends_us - self._every_us)
+        lengths = [self._every_us] * len(self._held.closed)
+        if last_us > 0:
+            self._held.close(until_us)
+            self._wanted.close(until_us)
+            lengths.append(last_us)
+        return tuple(
+            Interval(
+                from_s=n * self._every_us / 1e6,
+                lasts_s=length / 1e6,
+                held={key: sum_us / length for key, sum_us in held.items() if sum_us},
+                wanted={key: sum_us / length for key, sum_us in wanted.items() if sum_us},
+            )
+            for n, (length, held, wanted) in enumerate(
+                zip(lengths, self._held.closed, self._wanted.closed, strict=True)
+            )
+        )

@@ -1,0 +1,461 @@
+"""Who gives way: rules F4 to F6 and F9, for one who waits and finds no free device.
+
+Two tasks are compared where their branches part: the sides are two siblings, `mine` above who waits
+and `theirs` above who runs.
+
+* F5: if mine stays within its guarantee with the devices it gains, theirs gives back what it
+  borrowed.
+* F6, F8: else theirs gives way if it is strictly better served than mine will be once the next turn
+  is charged to it.  Nobody is asked for devices within a guarantee, unless by one within its own.
+* F4: who has no room within a limit takes the place only of those below that limit, and of so
+  many that it is kept.  F7, F9: who waited too long need not be less served; all else holds too.
+* Nobody gives way before a full slice, nor a task whose tier (F9) or patience (F7) protects it.
+
+Why there is no cycle: to be asked, a task must have held its devices for a full slice since it was
+last launched.  So at one instant nobody is paused twice, and between two pauses of one task a slice
+passes.  Two more rules keep the tree from feeding F5 and F6 to each other, which would be felt only
+as needless turns: a gang that is lent in part goes whole to who is owed, but stays against who is
+only less served; and no branch comes to borrow more by F6 while one beside it goes before it, and
+waits in vain.  `benchmarks.no_cycles` looks for what is left of that on islands without slices.
+
+Of those who may be asked the fewest are: no one can be left out.  First what is lent, if who waits
+is owed; then basic tasks, then standard ones; then the most over-served; then the lowest priority,
+the latest started.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from app.core.board import NEVER, Board, Stay, ripe_s, slice_us
+from app.core.fairshare import ALL, Branch, Lane
+from app.core.island import TIERS, Task
+from app.core.lifecycle import State
+
+RESOLUTION_S = 0.001  # of the instants that are computed
+NOT_TO_BE_HAD = 1 << 30  # so many devices nobody has
+LOOK_AHEAD_PAIRS = 16  # of more (who waits, who runs) pairs the instant is not computed
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A stay that is paused, and the rule by which: "F5" or "F6/F8"."""
+
+    stay: Stay
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A leaf with ripe stays, and how it compares with who waits."""
+
+    leaf: Branch
+    theirs: Branch
+    owed: bool  # is who waits within its guarantee? then what was lent is given back
+    better: bool  # are they better served, even after the next turn?
+    scores: tuple[int, int]  # of theirs, and of the leaf
+
+
+def victims(
+    board: Board, task: Task, *, within: Branch | None = None, urgent: bool = False
+) -> list[Victim] | None:
+    """Who gives way to `task`; None if too few do.  `within`: only those below that branch.
+
+    Who is `urgent` (F7, F9) need not be less served.  If a limit (F4) leaves no room, only those
+    below it give way, and so many that it is kept.
+    """
+    if not board.ripe or (within is None and not urgent and _hopeless(board, task)):
+        return None
+    shut = shut_by(board, task)
+    if shut is not None and (within is None or shut.depth > within.depth):
+        within = shut
+    claim = _Claim(board, task, urgent=urgent)
+    if claim.need <= 0 and claim.over <= 0:
+        return None  # there is room: what keeps it out is no one's doing
+    sides = [side for leaf in board.ripe if (side := claim.side(leaf, within)) is not None]
+    if not sides or not claim.enough(sides):
+        return None
+    near = claim.where_its_image_lies(sides)
+    if near is not None:
+        return [near]
+    found = claim.fewest(claim.chosen(sides))
+    if not found or claim.outgrows(found):
+        return None
+    return found
+
+
+def _hopeless(board: Board, task: Task) -> bool:
+    """A quick look: is nobody at the top better served, and nothing owed to it?
+
+    Who is below the same branch at the top is asked when that branch's turns are taken.
+    """
+    top, lane = board.leaf(task).top, board.lane(task)
+    if not top.borrows(lane):
+        return False
+    best = next((score for score, other in board.ripe_tops() if other is not top), None)
+    if best is None:
+        return top.children <= 1 and len(board.priorities) <= 1
+    fee = board.tree.faded(slice_us(board.policy, task) * board.rate(lane))
+    return best <= board.tree.score(top, fee)
+
+
+def nobody_can_gain(board: Board, head: Task) -> bool:
+    """If the least served of all gains nothing by anybody's leave, neither do the rest."""
+    top = board.leaf(head).top
+    if board.guarantees or not board.ripe:
+        return not board.ripe
+    best = next((score for score, other in board.ripe_tops() if other is not top), 0)
+    return best <= board.tree.score(top)
+
+
+class _Claim:
+    """One who waits, and what it would take."""
+
+    def __init__(self, board: Board, task: Task, *, urgent: bool) -> None:
+        self.board, self.task, self.urgent = board, task, urgent
+        self.lane, self.leaf = board.lane(task), board.leaf(task)
+        self.pool = board.pools.get(task.kind)
+        self.need = self.over = 0  # so many devices; and so many within its limits
+        if self.pool is not None and self.pool.size(self.lane.memory_bytes) >= self.lane.width:
+            self.need = max(0, self.lane.width - self._free())
+            self.over = _over(self.leaf, self.lane)
+        self.turn_us = slice_us(board.policy, task)
+        self.rate = board.rate(self.lane)
+        self.taken: Counter[Branch] = Counter()
+        self.fee = board.tree.faded(self.turn_us * self.rate)
+        self._kept_tiers: tuple[str, ...] | None = None
+
+    def _free(self) -> int:
+        assert self.pool is not None
+        if self.lane.pin is not None:
+            return int(self.lane.pin in self.pool.free)
+        return self.pool.fitting(self.lane.memory_bytes)
+
+    def side(self, leaf: Branch, within: Branch | None) -> _Side | None:
+        """How a leaf compares; None if nobody there gives way."""
+        if within is not None and leaf.path[: within.depth] != within.path:
+            return None
+        tree = self.board.tree
+        mine, theirs = sides(self.leaf, leaf)
+        scores = (tree.score(theirs), tree.score(leaf))
+        if mine is theirs:
+            below_own = self.urgent or self._below_own(leaf)
+            return _Side(leaf, leaf, False, True, scores) if below_own else None
+        borrowed = self._all_lent(leaf, theirs)
+        owed = not mine.borrows(self.lane)
+        better = self.urgent or scores[0] > tree.score(mine, self.fee)
+        if (owed and (borrowed or better)) or (borrowed and better):
+            return _Side(leaf, theirs, owed, better, scores)
+        return None
+
+    def _all_lent(self, leaf: Branch, theirs: Branch, width: int = 1) -> bool:
+        return all(self._lent(branch, width) for branch in below(leaf, theirs))
+
+    def _below_own(self, leaf: Branch) -> bool:
+        return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
+
+    def _outranks(self, stay: Stay) -> bool:
+        return stay.task.priority < self.task.priority
+
+    def _lent(self, branch: Branch, width: int) -> bool:
+        """Does it hold so many more than it is guaranteed, without what was taken already?"""
+        kind = self.lane.kind
+        if not branch.guarantee:
+            return True
+        return branch.held[kind] - self.taken[branch] - width >= branch.guarantee.get(kind, 0)
+
+    def enough(self, sides: list[_Side]) -> bool:
+        """A quick look, before the stays are: could they give way to it at all?"""
+        ripe = self.board.ripe
+        have = sum(len(stay.devices) for side in sides for stay in ripe[side.leaf].values())
+        return have >= max(self.need, self.over)
+
+    def where_its_image_lies(self, sides: list[_Side]) -> Victim | None:
+        """Then nothing needs to be moved."""
+        on = self.task.image_on
+        if on is None or self.lane.width > 1 or self.over > 1:
+            return None
+        stay = self.board.stays.get(self.board.seated.get(on, ""))
+        for side in sides:
+            if stay is not None and stay.leaf is side.leaf and self._may_ask(stay, side):
+                rule = self._rule(side, stay)
+                return None if rule is None else Victim(stay, rule)
+        return None
+
+    def chosen(self, sides: list[_Side]) -> list[Victim]:
+        """Enough of them, the ones to be asked first in front; empty if all are too few."""
+        sides.sort(key=lambda side: (side.scores, side.leaf.path), reverse=True)
+        need, over, chosen = self.need, self.over, dict[str, Victim]()
+        # What is only lent comes back before anybody gives way within a guarantee.
+        rules = ("F5", "F6/F8") if any(side.owed for side in sides) else ("F6/F8",)
+        for by, tier in product(rules, TIERS):
+            for side in sides:
+                for stay in self._in_order(side, tier):
+                    gain = self.gain(stay)
+                    if stay.id in chosen or not ((need > 0 and gain) or over > 0):
+                        continue
+                    if self._rule(side, stay) == by:
+                        chosen[stay.id] = Victim(stay, by)
+                        need, over = need - gain, over - stay.lane.width
+                        self._take(stay, side)
+                if need <= 0 and over <= 0:
+                    return list(chosen.values())
+        return []
+
+    def _in_order(self, side: _Side, tier: str) -> list[Stay]:
+        stays = [
+            stay
+            for stay in self.board.ripe[side.leaf].values()
+            if stay.task.tier == tier and self._may_ask(stay, side)
+        ]
+        stays.sort(
+            key=lambda stay: (
+                stay.task.priority,
+                -(stay.task.started_s or 0.0),
+                stay.id,
+            )
+        )
+        return stays
+
+    def _may_ask(self, stay: Stay, side: _Side) -> bool:
+        if not stay.ripe or stay.task.kind != self.task.kind:
+            return False
+        if self.over <= 0 and self.gain(stay) == 0:
+            return False
+        if side.leaf is self.leaf and not self.urgent and not self._outranks(stay):
+            return False
+        if self.turn_us > stay.turn_us and self.held_us(stay) < self.turn_us:
+            return False
+        return stay.task.state == State.running and not self._protected(stay)
+
+    def could_ask(self, stay: Stay) -> bool:
+        """Would it give way once its turn is over?"""
+        side = self.side(stay.leaf, None)
+        return side is not None and not self._protected(stay)
+
+    def turn_over_s(self, stay: Stay) -> float:
+        """When it has held its devices for as long as a turn of who waits."""
+        started_s = stay.task.started_s
+        return NEVER if started_s is None else started_s + self.turn_us / 1e6
+
+    def held_us(self, stay: Stay) -> float:
+        return (self.board.now_s - (stay.task.started_s or self.board.now_s)) * 1e6
+
+    def _protected(self, stay: Stay) -> bool:
+        task = stay.task
+        if self.board.protected(task):
+            return True
+        if not self.board.policy.tier_share.get(task.tier):
+            return False
+        if self._kept_tiers is None:
+            self._kept_tiers = honoured(self.board, task.kind)
+        if task.tier not in self._kept_tiers:
+            return False
+        left_s = self.board.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
+        if not self.urgent:
+            # With no more than that it would be urgent at once.
+            return left_s <= self.board.lead_s(task) + RESOLUTION_S
+        promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
+        # Of two who are behind the one goes on who would be further behind.
+        return left_s <= (self.board.slack_s(self.task) if promised else 0.0)
+
+    def _rule(self, side: _Side, stay: Stay) -> str | None:
+        """By which rule it gives way, after those who were taken; None if by none.
+
+        A gang that is lent in part is given back whole, but only to who is within a guarantee; and
+        if more is guaranteed than there is, only by the better served.
+        """
+        if side.leaf is self.leaf:
+            return "F6/F8"
+        whole = self._all_lent(side.leaf, side.theirs, stay.lane.width)
+        if side.owed and (whole or self._all_lent(side.leaf, side.theirs)):
+            return "F5" if whole or side.better or self._guarantees_fit(side.theirs) else None
+        return "F6/F8" if side.better and (side.owed or whole) else None
+
+    def _guarantees_fit(self, side: Branch) -> bool:
+        """Are there as many devices as are guaranteed at its level?"""
+        promised = self.board.promised[_parent(side).path, self.lane.kind]
+        return self.pool is not None and promised <= self.pool.size()
+
+    def _take(self, stay: Stay, side: _Side) -> None:
+        for branch in below(stay.leaf, side.theirs):
+            self.taken[branch] += stay.lane.width
+
+    def gain(self, stay: Stay) -> int:
+        assert self.pool is not None
+        lane = self.lane
+        if not lane.memory_bytes and lane.pin is None and self.pool.whole:
+            return len(stay.devices)
+        return sum(self.pool.suits(id, lane) for id in stay.devices)
+
+    def fewest(self, chosen: list[Victim]) -> list[Victim]:
+        """Without those who are not needed after all, the last to be asked first."""
+        surplus = sum(self.gain(victim.stay) for victim in chosen) - self.need
+        room = sum(victim.stay.lane.width for victim in chosen) - self.over
+        kept = []
+        for victim in reversed(chosen):
+            gain, width = self.gain(victim.stay), victim.stay.lane.width
+            if gain <= surplus and (width <= room or self.over <= 0):
+                surplus, room = surplus - gain, room - width
+            else:
+                kept.append(victim)
+        return kept[::-1]
+
+    def outgrows(self, found: list[Victim]) -> bool:
+        """Would a branch come to borrow more, while beside it somebody waits who goes before it?
+
+        Who does was looked at before, and in vain: it would claim at once what was gained.
+        """
+        by_f5 = all(victim.rule == "F5" for victim in found)
+        if not self.board.guarantees or self.urgent or by_f5:
+            return False
+        kind, width = self.lane.kind, self.lane.width
+        for branch in above(self.leaf):
+            given = sum(v.stay.lane.width for v in found if branch in above(v.stay.leaf))
+            grows = width > given and branch.held[kind] + width - given > branch.guarantee.get(
+                kind, 0
+            )
+            if grows and branch.guarantee and self._first_beside(branch):
+                return True
+        return False
+
+    def _first_beside(self, branch: Branch) -> bool:
+        tree = self.board.tree
+        assert self.pool is not None
+        lanes = [
+            lane
+            for lane in tree.lanes
+            if lane.kind == self.lane.kind and self.pool.size(lane.memory_bytes) >= lane.width
+        ]
+        found = tree.first_below(_parent(branch), lanes)
+        return found is not None and branch not in above(found[0])
+
+
+def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
+    """When stays end, or may be asked to give way to a task that is urgent: as `Pool.ends`."""
+    claim, found = _Claim(board, task, urgent=True), list[tuple[float, str, int]]()
+    for stay in board.stays.values():
+        if stay.task.kind != task.kind or stay.leaving:
+            continue
+        at_s = board.end_s(stay)
+        if claim.could_ask(stay):
+            at_s = min(at_s, max(ripe_s(stay), claim.turn_over_s(stay)))
+        found.append((at_s, stay.id, claim.gain(stay)))
+    return sorted(found)
+
+
+def shut_by(board: Board, task: Task) -> Branch | None:
+    """The lowest branch above a task whose limits leave no room for it; None if all do."""
+    leaf, lane = board.leaf(task), board.lane(task)
+    return next((branch for branch in above(leaf) if not branch.room(lane)), None)
+
+
+def _over(leaf: Branch, lane: Lane) -> int:
+    """How many devices those below its limits must let go before it stays within them (F4)."""
+    over = 0
+    for branch in above(leaf):
+        if branch.room(lane):
+            continue
+        most = branch.most_running
+        if most is not None and branch.running > most - (most == 0):
+            return NOT_TO_BE_HAD  # one for one does not help: the limit was lowered
+        for kind in (lane.kind, ALL):
+            over = max(over, branch.held[kind] + lane.width - branch.limit.get(kind, NOT_TO_BE_HAD))
+        over = max(over, 1)
+    return over
+
+
+def above(leaf: Branch) -> Iterator[Branch]:
+    """From a leaf up to the root, both included."""
+    branch: Branch | None = leaf
+    while branch is not None:
+        yield branch
+        branch = branch.parent
+
+
+def sides(mine: Branch, theirs: Branch) -> tuple[Branch, Branch]:
+    """The two siblings at which two leaves part; twice the same one for one leaf."""
+    while mine.depth > theirs.depth:
+        mine = _parent(mine)
+    while theirs.depth > mine.depth:
+        theirs = _parent(theirs)
+    while mine is not theirs and mine.parent is not theirs.parent:
+        mine, theirs = _parent(mine), _parent(theirs)
+    return mine, theirs
+
+
+def _parent(branch: Branch) -> Branch:
+    assert branch.parent is not None
+    return branch.parent
+
+
+def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
+    """From a leaf up to `top`, both included."""
+    yield leaf
+    while leaf is not top:
+        leaf = _parent(leaf)
+        yield leaf
+
+
+def honoured(board: Board, kind: str) -> tuple[str, ...]:
+    """Rule F9: the tiers whose promises fit into the devices; a shortage sheds the lowest first."""
+    return board.honoured(kind)
+
+
+# --- when ---------------------------------------------------------------------------------------
+
+
+def next_turn_s(board: Board) -> float:
+    """When somebody in line may first take the place of a ripe stay; NEVER if time changes nothing.
+
+    Scores cross because who holds devices uses more.  Of many pairs the instant is not computed:
+    then it is an eighth of the shortest slice from now.
+    """
+    claims, most = list[tuple[Task, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
+    if most < 2:
+        return board.now_s + board.policy.slice_min_s / 8
+    for node in (board.tree.root, *shared(board)):
+        for lane in board.tree.lanes:
+            claims += [(found[2], node) for found in board.tree.heads(node, lane)]
+            if len(claims) > most:
+                return board.now_s + board.policy.slice_min_s / 8
+    instants = (
+        _turn_s(board, _Claim(board, task, urgent=False), leaf)
+        for task, node in claims
+        for leaf in board.ripe
+        if leaf.path[: node.depth] == node.path
+    )
+    return min((at_s for at_s in instants if at_s > board.now_s), default=NEVER)
+
+
+def shared(board: Board) -> list[Branch]:
+    """Branches below the top of which some had a full turn and others wait, the deepest first."""
+    found: dict[Branch, None] = {}
+    for leaf in board.ripe:
+        if leaf.waiting and len(board.priorities) > 1:
+            found[leaf] = None
+        above = leaf.parent
+        while above is not None and above.parent is not None:
+            if above.waiting and above.children > 1:
+                found[above] = None
+            above = above.parent
+    return sorted(found, key=lambda branch: (-branch.depth, branch.path))
+
+
+def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
+    """When a leaf's stays may be asked by one claim, as far as scores and slices decide it."""
+    mine, theirs = sides(claim.leaf, leaf)
+    if mine is theirs:
+        crossing_s = board.now_s
+    else:
+        crossing_s = board.tree.overtakes_s(theirs, mine, claim.turn_us * claim.rate)
+        if board.tree.score(theirs) <= board.tree.score(mine, claim.fee):
+            crossing_s += RESOLUTION_S / 2  # it is to be higher, not equal
+    slices_s = (
+        (stay.task.started_s or 0.0) + max(claim.turn_us, stay.turn_us) / 1e6
+        for stay in board.ripe[leaf].values()
+    )
+    return max(crossing_s, min(slices_s))

@@ -1,0 +1,318 @@
+"""What stands between a waiting task and a device: found on the board, told by `core.explain`.
+
+`line` goes through everybody who waits, in the order in which they would be picked if one device
+after another became free; it empties the board's line, so it is for a board of its own.
+`obstacles` looks at one task and changes nothing.  `place` says the same place as `line` without
+picking anybody: it needs only how many wait below each branch (`Party`), so it can be told of one
+in a million, in O(depth * fan-out).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from app.core import explain
+from app.core.board import MILLI, Board, Stay, slice_us
+from app.core.explain import Ahead, Obstacles, Shut, Standing
+from app.core.fairshare import ALL, Branch, Lane, Path, lane, unscored, usage_us
+from app.core.island import Reason, Task
+from app.core.reclaim import above, below, honoured, sides
+
+
+def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
+    """Each task in line with why it waits, from the first to the last; empties the line."""
+    seen: dict[tuple[Lane, Branch, int, str], Obstacles] = {}
+    waiting = [task for task in board.tasks.values() if task.id in board.tree]
+    for task in waiting:
+        if alike(board, task) not in seen:
+            seen[alike(board, task)] = obstacles(board, task)
+    order = _order(board)
+    for task, before in _ahead(order):
+        yield task, explain.waiting(task, seen[alike(board, task)], before)
+
+
+def alike(board: Board, task: Task) -> tuple[Lane, Branch, int, str]:
+    """Tasks for which this is equal have the same obstacles, but for what time does to each."""
+    shed = task.id if task.epoch else ""
+    return board.lane(task), board.leaf(task), task.priority, shed
+
+
+def _order(board: Board) -> list[Task]:
+    """As they would be picked; at the end those whom a limit keeps out, the oldest first."""
+    order, tree = list[Task](), board.tree
+    while (found := tree.first(tree.lanes)) is not None:
+        leaf, lane, task = found
+        tree.drop(task.id)
+        tree.charge(leaf, tree.faded(slice_us(board.policy, task) * board.rate(lane)))
+        order.append(task)
+    shut_out = [task for task in board.tasks.values() if task.id in tree]
+    return order + sorted(shut_out, key=lambda task: (task.submitted_s, task.id))
+
+
+def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
+    """Each task in line with the count of those before it that want the same kind of device."""
+    count: Counter[tuple[object, ...]] = Counter()
+    for task in order:
+        groups: list[tuple[object, ...]] = [
+            (task.kind,),
+            (task.kind, task.tenant),
+            (task.kind, task.tenant, task.user),
+            (task.kind, task.tenant, task.user, task.priority),
+        ]
+        everyone, tenant, user, equal = (count[group] for group in groups)
+        ahead = Ahead(
+            tenants=everyone - tenant, users=tenant - user, higher=user - equal, earlier=equal
+        )
+        yield task, ahead
+        count.update(groups)
+
+
+# --- what keeps it off the devices ----------------------------------------------------------------
+
+
+def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacles:
+    """`gangs`: does any gang wait for this kind?  If not given, by who is in the board's line."""
+    fitting = [
+        device
+        for device in board.devices.values()
+        if device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+    ]
+    open_ = [device.id for device in fitting if board.open(device)]
+    holders = {id: board.on(id) for id in open_}
+    busy = [board.stays[found[0]] for found in holders.values() if found]
+    free, shut = len(open_) - len(busy), tuple(_shut(board, task))
+    pin = board.pin(task)
+    could = free >= task.width and not shut and pin is None
+    kept = could and (_gangs(board, task.kind) if gangs is None else gangs)
+    return Obstacles(
+        devices=len(fitting),
+        up=sum(board.alive(device.id) for device in fitting),
+        open=len(open_),
+        busy=len(busy),
+        free=free,
+        kept=kept,
+        offered=could and not kept,
+        shut=shut,
+        turn_s=slice_us(board.policy, task) / 1e6,
+        pinned_to=pin,
+        shed=_shed(board, task),
+        **_holders(board, task, busy),
+    )
+
+
+class _Held(NamedTuple):
+    """Why a holder does not give way; all false if it does, once its turn is over."""
+
+    served: bool  # it is not better served
+    guaranteed: bool  # it is, but holds no more than it is guaranteed
+    protected: bool  # it would, but must not be paused now
+
+
+def _holders(board: Board, task: Task, busy: list[Stay]) -> dict[str, Any]:
+    leaf = board.leaf(task)
+    seen = [(stay, _why_held(board, stay, task)) for stay in busy]
+    staying = [stay for stay, why in seen if why.served]
+    theirs = [stay for stay in staying if stay.task.tenant != task.tenant]
+    others = [stay for stay in staying if stay.task.tenant == task.tenant and stay.leaf is not leaf]
+    return {
+        "tenant": _standing(board, task, theirs),
+        "user": _standing(board, task, others),
+        "own": sum(stay.leaf is leaf for stay in staying),
+        "guaranteed": sum(why.guaranteed for _, why in seen),
+        "protected": sum(why.protected for _, why in seen),
+    }
+
+
+def _gangs(board: Board, kind: str) -> bool:
+    return any(here.kind == kind and here.width > 1 for here in board.tree.lanes)
+
+
+def _shut(board: Board, task: Task) -> Iterator[Shut]:
+    """Each tenant on the way up that may not hold so many more (rule F4)."""
+    for up, branch in enumerate(above(board.leaf(task).parent or board.tree.root)):
+        for kind in (task.kind, ALL):
+            limit = branch.limit.get(kind)
+            if limit is not None and branch.held[kind] + task.width > limit:
+                yield Shut(above=up, kind=kind, held=branch.held[kind], limit=limit)
+        most = branch.most_running
+        if most is not None and branch.running >= most:
+            yield Shut(above=up, kind="", held=branch.running, limit=most)
+
+
+def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
+    """Rules F4 to F7 and F9, as `core.reclaim` applies them once the holder's turn is over."""
+    if not board.policy.turns:
+        return _Held(True, False, False)
+    mine, theirs = sides(board.leaf(task), stay.leaf)
+    if mine is theirs:
+        return _Held(stay.task.priority >= task.priority, False, False)
+    lent = all(_lent(branch, task.kind) for branch in below(stay.leaf, theirs))
+    owed = not mine.borrows(board.lane(task))
+    better = board.tree.score(theirs) > board.tree.score(mine, _fee(board, stay, task))
+    if (owed and (lent or better)) or (lent and better):
+        return _Held(False, False, _protected(board, stay, task))
+    return _Held(not better, better, False)
+
+
+def _lent(branch: Branch, kind: str) -> bool:
+    """Does it hold more than it is guaranteed?"""
+    return not branch.guarantee or branch.held[kind] > branch.guarantee.get(kind, 0)
+
+
+def _protected(board: Board, stay: Stay, task: Task) -> bool:
+    if board.protected(stay.task):
+        return True
+    held = stay.task
+    if not board.policy.tier_share.get(held.tier) or held.tier not in honoured(board, held.kind):
+        return False
+    away_s = (slice_us(board.policy, task) + held.switch_us) / 1e6
+    return board.slack_s(held) < away_s
+
+
+def _shed(board: Board, task: Task) -> bool:
+    """Rule F9: is it due, while the promise of its tier cannot be kept?"""
+    due = task.epoch > 0 and board.policy.turns and board.slack_ends_s(task) <= board.now_s
+    return due and task.tier not in honoured(board, task.kind)
+
+
+def _fee(board: Board, stay: Stay, task: Task) -> int:
+    turn_us = slice_us(board.policy, stay.task, task)
+    return board.tree.faded(turn_us * stay.rate // len(stay.devices) * task.width)
+
+
+def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:
+    """The task's side against the best served of those who stay; None if nobody does."""
+    if not staying:
+        return None
+    leaf, tree = board.leaf(task), board.tree
+    best = max(staying, key=lambda stay: (tree.score(sides(leaf, stay.leaf)[1]), stay.id))
+    mine, theirs = sides(leaf, best.leaf)
+    return Standing(
+        mine_s=seconds(board, tree.score(mine, _fee(board, best, task))),
+        theirs_s=seconds(board, tree.score(theirs)),
+    )
+
+
+def seconds(board: Board, score: int) -> float:
+    """A score as device-seconds for a weight of 1.0."""
+    used_us = usage_us(
+        unscored(score, 1000),
+        now_s=board.now_s,
+        since_s=board.policy.since_s,
+        half_life_s=board.policy.half_life_s,
+    )
+    return used_us / MILLI / 1e6
+
+
+# --- its place ------------------------------------------------------------------------------------
+
+
+class Party(NamedTuple):
+    """A branch in line for one kind of device, seen beside its siblings.
+
+    `faded` is its usage, `fee` what each of its tasks is charged for a turn (faded too, at least
+    1), `waiting` how many of them are in line; `borrows`: would one more exceed its guarantee?
+    """
+
+    name: str
+    faded: int
+    weight: int
+    fee: int
+    waiting: int
+    borrows: bool = True
+
+
+Crowd = tuple[list[Party], list[int]]
+"""Parties, and how many of each; two lists, as ten thousand pairs would wake the collector."""
+
+
+def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
+    """How many tasks of each sibling go before the k-th of mine (from 0), where any do.
+
+    The j-th pick of a branch finds it at the level (faded + j * fee) / weight, and picks are made
+    in the order of levels.  So it is counted, in integers, what lies below my level; of equal
+    levels that of the lower name counts (`FairTree` takes the older task: nobody here knows it).
+    """
+    mine, level, weight, borrow = me.name, me.faded + k * me.fee, me.weight, me.borrows
+    who, counts = list[Party](), list[int]()
+    for other in others:
+        name, faded, their_weight, fee, waiting, borrows = other
+        if borrows is borrow:
+            lead = level * their_weight - faded * weight
+            if lead < 0 or other is me:
+                continue
+            count, rest = divmod(lead, weight * fee)
+            if rest or name < mine:
+                count += 1
+            if count:
+                who.append(other)
+                counts.append(count if count < waiting else waiting)
+        elif borrow:
+            who.append(other)
+            counts.append(waiting)
+    return who, counts
+
+
+def place(board: Board, task: Task) -> tuple[int, Ahead]:
+    """Its place among all that wait for its kind, from 1, and who is before it.
+
+    Guarantees and limits count as they are now.  Exact where a turn costs everybody the same, and
+    by the mean of a branch where it does not.  `app.why` does the same from counts in rows.
+    """
+    in_line = [other for other in board.tasks.values() if other.id in board.tree]
+    crowd = _Crowd(board, [other for other in in_line if other.kind == task.kind])
+    leaf = board.leaf(task)
+    mine = [other for other in in_line if board.leaf(other) is leaf and other.kind == task.kind]
+    higher = sum(other.priority > task.priority for other in mine)
+    key = (task.submitted_s, task.id)
+    earlier = sum(
+        other.priority == task.priority and (other.submitted_s, other.id) < key for other in mine
+    )
+    counts, k = Counter[bool](), higher + earlier
+    for up, branch in enumerate(above(leaf)):
+        if branch.parent is not None:
+            more = sum(before(crowd.party(branch), k, crowd.siblings(branch))[1])
+            counts[up > 0] += more
+            k += more
+    return k + 1, Ahead(tenants=counts[True], users=counts[False], higher=higher, earlier=earlier)
+
+
+class _Crowd:
+    """How many wait below each branch of a board, for one kind."""
+
+    def __init__(self, board: Board, tasks: Iterable[Task]) -> None:
+        self.board = board
+        self.lanes: dict[Path, Counter[Lane]] = defaultdict(Counter)
+        for task in tasks:
+            for branch in above(board.leaf(task)):
+                self.lanes[branch.path][board.lane(task)] += 1
+
+    def siblings(self, branch: Branch) -> Iterator[Party]:
+        branches = self.board.tree.branches
+        for path, lanes in self.lanes.items():
+            beside = path and path[:-1] == branch.path[:-1] and path != branch.path
+            if beside and any(branches[path].room(here) for here in lanes):
+                yield self.party(branches[path])
+
+    def party(self, branch: Branch) -> Party:
+        lanes, board = self.lanes[branch.path], self.board
+        waiting = lanes.total()
+        widths = sum(here.width * count for here, count in lanes.items())
+        return Party(
+            branch.name,
+            board.tree.usage(branch),
+            branch.weight,
+            fee(board, next(iter(lanes)).kind, widths, waiting),
+            waiting,
+            all(branch.borrows(here) for here in lanes),
+        )
+
+
+def fee(board: Board, kind: str, widths: int, waiting: int) -> int:
+    """What one of `waiting` tasks that need `widths` devices together is charged for a turn."""
+    policy = board.policy
+    turn_us = int(1e6 * min(policy.slice_min_s, policy.slice_max_s))  # as if switching cost nothing
+    turn = board.tree.faded(turn_us * board.rate(lane(kind)))
+    return max(1, turn * widths // max(1, waiting))

@@ -1,0 +1,302 @@
+"""A board that follows the rows: read once, and from then on only what changed.
+
+Every row that matters for deciding carries the id of the transaction that wrote it last (a trigger
+keeps it).  Whatever was not visible at the last look was written by a transaction that had not
+ended then, so it is among those from the oldest of these on: reading them again misses nothing.
+
+Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
+when it runs out: so a board costs what may be picked, not what waits.  A board that was ahead of a
+transaction that then failed is thrown away and read anew (`forget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    Select,
+    and_,
+    cast,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    tuple_,
+)
+from sqlalchemy.orm import Session, aliased
+
+from app import snapshot
+from app.core.board import Board, alike, place_in_line
+from app.core.decide import cycle
+from app.core.fairshare import Branch, Lane, lane
+from app.core.island import Plan, Task
+from app.core.lifecycle import ENDED, State
+from app.models import Account, Device, Host, Need, Tenant, User, Xid8
+from app.models import Line as LineRow
+from app.models import Task as TaskRow
+
+BEGINNING = 4  # tasks of every line are read at first,
+MORE = 32  # and so many more of a line that runs out
+AT_ONCE = 1000  # changed tasks that are taken in by one round; the rest by the next
+STARTABLE = 500  # blocked tasks whose time has come, likewise
+
+Line = tuple[Branch, Lane]
+
+
+@dataclass(slots=True)
+class Follower:
+    """The board of one island, and how far it was read.
+
+    `since` is the oldest transaction that may still bring news; `after` where a look that was cut
+    short goes on.
+    """
+
+    island: str
+    board: Board | None = None
+    since: int = 0
+    after: tuple[int, str] | None = None
+    locked: bool = True  # may there be blocked tasks that can start, and were not looked at?
+    blocked: set[str] = field(default_factory=set)  # taken in since the last round
+    behind: bool = False  # is there more that was not taken in yet?
+
+    def forget(self) -> None:
+        """What the board believes may not have been written down."""
+        self.board = None
+
+    def look(self, session: Session, *, now_s: float) -> Board:
+        """The board as the rows are now, at most `AT_ONCE` tasks behind."""
+        if self.board is None or not self._catch_up(session, self.board, now_s):
+            self.board = self._read(session, now_s)
+        return self.board
+
+    def cycle(self, session: Session, board: Board) -> Plan:
+        """One round of `core.decide`; more of a line is read whenever it runs out on the way."""
+        plan = cycle(board)
+        while board.short:
+            self._lengthen(session, board)
+            more = cycle(board)
+            plan = replace(
+                more,
+                decisions=(*plan.decisions, *more.decisions),
+                before={**more.before, **plan.before},
+            )
+        for id in self.blocked & board.tasks.keys():
+            task = board.tasks[id]
+            if task.state == State.blocked or (task.state == State.waiting and board.beyond(task)):
+                board.drop_task(id)  # it comes again when something about it changes
+        self.blocked.clear()
+        due_s = session.scalar(self._next_due(board.now_s))
+        if due_s is None:
+            return plan
+        return replace(plan, look_again_s=min(plan.look_again_s or due_s, float(due_s)))
+
+    # --- all at once ---
+
+    def _read(self, session: Session, now_s: float) -> Board:
+        self.since, self.after, self.behind = _horizon(session), None, False
+        self.locked = True
+        board = Board.of(snapshot.without_line(session, self.island, now_s=now_s), now_s=now_s)
+        self._take_in(session, board, self._beginnings())
+        self._mark_longer(session, board)
+        self._unlock(session, board)
+        return board
+
+    def _unlock(self, session: Session, board: Board) -> None:
+        found = self._take_in(session, board, self._startable(board.now_s))
+        self.locked = len(found) == STARTABLE
+
+    def _beginnings(self) -> Select[Any]:
+        line = (
+            snapshot.tasks()
+            .where(
+                TaskRow.island == self.island,
+                TaskRow.state == "waiting",
+                TaskRow.user_id == LineRow.user_id,
+                TaskRow.kind == LineRow.kind,
+                TaskRow.memory_bytes == LineRow.memory_bytes,
+                TaskRow.devices_min == LineRow.width,
+            )
+            .order_by(*_IN_LINE)
+            .limit(BEGINNING)
+            .lateral("line")
+        )
+        return (
+            select(*line.c)
+            .select_from(LineRow)
+            .join(line, text("true"))
+            .where(LineRow.island == self.island, LineRow.waiting > 0)
+        )
+
+    def _mark_longer(self, session: Session, board: Board) -> None:
+        """Of which lines more waits than was read."""
+        read: dict[tuple[str, Lane], list[Task]] = {}
+        for task in board.tasks.values():
+            if task.state == State.waiting:
+                read.setdefault((task.user, alike(task)), []).append(task)
+        shape = (LineRow.user_id, LineRow.kind, LineRow.width, LineRow.memory_bytes)
+        query = select(*shape, LineRow.waiting).where(
+            LineRow.island == self.island, LineRow.waiting >= BEGINNING
+        )
+        for user, kind, width, memory_bytes, waiting in session.execute(query):
+            mine = read.get((user, lane(kind, width, memory_bytes)), [])
+            if mine and waiting > len(mine):
+                last = max(mine, key=place_in_line)
+                board.longer[board.leaf(last), alike(last)] = place_in_line(last)
+
+    # --- what changed ---
+
+    def _catch_up(self, session: Session, board: Board, now_s: float) -> bool:
+        """False if the tree has changed its shape: then all is read anew."""
+        horizon = _horizon(session)
+        board.at(now_s)
+        if not self._tenants(session, board):
+            return False
+        self._devices(session, board)
+        changed = self._take_in(session, board, self._changed())
+        ended = [row.id for row in changed if row.state in ENDED]
+        if ended:
+            self._take_in(session, board, self._dependents(ended))
+        if self.locked:
+            self._unlock(session, board)
+        else:
+            self._take_in(session, board, self._due(now_s))
+        self._users(session, board)
+        self.behind = len(changed) == AT_ONCE
+        if self.behind:
+            self.after = (changed[-1].txid, changed[-1].id)
+        else:
+            self.since, self.after = horizon, None
+        return True
+
+    def _changed(self) -> Select[Any]:
+        query = snapshot.tasks(TaskRow.txid).where(
+            TaskRow.island == self.island, TaskRow.txid >= _xid(self.since)
+        )
+        if self.after is not None:
+            txid, id = self.after
+            query = query.where(tuple_(TaskRow.txid, TaskRow.id) > tuple_(_xid(txid), literal(id)))
+        return query.order_by(TaskRow.txid, TaskRow.id).limit(AT_ONCE)
+
+    def _startable(self, now_s: float) -> Select[Any]:
+        """Blocked tasks whose time has come, or that will never start."""
+        needed = aliased(TaskRow)
+        needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
+        mine = Need.task_id == TaskRow.id
+        open_ = needs.where(mine, needed.state != "done").exists()
+        broken = needs.where(mine, needed.state.in_(("failed", "cancelled"))).exists()
+        time_has_come = or_(
+            TaskRow.not_before.is_(None), TaskRow.not_before <= func.to_timestamp(now_s)
+        )
+        free = and_(TaskRow.hold == "", ~open_, time_has_come)
+        return (
+            snapshot.tasks()
+            .where(TaskRow.island == self.island, TaskRow.state == "blocked")
+            .where(or_(free, broken, TaskRow.cancel_asked_at.is_not(None)))
+            .order_by(TaskRow.id)
+            .limit(STARTABLE)
+        )
+
+    def _due(self, now_s: float) -> Select[Any]:
+        """Those of them that waited for their time."""
+        return self._startable(now_s).where(TaskRow.not_before <= func.to_timestamp(now_s))
+
+    def _next_due(self, now_s: float) -> Select[Any]:
+        return select(func.extract("epoch", func.min(TaskRow.not_before))).where(
+            TaskRow.island == self.island,
+            TaskRow.state == "blocked",
+            TaskRow.not_before > func.to_timestamp(now_s),
+        )
+
+    def _dependents(self, ended: list[str]) -> Select[Any]:
+        ids = select(Need.task_id).where(Need.needs_id == func.any(ended))
+        return snapshot.tasks().where(
+            TaskRow.id.in_(ids), TaskRow.island == self.island, TaskRow.state.not_in(ENDED)
+        )
+
+    def _tenants(self, session: Session, board: Board) -> bool:
+        changed = select(Tenant.id).where(Tenant.txid >= _xid(self.since))
+        if session.scalar(changed.limit(1)) is None:
+            return True
+        for tenant in snapshot.tenants(session).values():
+            old = board.tenants.get(tenant.id)
+            if old is not None and old.parent != tenant.parent:
+                return False
+            if old != tenant:
+                board.set_tenant(tenant)
+        return True
+
+    def _users(self, session: Session, board: Board) -> None:
+        """After the tasks: what the ledger booked is not owed any more."""
+        since = _xid(self.since)
+        fresh = or_(User.txid >= since, Account.txid >= since)
+        for user in snapshot.users(session, fresh).values():
+            board.set_user(user)
+
+    def _devices(self, session: Session, board: Board) -> None:
+        since = _xid(self.since)
+        fresh = or_(Device.txid >= since, Host.txid >= since)
+        for device in snapshot.devices(session, self.island, fresh).values():
+            board.set_device(device)
+
+    # --- tasks ---
+
+    def _take_in(self, session: Session, board: Board, query: Select[Any]) -> Sequence[Row[Any]]:
+        """Tasks as their rows are; those beyond the part of a line that was read stay there."""
+        rows = session.execute(query).all()
+        for task in snapshot.tasks_of(session, rows, now_s=board.now_s).values():
+            if task.state == State.blocked:
+                self.blocked.add(task.id)
+            if task.state == State.waiting and task.user in board.users and board.beyond(task):
+                board.drop_task(task.id)
+            elif task.user in board.users:
+                board.set_task(task)
+            else:
+                board.set_user(snapshot.users(session, User.id == task.user)[task.user])
+                board.set_task(task)
+        return rows
+
+    def _lengthen(self, session: Session, board: Board) -> None:
+        """Read on in the lines that ran out."""
+        for line in sorted(board.short, key=lambda line: line[0].path):
+            end = board.longer.pop(line)
+            rows = self._take_in(session, board, self._beyond(line, end))
+            if len(rows) == MORE:
+                read = [board.tasks[row.id] for row in rows]
+                board.longer[line] = max(place_in_line(task) for task in read)
+        board.short.clear()
+
+    def _beyond(self, line: Line, end: tuple[int, float, str]) -> Select[Any]:
+        (leaf, here), (urgency, submitted_s, id) = line, end
+        read = tuple_(func.to_timestamp(submitted_s), literal(id))
+        later = tuple_(TaskRow.submitted_at, TaskRow.id) > read
+        return (
+            snapshot.tasks()
+            .where(
+                TaskRow.island == self.island,
+                TaskRow.state == "waiting",
+                TaskRow.user_id == leaf.name,
+                TaskRow.kind == here.kind,
+                TaskRow.memory_bytes == here.memory_bytes,
+                TaskRow.devices_min == here.width,
+                TaskRow.priority <= -urgency,
+                or_(TaskRow.priority < -urgency, later),
+            )
+            .order_by(*_IN_LINE)
+            .limit(MORE)
+        )
+
+
+_IN_LINE = (TaskRow.priority.desc(), TaskRow.submitted_at, TaskRow.id)
+
+
+def _horizon(session: Session) -> int:
+    return int(session.scalar(select(text("pg_snapshot_xmin(pg_current_snapshot())::text"))))
+
+
+def _xid(txid: int) -> ColumnElement[int]:
+    return cast(str(txid), Xid8)

@@ -1,0 +1,288 @@
+"""When a waiting task will have its next turn: `core.estimate`, fed from rows (rule F10).
+
+How long tasks run is learned from those that ended in the last 30 days; how far off answers were,
+from those that have started since this process told them.  The scene is the island's board: who is
+on devices, and beside them how many of each tenant go before the task (`core.standing.before`).
+Where many do, fewer are played, each for several, and the wait is stretched by as much.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from typing import Any
+
+from sqlalchemy import Row, func, select
+from sqlalchemy.orm import Session
+
+from app.core import estimate, fairshare, standing
+from app.core.board import Board, slice_us
+from app.core.estimate import Calibration, Estimate, Held, History, Line, Queued, Scene, Unknown
+from app.core.fairshare import Branch
+from app.core.island import Task
+from app.core.standing import Crowd
+from app.models import Placement
+from app.models import Task as TaskRow
+
+LEARNED_S = 60.0  # so long a history is kept
+HISTORY = timedelta(days=30)
+PLACEMENTS = 20_000  # of these, the newest, those that ended a task say how long tasks run
+TOLD = 2000  # answers remembered until their tasks have started
+EVENTS = 600  # tasks looked at for one answer: some 2 ms
+PLAYED = 100  # so many of those ahead are played at most
+TURNS = 25  # who keeps a device is played in so many turns at most
+PARTS = 8  # and what runs as long as usual in so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """When a task is expected to have its next turn: 80 % of such tasks within the interval."""
+
+    p10_s: float
+    p50_s: float
+    p90_s: float
+    starts_at: datetime  # the median
+    earliest_at: datetime
+    latest_at: datetime
+
+
+# --- what has been learned ------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Learned:
+    """How long tasks run, and how far off earlier answers were."""
+
+    read_s: float = 0.0
+    history: History = field(default_factory=History)
+    calibration: Calibration = field(default_factory=Calibration)
+    told: OrderedDict[str, tuple[Estimate, float]] = field(default_factory=OrderedDict)
+
+    def refreshed(self, session: Session) -> Learned:
+        now_s = time.monotonic()
+        if not self.read_s or now_s - self.read_s >= LEARNED_S:
+            self.read_s, self.history = now_s, _history(session)
+            self._calibrate(session)
+        return self
+
+    def remember(self, task: str, told: Estimate, at_s: float) -> None:
+        """Only the first answer: how often somebody asks must not weigh."""
+        self.told.setdefault(task, (told, at_s))
+        if len(self.told) > TOLD:
+            self.told.popitem(last=False)
+
+    def _calibrate(self, session: Session) -> None:
+        if not self.told:
+            return
+        query = select(Placement.task_id, func.max(Placement.launched_at))
+        mine = query.where(Placement.task_id == func.any(list(self.told)))
+        for id, launched_at in session.execute(mine.group_by(Placement.task_id)):
+            told, at_s = self.told[id]
+            if launched_at.timestamp() > at_s:
+                self.calibration.learn(told, launched_at.timestamp() - at_s)
+                del self.told[id]
+
+
+def _history(session: Session) -> History:
+    """From the newest placements that ended a task, the oldest first."""
+    columns = (Placement.task_id, Placement.end, Placement.ended_at)
+    newest = select(*columns).order_by(Placement.id.desc()).limit(PLACEMENTS).subquery()
+    query = (
+        select(
+            TaskRow.tenant_id,
+            TaskRow.user_id,
+            TaskRow.name,
+            TaskRow.devices_min,
+            (TaskRow.total_held_us + TaskRow.held_us).label("held_us"),
+        )
+        .join(newest, newest.c.task_id == TaskRow.id)
+        .where(
+            newest.c.end.in_(("finished", "failed")),
+            newest.c.ended_at > func.now() - HISTORY,
+            TaskRow.state.in_(("done", "failed")),
+        )
+        .order_by(newest.c.ended_at)
+    )
+    history = History()
+    for row in session.execute(query):
+        history.add(_who(row), row.held_us / 1e6)
+    return history
+
+
+def _who(row: Any) -> estimate.Who:
+    tenant, width = row.tenant_id, row.devices_min
+    return (tenant, row.user_id, row.name, width), (tenant, width), (tenant,), ()
+
+
+# --- the scene ------------------------------------------------------------------------------------
+
+
+def start(
+    board: Board,
+    task: Task,
+    *,
+    asked: Row[Any],
+    on_devices: Sequence[Row[Any]],
+    own: int,
+    crowd: Crowd,
+    unit: int,
+    learned: Learned,
+) -> Start | Unknown:
+    """For a task with `own` tasks of its tenant at the top before it, and those of the `crowd`.
+
+    `asked` and `on_devices` are rows of tasks; `unit` is what one device for one turn is charged.
+    """
+    stretch = max(1, math.ceil((own + sum(crowd[1])) / PLAYED))
+    before = own // stretch
+    me = _queued(asked)
+    lines = dict(_lines(board, crowd, stretch=stretch, unit=unit))
+    lines |= _of_holders(board, lines)
+    mine = _line(board.leaf(task).top, board, stretch)
+    lines[board.leaf(task).top.name] = replace(
+        mine, tasks=[Queued(who=me.who[1:], width=task.width)] * before + [me]
+    )
+    usual_s = learned.history.expected_remaining_s(me.who) or 0.0
+    found = estimate.starts_in(
+        _scene(board, task, lines, on_devices, usual_s=usual_s),
+        board.leaf(task).top.name,
+        before,
+        learned.history,
+        calibration=learned.calibration,
+        events=EVENTS,
+    )
+    if isinstance(found, Unknown):
+        return found
+    told = _stretched(found, stretch)
+    learned.remember(task.id, told, board.now_s)
+    return _start(told, board.now_s, not_before_s=task.retry_at_s)
+
+
+def _queued(row: Row[Any]) -> Queued:
+    return Queued(
+        who=_who(row),
+        width=row.devices_min,
+        elapsed_s=(row.total_held_us + row.held_us) / 1e6,
+        max_duration_s=row.max_duration_s,
+    )
+
+
+def _of_holders(board: Board, known: Mapping[str, Line]) -> dict[str, Line]:
+    """Those who only hold devices: they wait again when their turn is over."""
+    tops = {stay.leaf.top: None for stay in board.stays.values()}
+    return {top.name: _line(top, board) for top in tops if top.name not in known}
+
+
+def _line(top: Branch, board: Board, stretch: int = 1) -> Line:
+    score_s = standing.seconds(board, board.tree.score(top))
+    return Line(score_s=score_s, tasks=(), weight=top.weight / 1000 / stretch)
+
+
+def _scene(
+    board: Board,
+    task: Task,
+    lines: dict[str, Line],
+    on_devices: Sequence[Row[Any]],
+    *,
+    usual_s: float,
+) -> Scene:
+    slice_s = _slice_s(board, task, lines, usual_s=usual_s)
+    pool = board.pools.get(task.kind)
+    return Scene(
+        free=pool.fitting(task.memory_bytes) if pool is not None else 0,
+        held=list(_held(board, task, on_devices, slice_s=slice_s)),
+        lines=lines,
+        slice_s=slice_s,
+        goes_on_first=True,
+        half_life_s=board.policy.half_life_s,
+    )
+
+
+def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[tuple[str, Line]]:
+    """Of every `stretch` tasks one, which brings its tenant as far as all of them would."""
+    ends = list(accumulate(crowd[1]))
+    last = ends[-1] if ends else 0
+    chosen = Counter(bisect_left(ends, at) for at in range(stretch, last + 1, stretch))
+    for at, count in chosen.items():
+        party = crowd[0][at]
+        task = Queued(who=((party.name,), ()), width=max(1, round(party.fee / unit)))
+        score_s = standing.seconds(board, fairshare.score(party.faded, party.weight))
+        weight = party.weight / 1000 / stretch
+        yield party.name, Line(score_s=score_s, tasks=[task] * count, weight=weight)
+
+
+def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float) -> Iterator[Held]:
+    """Who is on devices.  What is left of a real turn is left of one that is played."""
+    by_id = {row.id: row for row in rows}
+    turn_s = slice_us(board.policy, task) / 1e6
+    for stay in board.stays.values():
+        holder = stay.task
+        if holder.kind != task.kind or stay.leaving:
+            continue
+        row = by_id[stay.id]
+        since_s = board.now_s if holder.started_s is None else holder.started_s
+        left_s = max(0.0, turn_s - (board.now_s - since_s))
+        yield Held(
+            tenant=stay.leaf.top.name,
+            who=_who(row),
+            width=len(stay.devices),
+            elapsed_s=(row.total_held_us + holder.held_us) / 1e6,
+            turn_s=0.0 if slice_s == math.inf else slice_s - left_s,
+            max_duration_s=row.max_duration_s,
+        )
+
+
+def _slice_s(board: Board, task: Task, lines: dict[str, Line], *, usual_s: float) -> float:
+    """How long a turn is played; none if all who take part are of one tenant at the top.
+
+    Longer than a real one where somebody keeps a device for many of them, because the scores cross
+    late or because tasks run for long: then it is the order that counts, not the single turn.
+    """
+    mine = board.leaf(task).top
+    if not board.policy.turns or len(lines) == 1:
+        return math.inf
+    turn_s = slice_us(board.policy, task) / 1e6
+    goal_s = lines[mine.name].score_s + turn_s * task.width * 1000 / mine.weight
+    widths = Counter[str]()
+    for stay in board.stays.values():
+        if stay.task.kind == task.kind and stay.leaf.top is not mine:
+            widths[stay.leaf.top.name] += len(stay.devices)
+    keeps_s = [
+        (goal_s - lines[name].score_s) * lines[name].weight / width
+        for name, width in widths.items()
+    ]
+    return max(turn_s, usual_s / PARTS, max(keeps_s, default=0.0) / TURNS)
+
+
+def _stretched(found: Estimate, stretch: int) -> Estimate:
+    return replace(
+        found,
+        p10_s=found.p10_s * stretch,
+        p50_s=found.p50_s * stretch,
+        p90_s=found.p90_s * stretch,
+        model_s=found.model_s * stretch,
+    )
+
+
+def _start(told: Estimate, now_s: float, *, not_before_s: float) -> Start:
+    """`not_before_s` is when the next attempt may be made at all; 0 if at any time."""
+    p10_s, p50_s, p90_s = (
+        max(part, not_before_s - now_s) for part in (told.p10_s, told.p50_s, told.p90_s)
+    )
+    return Start(
+        p10_s=p10_s,
+        p50_s=p50_s,
+        p90_s=p90_s,
+        starts_at=_at(now_s + p50_s),
+        earliest_at=_at(now_s + p10_s),
+        latest_at=_at(now_s + p90_s),
+    )
+
+
+def _at(at_s: float) -> datetime:
+    return datetime.fromtimestamp(at_s, UTC)

@@ -1,0 +1,141 @@
+"""The tenant tree as rows: who lies below a tenant, who above it, what those below may be promised.
+
+The edges are `Tenant.parent_id`; there is one root.  Whoever changes an edge or a guarantee holds
+`lock` until the commit, so that two changes, each sound, do not make an unsound tree together.
+How a tree shares devices is `app.core`'s to say.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, any_, bindparam, select, text
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from app.models import Tenant
+
+ALL = "*"  # in a limit: devices of all kinds together
+
+_LOCK = 0x74726565  # any number that nobody else takes
+
+Devices = dict[str, int]  # kind -> how many
+
+
+def lock(session: Session) -> None:
+    """Until this transaction ends nobody else changes the tree.
+
+    No row is locked for it: submits lock rows of tenants, and would wait for each other and for us
+    in another order.
+    """
+    session.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+
+
+_BELOW = """(array(
+    with recursive below as (
+        select id from tenants where id = :top
+        union select t.id from tenants t join below on t.parent_id = below.id
+    ) select id from below
+))"""
+
+
+def within(tenant_id: InstrumentedAttribute[Any], top: str) -> ColumnElement[bool]:
+    """A condition: the row belongs to the tenant `top` or to one below it.
+
+    An array and not a join, so that an index which begins with the tenant can serve.
+    """
+    return tenant_id == any_(text(_BELOW).bindparams(bindparam("top", top, unique=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class OnPath:
+    """What binds all that lies below a tenant, besides how it shares devices."""
+
+    id: str
+    name: str
+    tier: str
+    max_queued: int | None
+
+
+_PATH = text(
+    """
+    with recursive way as (
+        select 0 as up, id, parent_id, name, tier, max_queued from tenants where id = :id
+        union all
+        select way.up + 1, t.id, t.parent_id, t.name, t.tier, t.max_queued
+        from tenants t join way on t.id = way.parent_id
+    )
+    select id, name, tier, max_queued from way order by up
+    """
+)
+
+
+def path(session: Session, id: str) -> list[OnPath]:
+    """The tenant and all above it, the root last."""
+    return [OnPath(*row) for row in session.execute(_PATH, {"id": id})]
+
+
+# --- what is promised ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """A tenant's guarantee for a kind, if it has one, beside that of its children together."""
+
+    tenant: str
+    kind: str
+    own: int | None
+    below: int
+
+    @property
+    def counts(self) -> int:
+        """What the tenant takes of the guarantee of its parent."""
+        return self.below if self.own is None else self.own
+
+    @property
+    def broken(self) -> bool:
+        return self.own is not None and self.below > self.own
+
+
+class Promises:
+    """The guarantees of a whole tree, as they stand in this transaction."""
+
+    def __init__(self, session: Session) -> None:
+        columns = (Tenant.id, Tenant.parent_id, Tenant.name, Tenant.guarantee)
+        self._tenants = {row.id: row for row in session.execute(select(*columns))}
+        self._children: dict[str | None, list[str]] = defaultdict(list)
+        for row in self._tenants.values():
+            self._children[row.parent_id].append(row.id)
+        self._by_kind: dict[str, dict[str, Promise]] = {}
+        for id in self._leaves_first():
+            self._by_kind[id] = {promise.kind: promise for promise in self._of(id)}
+
+    def counts(self, id: str) -> Devices:
+        """What the tenant and those below it are guaranteed, by kind."""
+        return {kind: promise.counts for kind, promise in self._by_kind[id].items()}
+
+    def broken(self, id: str, *, up_to: str | None = None) -> Iterator[Promise]:
+        """Promises of the tenant and of those above it, up to the tenant `up_to` or the root, that
+        are less than what their children are promised together, the nearest first.
+        """
+        at: str | None = id
+        while at is not None:
+            yield from (promise for promise in self._by_kind[at].values() if promise.broken)
+            at = None if at == up_to else self._tenants[at].parent_id
+
+    def _leaves_first(self) -> Iterable[str]:
+        found = list(self._children[None])
+        for id in found:  # it grows while it is walked: level by level
+            found += self._children[id]
+        return reversed(found)
+
+    def _of(self, id: str) -> Iterator[Promise]:
+        row, below = self._tenants[id], defaultdict[str, int](int)
+        for child in self._children[id]:
+            for kind, devices in self.counts(child).items():
+                below[kind] += devices
+        for kind in sorted({*row.guarantee, *below}):
+            own = row.guarantee.get(kind)
+            yield Promise(tenant=row.name, kind=kind, own=own, below=below[kind])

@@ -1,0 +1,637 @@
+"""Why tasks wait, and until when: worked out when somebody asks (rule F10).
+
+Nothing of this is written anywhere, since one launch moves a million places.  A small board is made
+of what is on devices and of those who are asked about; who waits beside them is read as counts
+(`lines`) and told by `core.standing`, so an answer costs what the island holds and how many tenants
+it has, not how many tasks wait.
+
+Of an engine the counts, the tree and what everybody used are kept for `KEPT_S`, the last two
+followed by transaction ids.  A session on a connection of its own keeps nothing: it may roll back
+all that it sees.  When a task starts is `app.forecast`'s.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Engine, Row, Select, func, text
+from sqlalchemy.orm import Session
+
+from app import db, forecast, ledger, snapshot
+from app.core import explain as says
+from app.core import standing
+from app.core.board import MILLI, Board
+from app.core.estimate import Unknown
+from app.core.explain import Ahead, Obstacles
+from app.core.fairshare import Branch, lane
+from app.core.island import Reason, Snapshot, Task, Tenant, User
+from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, State
+from app.core.reclaim import above
+from app.core.standing import Crowd, Party, before
+from app.forecast import Start
+from app.models import Placement
+from app.models import Task as TaskRow
+from app.models import User as UserRow
+
+JSON = dict[str, Any]
+
+KEPT_S = 1.0
+UNITS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """Why one task waits; all empty if it does not.
+
+    `reasons` have code, message, next_action, unblocked_by and change; `nearest` is of the one to
+    end first.  `place` is among all that wait for its kind on its island, from 1.  `estimate` is
+    None with `no_estimate`, a code and a sentence.
+    """
+
+    reasons: tuple[JSON, ...] = ()
+    nearest: JSON | None = None
+    place: int | None = None
+    estimate: Start | None = None
+    no_estimate: JSON | None = None
+
+
+def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
+    """Of each task, by id; one board serves all tasks of an island."""
+    found = {task.id: Why() for task in tasks}
+    by_island: dict[str | None, list[TaskRow]] = defaultdict(list)
+    for task in tasks:
+        if task.state in NOT_STARTED:
+            by_island[task.island].append(task)
+    kept = _kept(session)
+    with kept.lock:
+        for island, asked in by_island.items():
+            if island is None:
+                found |= {task.id: _told((says.not_looked_at(),)) for task in asked}
+            else:
+                picture = kept.picture(session, island, know={row.tenant_id for row in asked})
+                found |= _Answer(session, picture, asked).told()
+    return found
+
+
+def _told(
+    reasons: Sequence[Reason],
+    place: int | None = None,
+    expected: Start | Unknown | None = None,
+) -> Why:
+    first = says.nearest(reasons)
+    unknown = expected if isinstance(expected, Unknown) else None
+    if expected is None and first is not None:
+        unknown = Unknown(code="BLOCKED", message=f"Not before this: {first.unblocked_by}.")
+    return Why(
+        reasons=tuple(_as_json(reason) for reason in reasons),
+        nearest=None if first is None else _nearest(first),
+        place=place,
+        estimate=expected if isinstance(expected, Start) else None,
+        no_estimate=None if unknown is None else asdict(unknown),
+    )
+
+
+def _as_json(reason: Reason) -> JSON:
+    return {
+        "code": reason.code,
+        "message": reason.message,
+        "next_action": reason.next_action,
+        "unblocked_by": reason.unblocked_by,
+        "change": _change(reason),
+    }
+
+
+def _change(reason: Reason) -> JSON:
+    change = reason.change
+    value = list(change.value) if isinstance(change.value, tuple) else change.value
+    return {"action": change.action, "value": value, "of": change.of}
+
+
+def _nearest(reason: Reason) -> JSON:
+    until = reason.unblocked_by
+    return {"code": reason.code, "message": f"{until[:1].upper()}{until[1:]}.", **_change(reason)}
+
+
+# --- what is kept between two answers -------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _InLine:
+    """Who is in line on an island, counted by kind and tenant, those below each included.
+
+    `parties` are the tenants right below one (None: at the top), as `core.standing` compares them;
+    of those that are `stale` they have to be made anew.  What a turn costs (`units`, by kind) is
+    taken anew only now and then, since with it all of them change.
+    """
+
+    since: int = 0  # the oldest transaction that may still bring news
+    lines: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
+    waiting: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    widths: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    gangs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    below: dict[tuple[str, str | None], list[str]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    stale: set[str] = field(default_factory=set)
+    parties: dict[tuple[str, str | None], dict[str, Party]] = field(default_factory=dict)
+    units: dict[str, int] = field(default_factory=dict)
+    units_s: float = 0.0
+
+    def count(self, rows: Iterable[Row[Any]], tree: _Kept) -> None:
+        for row in rows:
+            key = row.user_id, row.kind, row.memory_bytes, row.width
+            more = row.waiting - self.lines.get(key, 0)
+            self.lines[key] = row.waiting
+            if not more:
+                continue
+            if row.width > 1:
+                self.gangs[row.kind] += more
+            waiting, widths = self.waiting[row.kind], self.widths[row.kind]
+            for id in tree.path(row.tenant_id):
+                if id not in waiting:
+                    self.below[row.kind, tree.tenants[id].parent].append(id)
+                waiting[id] = waiting.get(id, 0) + more
+                widths[id] = widths.get(id, 0) + more * row.width
+                self.stale.add(id)
+
+    def take_units_anew(self, half_life_s: float) -> None:
+        """Before a turn costs one in a thousand more than was taken for it."""
+        lasts_s = min(UNITS_S, half_life_s / 1000) if half_life_s else UNITS_S
+        if time.monotonic() - self.units_s >= max(lasts_s, KEPT_S):
+            self.units_s = time.monotonic()
+            self.units.clear()
+            self.parties.clear()
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Of one engine: the tree and who used what, followed; and of each island a picture."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    since: int = 0  # the oldest transaction that may still bring news
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    booked: dict[str, tuple[str, int]] = field(default_factory=dict)  # user -> (tenant, faded)
+    used: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by subtree
+    in_line: dict[str, _InLine] = field(default_factory=dict)
+    pictures: dict[str, _Picture] = field(default_factory=dict)
+    learned: forecast.Learned = field(default_factory=forecast.Learned)
+
+    def picture(self, session: Session, island: str, *, know: set[str]) -> _Picture:
+        """One of less than `KEPT_S` ago that knows these tenants, or a new one."""
+        found = self.pictures.get(island)
+        if found is None or found.age_s >= KEPT_S or not know <= self.tenants.keys():
+            found = self.pictures[island] = self._draw(session, island)
+        self.learned.refreshed(session)
+        return found
+
+    def _draw(self, session: Session, island: str) -> _Picture:
+        """Tenants are read last, so that all that the rest names are among them."""
+        line = self.in_line.setdefault(island, _InLine())
+        horizon = int(session.scalar(_HORIZON) or 0)
+        values = {"since": str(self.since), "island": island}
+        accounts = session.execute(_ACCOUNTS, values).all()
+        rows = session.execute(_LINES, {**values, "since": str(line.since)}).all()
+        on_devices = session.execute(_on_devices(island)).all()
+        if self._follow_tenants(session.execute(_TENANTS, values).all()):
+            self.in_line = {island: (line := _InLine())}
+            rows = session.execute(_LINES, {**values, "since": "0"}).all()
+        for user, tenant, faded in accounts:
+            _, old = self.booked.get(user, (tenant, 0))
+            self.booked[user] = tenant, int(faded)
+            self._use(tenant, int(faded) - old)
+        line.count(rows, self)
+        self.since = line.since = horizon
+        return _Picture(session, self, island, line, on_devices, self.pictures.get(island))
+
+    def _follow_tenants(self, rows: Sequence[Row[Any]]) -> bool:
+        """True if one has moved: then all sums are other ones."""
+        moved = False
+        for row in rows:
+            parent = None if row.under_root else row.parent_id
+            old = self.tenants.get(row.id)
+            moved |= old is not None and old.parent != parent
+            self.tenants[row.id] = Tenant(
+                id=row.id,
+                name=row.name,
+                weight=row.weight_milli,
+                parent=parent,
+                guarantee=row.guarantee,
+                limit=row.limit,
+                most_running=row.max_running,
+            )
+            for line in self.in_line.values():
+                line.stale.add(row.id)
+        if moved:
+            self.used.clear()
+            for tenant, faded in self.booked.values():
+                self._use(tenant, faded)
+        return moved
+
+    def _use(self, tenant: str, faded: int) -> None:
+        for id in self.path(tenant):
+            self.used[id] += faded
+            for line in self.in_line.values():
+                line.stale.add(id)
+
+    def path(self, tenant: str | None) -> Iterator[str]:
+        """The tenant and those above it."""
+        while tenant is not None:
+            yield tenant
+            tenant = self.tenants[tenant].parent
+
+
+_engines: WeakKeyDictionary[Engine, _Kept] = WeakKeyDictionary()
+_first = threading.Lock()
+
+
+def _kept(session: Session) -> _Kept:
+    bind = session.get_bind()
+    if not isinstance(bind, Engine):
+        return _Kept()
+    with _first:
+        return _engines.setdefault(bind, _Kept())
+
+
+# --- one island's picture -------------------------------------------------------------------------
+
+
+class _Picture:
+    """An island's board without those who wait, and beside it how many do.
+
+    The board has the tenants and users of what is on devices, and of who was asked about; and below
+    each tenant one user more, who used what all its others did, so that the sums are right.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        kept: _Kept,
+        island: str,
+        line: _InLine,
+        on_devices: Sequence[Row[Any]],
+        old: _Picture | None,
+    ) -> None:
+        self.kept, self.island, self.line, self.on_devices = kept, island, line, on_devices
+        self.drawn_s, self.now_s = time.monotonic(), db.now_s(session)
+        self.led = bool(session.scalar(_LED, {"island": island}))
+        self._users: dict[tuple[str, str], dict[str, Party]] = {}
+        self.board = self._draw(session)
+        line.take_units_anew(self.board.policy.half_life_s)
+        if old is not None:
+            line.stale |= old.board.tenants.keys()
+        line.stale |= self.board.tenants.keys()  # what runs adds to what they used
+        self._freshen()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.drawn_s
+
+    def _draw(self, session: Session) -> Board:
+        drawn = Snapshot(
+            island=self.island,
+            policy=snapshot.policy(ledger.base(session)),
+            tenants={},
+            users={},
+            devices=snapshot.devices(session, self.island),
+            tasks={},
+        )
+        self.board = board = Board.of(drawn, now_s=self.now_s)
+        self.know(session, {row.user_id for row in self.on_devices})
+        tasks = snapshot.tasks_of(session, self.on_devices, now_s=self.now_s)
+        for id in sorted(tasks):
+            board.set_task(tasks[id])
+        for kind, tier, started in session.execute(_PAUSED, {"island": self.island}):
+            board.started[kind, tier] += started
+        return board
+
+    def know(self, session: Session, users: set[str]) -> None:
+        """See that the board has these users."""
+        missing = users - self.board.users.keys()
+        if not missing:
+            return
+        found = snapshot.users(session, UserRow.id == func.any(sorted(missing)))
+        kept, board = self.kept, self.board
+        above_them = {id for user in found.values() for id in kept.path(user.tenant)}
+        new = sorted(above_them - board.tenants.keys())
+        board.tenants |= {id: kept.tenants[id] for id in new}
+        for id in new:
+            board.set_tenant(kept.tenants[id])
+        for id in sorted(found):
+            board.set_user(replace(found[id], faded_us=kept.booked.get(id, ("", 0))[1]))
+        self._balance(above_them)
+
+    def _balance(self, tenants: Iterable[str]) -> None:
+        """What of a tenant's usage is no one's on the board is that of all its others."""
+        used, board = self.kept.used, self.board
+        rest = {id: used[id] for id in tenants}
+        for user in board.users.values():
+            if user.tenant in rest and user.id != _rest(user.tenant):
+                rest[user.tenant] -= user.faded_us
+        for tenant in board.tenants.values():
+            if tenant.parent in rest:
+                rest[tenant.parent] -= used[tenant.id]
+        for id, faded in rest.items():
+            board.set_user(User(id=_rest(id), tenant=id, faded_us=max(0, faded)))
+
+    # --- who is in line beside whom ---
+
+    def unit(self, kind: str) -> int:
+        """What one that needs one device is charged for a turn."""
+        units = self.line.units
+        if kind not in units:
+            units[kind] = standing.fee(self.board, kind, 1, 1)
+        return units[kind]
+
+    def beside(self, session: Session, kind: str, parent: str | None) -> Mapping[str, Party]:
+        """Who has tasks in line, of the tenants and users right below one; None: at the top."""
+        found = self.line.parties.get((kind, parent))
+        if found is None:
+            made = {id: self._tenant(kind, id) for id in self.line.below[kind, parent]}
+            found = {id: party for id, party in made.items() if party is not None}
+            self.line.parties[kind, parent] = found
+        if parent is None:
+            return found
+        return {**found, **self._users_below(session, kind, parent)}
+
+    def _freshen(self) -> None:
+        """Make those parties anew that are not as they were."""
+        for id in self.line.stale:
+            for kind in self.line.waiting:
+                found = self.line.parties.get((kind, self.kept.tenants[id].parent))
+                if found is None:
+                    continue
+                party = self._tenant(kind, id)
+                if party is not None:
+                    found[id] = party
+                else:
+                    found.pop(id, None)
+        self.line.stale.clear()
+
+    def _tenant(self, kind: str, id: str) -> Party | None:
+        """None if nobody of it waits, or a limit keeps them all out."""
+        waiting, tenant = self.line.waiting[kind].get(id, 0), self.kept.tenants[id]
+        if waiting <= 0:
+            return None
+        widths, unit, used = self.line.widths[kind][id], self.unit(kind), self.kept.used[id]
+        bound = tenant.guarantee or tenant.limit or tenant.most_running is not None
+        if bound or id in self.board.tenants:
+            if not self._has_room(kind, tenant):
+                return None
+            return self._party(kind, id, tenant.parent, used, tenant.weight, waiting, widths)
+        fee = unit if widths == waiting else unit * widths // waiting
+        return Party(id, used * MILLI, tenant.weight, fee, waiting)
+
+    def _users_below(self, session: Session, kind: str, parent: str) -> dict[str, Party]:
+        found = self._users.get((kind, parent))
+        if found is None:
+            found = self._users[kind, parent] = {}
+            values = {"island": self.island, "tenant": parent, "kind": kind}
+            for id, weight, waiting, widths in session.execute(_USERS, values):
+                faded = self.kept.booked.get(id, ("", 0))[1]
+                found[id] = self._party(kind, id, parent, faded, weight, waiting, int(widths))
+        return found
+
+    def _has_room(self, kind: str, tenant: Tenant) -> bool:
+        """May it hold one device more?  Who may not is not before anybody now (rule F4)."""
+        if tenant.id in self.board.tenants:
+            return self.board.tree.branches[self.board.path_of(tenant.id)].room(lane(kind))
+        shut = any(tenant.limit.get(each, 1) < 1 for each in (kind, "*"))
+        return not shut and tenant.most_running != 0
+
+    def _party(
+        self,
+        kind: str,
+        id: str,
+        parent: str | None,
+        faded: int,
+        weight: int,
+        waiting: int,
+        widths: int,
+    ) -> Party:
+        """With what runs, if the board knows it."""
+        above_it = self.board.path_of(parent) if parent in self.board.tenants else ()
+        branch = self.board.tree.branches.get((*above_it, id))
+        fee = max(1, self.unit(kind) * widths // waiting)
+        if branch is not None:
+            borrows = branch.borrows(lane(kind, max(1, widths // waiting)))
+            return Party(id, self.board.tree.usage(branch), weight, fee, waiting, borrows)
+        tenant = self.kept.tenants.get(id)
+        owed = tenant.guarantee.get(kind, 0) if tenant is not None else 0
+        return Party(id, faded * MILLI, weight, fee, waiting, owed * waiting < widths)
+
+
+def _rest(tenant: str) -> str:
+    """The name of the user who stands for all others of a tenant."""
+    return f"{tenant}/rest"
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+class _Answer:
+    """Why some tasks of one island wait, on its picture."""
+
+    def __init__(self, session: Session, picture: _Picture, asked: Sequence[TaskRow]) -> None:
+        self.session, self.picture, self.board = session, picture, picture.board
+        self.now_s = picture.now_s + picture.age_s
+        mine = snapshot.tasks(*_MORE).where(TaskRow.id == func.any([row.id for row in asked]))
+        rows = session.execute(mine.order_by(TaskRow.id)).all()
+        self.asked = {row.id: row for row in rows}
+        self.tasks = snapshot.tasks_of(session, rows, now_s=self.now_s)
+        picture.know(session, {task.user for task in self.tasks.values()})
+
+    def told(self) -> dict[str, Why]:
+        picture = self.picture
+        here = () if picture.led else (says.no_scheduler(picture.island),)
+        ranks = self._ranks([task for task in self.tasks.values() if task.state == State.waiting])
+        seen: dict[Any, Obstacles] = {}
+        found = {}
+        for task in self.tasks.values():
+            reasons = (*here, *says.start(task, now_s=self.now_s))
+            if task.state != State.waiting:
+                found[task.id] = _told(reasons or (says.not_looked_at(),))
+                continue
+            key = standing.alike(self.board, task)
+            if key not in seen:
+                gangs = picture.line.gangs[task.kind] > 0
+                seen[key] = standing.obstacles(self.board, task, gangs=gangs)
+            ahead, crowd = self._ahead(task, ranks[task.id])
+            reasons += says.waiting(task, seen[key], ahead)
+            expected = self._expected(task, reasons, ahead, crowd)
+            found[task.id] = _told(reasons, ahead.all + 1, expected)
+        return found
+
+    def _expected(
+        self,
+        task: Task,
+        reasons: Sequence[Reason],
+        ahead: Ahead,
+        crowd: Crowd,
+    ) -> Start | Unknown | None:
+        """None if something must happen first that nobody can foretell."""
+        if any(reason.code in says.CLOSED for reason in reasons):
+            return None
+        return forecast.start(
+            self.board,
+            task,
+            asked=self.asked[task.id],
+            on_devices=self.picture.on_devices,
+            own=ahead.all - sum(crowd[1]),
+            crowd=crowd,
+            unit=self.picture.unit(task.kind),
+            learned=self.picture.kept.learned,
+        )
+
+    def _ahead(self, task: Task, rank: tuple[int, int, int | None]) -> tuple[Ahead, Crowd]:
+        """Who is before it; and of the parties at the top, how many of each."""
+        higher, earlier, highest = rank
+        k, users, tenants = higher + earlier, 0, 0
+        crowd: Crowd = ([], [])
+        for up, branch in enumerate(above(self.board.leaf(task))):
+            if branch.parent is None:
+                break
+            parent = branch.parent.name or None
+            beside = self.picture.beside(self.session, task.kind, parent)
+            crowd = before(beside.get(branch.name) or self._alone(task, branch), k, beside.values())
+            more = sum(crowd[1])
+            k += more
+            users, tenants = (users, tenants + more) if up else (users + more, tenants)
+        ahead = Ahead(tenants=tenants, users=users, higher=higher, earlier=earlier, highest=highest)
+        return ahead, crowd
+
+    def _alone(self, task: Task, branch: Branch) -> Party:
+        """Of a branch that is not among those in line: it just came, or a limit keeps it out."""
+        fee = self.picture.unit(task.kind) * task.width
+        usage = self.board.tree.usage(branch)
+        borrows = branch.borrows(self.board.lane(task))
+        return Party(branch.name, usage, branch.weight, fee, 1, borrows)
+
+    def _ranks(self, tasks: Sequence[Task]) -> dict[str, tuple[int, int, int | None]]:
+        """Of each: own tasks of a higher priority, own that are older, the highest priority.
+
+        Tasks of one user, kind and priority lie in one row: what stands between two of them is
+        counted, so that each is looked at once however many are asked about.
+        """
+        rows: dict[Any, list[Task]] = defaultdict(list)
+        for task in sorted(tasks, key=lambda task: (task.submitted_s, task.id)):
+            rows[task.user, task.kind, task.priority].append(task)
+        after: dict[str, str | None] = {}
+        for row in rows.values():
+            after[row[0].id] = None
+            after |= {later.id: earlier.id for earlier, later in pairwise(row)}
+        values = {
+            "island": self.picture.island,
+            "ids": list(after),
+            "after": list(after.values()),
+        }
+        counted = self.session.execute(_RANKS, values).all() if after else []
+        between = {id: (higher, n, highest) for id, higher, n, highest in counted}
+        found = {}
+        for row in rows.values():
+            before_it = 0
+            for task in row:
+                higher, n, highest = between.get(task.id, (0, 0, None))
+                before_it += n
+                found[task.id] = int(higher), int(before_it), highest
+        return found
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+_MORE = (
+    TaskRow.name,
+    TaskRow.total_held_us,
+    TaskRow.descriptor["max_duration_s"].label("max_duration_s"),
+)
+
+
+def _on_devices(island: str) -> Select[Any]:
+    """By the open placements: of those who wait there may be a million."""
+    return (
+        snapshot.tasks(*_MORE)
+        .join(Placement, Placement.task_id == TaskRow.id)
+        .where(
+            Placement.ended_at.is_(None),
+            TaskRow.island == island,
+            TaskRow.state.in_(ON_A_DEVICE),
+        )
+    )
+
+
+_HORIZON = text("select pg_snapshot_xmin(pg_current_snapshot())::text")
+
+_TENANTS = text(
+    """
+    select t.id, t.name, t.parent_id, t.weight_milli, t.guarantee, t."limit", t.max_running,
+           coalesce(p.parent_id is null, false) as under_root
+    from tenants t left join tenants p on p.id = t.parent_id
+    where t.txid >= cast(:since as xid8)
+    """
+)
+
+_ACCOUNTS = text(
+    "select user_id, tenant_id, faded from accounts where txid >= cast(:since as xid8)"
+)
+
+# Lines have no column that says who wrote them last: the row's own does, for what is not too old.
+_LINES = text(
+    """
+    select user_id, kind, memory_bytes, width, tenant_id, waiting from lines
+    where island = :island and age(xmin) <= age(cast(cast(:since as xid8) as xid))
+    """
+)
+
+_LED = text("select leader_until > now() from islands where name = :island")
+
+# Only those whose image lies in a device's memory can be found among a million who wait.
+_PAUSED = text(
+    """
+    select kind, tier, sum(devices_min)::bigint from tasks
+    where image_on is not null and state = 'waiting' and island = :island group by 1, 2
+    """
+)
+
+_USERS = text(
+    """
+    select l.user_id, u.weight_milli, sum(l.waiting)::bigint, sum(l.waiting * l.width)::bigint
+    from users u join lines l on l.user_id = u.id
+    where u.tenant_id = :tenant and l.island = :island and l.kind = :kind and l.waiting > 0
+    group by 1, 2
+    """
+)
+
+# For each kind of task that the user has in line, as the index ix_tasks_line has them; of those as
+# urgent, only what lies between the task and the one before it that is asked about, too.
+_RANKS = text(
+    """
+    select a.id,
+        sum((select count(*) from tasks t where t.state = 'waiting'
+            and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
+            and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
+            and t.priority > a.priority)) as higher,
+        sum((select count(*) from tasks t where t.state = 'waiting'
+            and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
+            and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
+            and t.priority = a.priority
+            and (t.submitted_at, t.id) < (a.submitted_at, a.id)
+            and (b.id is null or (t.submitted_at, t.id) >= (b.submitted_at, b.id)))) as earlier,
+        max((select max(t.priority) from tasks t where t.state = 'waiting'
+            and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
+            and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
+            and t.priority > a.priority)) as highest
+    from unnest(cast(:ids as text[]), cast(:after as text[])) as asked (id, after)
+    join tasks a on a.id = asked.id
+    left join tasks b on b.id = asked.after
+    join lines l on l.island = :island and l.user_id = a.user_id and l.kind = a.kind
+        and l.waiting > 0
+    group by a.id
+    """
+)

@@ -1,0 +1,497 @@
+"""Random islands, up to a million: does anybody pause each other for ever?
+
+    python -m benchmarks.no_cycles [--quick]
+
+Each seed makes an island: a tree of tenants one to three deep, with weights, guarantees and limits;
+devices; tasks that run and wait, with gangs, tiers and priorities.  Rounds follow each other at one
+instant until nothing moves any more, and what each decides is held against the rules by plain
+arithmetic on plain tables, which shares no code with the scheduler: see `judge`.
+
+Half of the islands are *timeless*: a slice has no length, nothing costs anything, and nobody is
+safe from being asked again at once.  That is where a cycle would show that a slice only slows down:
+the same tasks would run again that ran before.  (Two tasks may pause each other once: for a gang
+that straddles its guarantee more gives way than was asked for, and some of it is claimed back.)  In
+the other half a slice has its length: there no task is paused twice at an instant, nor afterwards,
+as the clock goes on, twice within a slice.
+
+The same function, `judge(seed)`, is run for some thousand seeds by tests/core/test_no_cycles.py.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from app.core.board import Board, been_away
+from app.core.decide import cycle, decide
+from app.core.fairshare import FIXED_POINT_BITS
+from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.lifecycle import Move
+from benchmarks import Target, quick, report
+
+SCENARIOS, QUICK = 1_000_000, 20_000
+CHUNK = 1000
+NOW_S = 10_000.0
+ROUNDS = 40  # at one instant; more is no standstill
+STEP_S = 0.5
+SECOND = 1_000_000
+ANYWHERE = ("cpu", "cpu", "cpu", "cuda")
+PATIENCE_S = 500.0
+
+
+class Unruly(Exception):
+    """A rule that a round broke: which seed, and how."""
+
+    def __init__(self, seed: int, what: str) -> None:
+        super().__init__(f"seed {seed}: {what}")
+
+
+# --- random islands -----------------------------------------------------------------------------
+
+
+def island(seed: int, *, timeless: bool) -> Snapshot:
+    """The island of a seed; nobody is above a limit at first."""
+    dice = random.Random(seed)
+    tenants, leaves = _tenants(dice)
+    users = {
+        id: User(
+            id=id,
+            tenant=id.split(":")[0],
+            weight=dice.choice([1000, 1000, 2000]),
+            faded_us=(dice.randint(0, 30) * SECOND) << FIXED_POINT_BITS,
+        )
+        for leaf in leaves
+        for id in (f"{leaf}:u", f"{leaf}:v")
+    }
+    devices = {
+        f"d{n}": Device(
+            id=f"d{n}",
+            host="h",
+            kind=dice.choice(ANYWHERE) if n else "cpu",
+            memory_bytes=dice.choice([4, 8, 8]),
+            cost=1000,
+            lease_until_s=NOW_S + 1e6,
+        )
+        for n in range(dice.randint(1, 6))
+    }
+    policy = Policy(
+        half_life_s=0.0,
+        slice_min_s=0.0 if timeless else 1.0,
+        slice_max_s=0.0 if timeless else 3.0,
+        patience_s=PATIENCE_S,
+    )
+    snapshot = Snapshot(
+        island="random", policy=policy, tenants=tenants, users=users, devices=devices, tasks={}
+    )
+    return replace(snapshot, tasks=_tasks(dice, snapshot))
+
+
+def _tenants(dice: random.Random) -> tuple[dict[str, Tenant], list[str]]:
+    """A tree one to three deep, and the tenants at its ends."""
+    tenants: dict[str, Tenant] = {}
+    level: list[str | None] = [None]
+    ends: list[str] = []
+    for depth in range(dice.randint(1, 3)):
+        below: list[str | None] = []
+        for parent in level:
+            if depth and dice.random() < 0.3:
+                ends.append(parent or "")
+                continue
+            for n in range(dice.randint(1, 3)):
+                tenant = _tenant(dice, f"{parent or ''}{'abc'[n]}", parent)
+                tenants[tenant.id] = tenant
+                below.append(tenant.id)
+        level = below
+    return tenants, sorted(ends + [end for end in level if end is not None])
+
+
+def _tenant(dice: random.Random, id: str, parent: str | None) -> Tenant:
+    guarantee = {"cpu": dice.randint(1, 3)} if dice.random() < 0.4 else {}
+    limit = {}
+    if dice.random() < 0.3:
+        kind = dice.choice(["cpu", "*"])
+        limit[kind] = guarantee.get("cpu", 0) + dice.randint(0 if guarantee else 1, 3)
+    return Tenant(
+        id=id,
+        name=id,
+        parent=parent,
+        weight=dice.choice([500, 1000, 1000, 3000]),
+        guarantee=guarantee,
+        limit=limit,
+        most_running=dice.randint(1, 3) if dice.random() < 0.2 else None,
+    )
+
+
+def _tasks(dice: random.Random, snapshot: Snapshot) -> dict[str, Task]:
+    free = sorted(snapshot.devices)
+    tables = Tables(snapshot)
+    tasks: dict[str, Task] = {}
+    for n in range(dice.randint(2, 12)):
+        task = _task(dice, f"t{n:02}", dice.choice(sorted(snapshot.users)))
+        fitting = [id for id in free if fits(snapshot.devices[id], task)]
+        if dice.random() < 0.6 and len(fitting) >= task.width and not tables.over(task):
+            seats = tuple(fitting[: task.width])
+            free = [id for id in free if id not in seats]
+            task = _seated(dice, task, seats)
+            tables.hold(task, 1)
+        tasks[task.id] = task
+    return tasks
+
+
+def _task(dice: random.Random, id: str, user: str) -> Task:
+    ran = dice.random() < 0.4
+    return Task(
+        id=id,
+        request=id,
+        tenant=user.split(":")[0],
+        user=user,
+        state="waiting",
+        epoch=int(ran),
+        kind=dice.choice(ANYWHERE),
+        memory_bytes=dice.choice([0, 0, 8]),
+        width=dice.choice([1, 1, 1, 2, 3]),
+        tier=dice.choice(["basic", "standard", "standard", "premium"]),
+        priority=dice.choice([0, 0, 0, 1]),
+        submitted_s=NOW_S - dice.choice([1, 100, 100, 600]),
+        waited_s=dice.choice([0, 0, 0, 600]),
+        away=((NOW_S - 2000, NOW_S - 2000 + dice.choice([10, 1200])),) if ran else (),
+        waiting_since_s=NOW_S - dice.choice([1, 5]) if ran else None,
+        switch_us=dice.choice([0, 0, 40_000]),
+    )
+
+
+def _seated(dice: random.Random, task: Task, seats: tuple[str, ...]) -> Task:
+    held_us = dice.choice([SECOND // 2, 10 * SECOND, 100 * SECOND])
+    return replace(
+        task,
+        state="running",
+        epoch=1,
+        seats=seats,
+        held_us=held_us,
+        accrued_us=held_us,
+        started_s=NOW_S - held_us / SECOND,
+    )
+
+
+def fits(device: Device, task: Task) -> bool:
+    return device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+
+
+# --- what devices do with a plan ----------------------------------------------------------------
+
+
+class Shop:
+    """An island whose devices obey at once: a paused task waits, a launched one runs."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.users, self.tasks = dict(snapshot.users), dict(snapshot.tasks)
+        self.first, self.now_s = snapshot, NOW_S
+        self.board = Board.of(snapshot, now_s=NOW_S)
+
+    def snapshot(self) -> Snapshot:
+        tasks = {id: self._measured(task) for id, task in self.tasks.items()}
+        return replace(self.first, users=dict(self.users), tasks=tasks)
+
+    def _measured(self, task: Task) -> Task:
+        if task.started_s is None:
+            return task
+        held_us = round((self.now_s - task.started_s) * SECOND)
+        return replace(task, held_us=held_us, accrued_us=held_us)
+
+    def later(self, by_s: float) -> None:
+        self.now_s += by_s
+        self.board.at(self.now_s)
+
+    def obey(self, plan: Plan) -> None:
+        """First all lets go, then all begins, as it would if it took time."""
+        for decision in plan.decisions:
+            if decision.move == Move.Pause:
+                self._pause(self._measured(self.tasks[decision.task]))
+        for decision in plan.decisions:
+            if decision.move == Move.Launch:
+                self._start(self.board.tasks[decision.task])
+
+    def _start(self, task: Task) -> None:
+        away, window_s = task.away, self.first.policy.tier_window_s
+        if task.waiting_since_s is not None:
+            away = been_away(away, task.waiting_since_s, self.now_s, window_s=window_s)
+        self._tell(replace(task, state="running", started_s=self.now_s, away=away))
+
+    def _pause(self, task: Task) -> None:
+        user, charge = self.users[task.user], task.accrued_us * len(task.seats)
+        self.users[user.id] = replace(user, faded_us=user.faded_us + (charge << FIXED_POINT_BITS))
+        self._tell(
+            replace(
+                task,
+                state="waiting",
+                seats=(),
+                started_s=None,
+                held_us=0,
+                accrued_us=0,
+                waiting_since_s=self.now_s,
+            )
+        )
+
+    def _tell(self, task: Task) -> None:
+        self.tasks[task.id] = task
+        self.board.set_task(task)
+
+
+# --- the rules, on plain tables -----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Tables:
+    """Who holds what, by name: (tenant, kind) -> devices, and tenant -> tasks."""
+
+    snapshot: Snapshot
+    held: Counter[tuple[str, str]] = field(default_factory=Counter)
+    running: Counter[str] = field(default_factory=Counter)
+
+    def above(self, tenant: str) -> list[str]:
+        """From the tenant itself to the top."""
+        found, at = [], self.snapshot.tenants.get(tenant)
+        while at is not None:
+            found.append(at.id)
+            at = self.snapshot.tenants.get(at.parent or "")
+        return found
+
+    def hold(self, task: Task, sign: int) -> None:
+        for tenant in self.above(task.tenant):
+            self.held[tenant, task.kind] += sign * task.width
+            self.held[tenant, "*"] += sign * task.width
+            self.running[tenant] += sign
+
+    def over(self, task: Task, more: int = 1) -> str | None:
+        """The lowest tenant whose limits would be exceeded by one more such task."""
+        for id in self.above(task.tenant):
+            tenant = self.snapshot.tenants[id]
+            most = tenant.most_running
+            if most is not None and self.running[id] + more > most:
+                return id
+            for kind in (task.kind, "*"):
+                most = tenant.limit.get(kind)
+                if most is not None and self.held[id, kind] + more * task.width > most:
+                    return id
+        return None
+
+    def lends(self, id: str, kind: str, width: int = 1) -> bool:
+        """Does it hold so many more than it is guaranteed?"""
+        guarantee = self.snapshot.tenants[id].guarantee
+        return not guarantee or self.held[id, kind] - width >= guarantee.get(kind, 0)
+
+    def owed(self, id: str, task: Task) -> bool:
+        """Would it be within its guarantee with the task?"""
+        guarantee = self.snapshot.tenants[id].guarantee
+        return bool(guarantee) and self.held[id, task.kind] + task.width <= guarantee.get(
+            task.kind, 0
+        )
+
+    def part(self, task: Task, other: Task) -> tuple[list[str], list[str]]:
+        """Of both the tenants that are not above the other, from below; empty in one tenant."""
+        mine, theirs = self.above(task.tenant), self.above(other.tenant)
+        return [id for id in mine if id not in theirs], [id for id in theirs if id not in mine]
+
+
+def judge(seed: int) -> Counter[str]:
+    """Play the island of a seed to its standstill; raises Unruly.  Counts what happened."""
+    timeless = seed % 2 == 0
+    shop = Shop(island(seed, timeless=timeless))
+    count: Counter[str] = Counter(islands=1)
+    pauses = _stand_still(seed, shop, count)
+    if timeless:
+        pairs = set(pauses)
+        count["for each other, without slices"] += sum((b, a) in pairs for a, b in pairs) // 2
+        _nothing_is_owed(seed, shop)
+    else:
+        _go_on(seed, shop, count, pauses)
+    return count
+
+
+def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, str]]:
+    """(who was paused, for whom) at one instant, until nothing moves."""
+    pauses, ran = list[tuple[str, str]](), set[frozenset[str]]()
+    for n in range(ROUNDS):
+        before = shop.snapshot()
+        plan = cycle(shop.board)
+        if n < 2 and seed % 4 < 2 and plan.decisions != decide(before, now_s=shop.now_s).decisions:
+            raise Unruly(seed, f"the board made anew decides otherwise than {plan.decisions}")
+        for what in _broken(before, plan):
+            raise Unruly(seed, f"{what}, in {[(d.task, d.move) for d in plan.decisions]}")
+        if not plan.decisions:
+            _nothing_is_idle(seed, shop)
+            return pauses
+        count["rounds"] += 1
+        mine = [(d.task, d.against) for d in plan.decisions if d.move == Move.Pause and d.against]
+        count.update(d.rule for d in plan.decisions if d.move == Move.Pause)
+        pauses += mine
+        shop.obey(plan)
+        if any(decision.rule in ("F7", "F9") for decision in plan.decisions):
+            ran.clear()  # who was urgent begins to wait anew: that is no coming round again
+        runs = frozenset(task.id for task in shop.tasks.values() if task.seats)
+        if runs in ran and mine:
+            raise Unruly(seed, f"these run again, so this is a cycle: {sorted(runs)}, {pauses}")
+        ran.add(runs)
+    raise Unruly(seed, f"no standstill after {ROUNDS} rounds: {pauses[-12:]}")
+
+
+def _go_on(seed: int, shop: Shop, count: Counter[str], first: list[tuple[str, str]]) -> None:
+    """Some seconds later: nobody is paused twice within a slice."""
+    paused_s = {task: [shop.now_s] for task, _ in first}
+    if len(paused_s) < len(first):
+        raise Unruly(seed, f"somebody was paused twice at one instant: {first}")
+    for _ in range(6):
+        shop.later(STEP_S)
+        for task, _ in _stand_still(seed, shop, count):
+            paused_s.setdefault(task, []).append(shop.now_s)
+    for task, instants in paused_s.items():
+        for sooner, later in pairwise(instants):
+            if later - sooner < shop.first.policy.slice_min_s:
+                raise Unruly(seed, f"{task} was paused at {sooner} and again at {later}")
+
+
+def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
+    """What a round's decisions, taken in their order, do against F4 to F6."""
+    tables = Tables(before)
+    holding = {id: task for id, task in before.tasks.items() if task.seats}
+    for task in holding.values():
+        tables.hold(task, 1)
+    asked = list[Task]()
+    for decision in plan.decisions:
+        task = before.tasks[decision.task]
+        if decision.move == Move.Pause:
+            gains = before.tasks[decision.against or ""]
+            yield from _wronged(tables, task, gains, decision.rule)
+            asked.append(task)
+            tables.hold(holding.pop(task.id), -1)
+        elif decision.move == Move.Launch:
+            over = tables.over(task)
+            if over is not None:
+                yield f"{task.id} exceeds a limit of {over}"
+            if len(decision.devices) != task.width:
+                yield f"{task.id} got {decision.devices}"
+            if asked:
+                yield from _spared(tables, holding, asked, task)
+            asked = []
+            now = replace(task, seats=decision.devices)
+            holding[task.id] = now
+            tables.hold(now, 1)
+
+
+def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[str]:
+    """F4, F5: who may be asked at all, before it gives way."""
+    if victim.user == gains.user:
+        if rule not in ("F7", "F9") and victim.priority >= gains.priority:
+            yield f"{victim.id} gave way to {gains.id} of no higher priority"
+        return
+    mine, theirs = tables.part(gains, victim)
+    lent = all(tables.lends(id, gains.kind) for id in theirs)
+    owed = bool(mine) and tables.owed(mine[-1], gains)
+    if not owed and not all(tables.lends(id, gains.kind, victim.width) for id in theirs):
+        yield f"{victim.id} was within a guarantee and gave way to {gains.id}, who was not"
+    if rule == "F5" and not (lent and owed):
+        yield f"{victim.id} gave way to {gains.id} by F5, lent {lent}, owed {owed}"
+
+
+def _spared(
+    tables: Tables, holding: dict[str, Task], asked: list[Task], task: Task
+) -> Iterator[str]:
+    """F5: without any one of those who were asked it does not fit."""
+    devices = tables.snapshot.devices
+    held = {id for other in holding.values() for id in other.seats}
+    for spared in asked:
+        free = [id for id in devices if id not in held and id not in spared.seats]
+        if sum(fits(devices[id], task) for id in free) < task.width:
+            continue
+        tables.hold(spared, 1)
+        if tables.over(task) is None:
+            yield f"{spared.id} gave way to {task.id} for nothing"
+        tables.hold(spared, -1)
+
+
+def _nothing_is_idle(seed: int, shop: Shop) -> None:
+    """Work conservation: nobody waits who has room and devices, unless a gang is waited for."""
+    snapshot = shop.snapshot()
+    tables, waiting, held = _standing(snapshot)
+    gangs = {task.kind for task in waiting if task.width > 1}
+    for task in waiting:
+        free = [d for d in snapshot.devices.values() if d.id not in held and fits(d, task)]
+        if task.kind not in gangs and len(free) >= task.width and tables.over(task) is None:
+            raise Unruly(seed, f"{task.id} waits and {free[0].id} is free")
+
+
+def _standing(snapshot: Snapshot) -> tuple[Tables, list[Task], set[str]]:
+    tables = Tables(snapshot)
+    running = [task for task in snapshot.tasks.values() if task.seats]
+    for task in running:
+        tables.hold(task, 1)
+    waiting = [task for task in snapshot.tasks.values() if task.state == "waiting"]
+    return tables, waiting, {id for task in running for id in task.seats}
+
+
+def _nothing_is_owed(seed: int, shop: Shop) -> None:
+    """F5: at the standstill nobody waits within a guarantee for a device that is only lent.
+
+    Only single tasks are looked at, and only who is guaranteed at every level below the parting;
+    a victim that its tier (F9) or its patience (F7) protects is not counted.
+    """
+    tables, waiting, _ = _standing(shop.snapshot())
+    devices = shop.first.devices
+    if any(shop.board.patience_s(task) <= shop.board.policy.patience_s for task in waiting):
+        return
+    for task in waiting:
+        if task.width > 1 or tables.over(task) is not None:
+            continue
+        for victim in tables.snapshot.tasks.values():
+            if not victim.seats or victim.kind != task.kind or victim.tier != "basic":
+                continue
+            mine, theirs = tables.part(task, victim)
+            if victim.waited_s >= PATIENCE_S and victim.width > 1:
+                continue
+            if not any(fits(devices[id], task) for id in victim.seats) or not mine:
+                continue
+            lent = theirs and all(tables.lends(id, task.kind) for id in theirs)
+            if lent and all(tables.owed(id, task) for id in mine):
+                raise Unruly(seed, f"{task.id} waits within a guarantee, {victim.id} borrows")
+
+
+# --- many ---------------------------------------------------------------------------------------
+
+
+def _judge_many(first: int) -> tuple[Counter[str], list[str]]:
+    count, broken = Counter[str](), list[str]()
+    for seed in range(first, first + CHUNK):
+        try:
+            count += judge(seed)
+        except Unruly as unruly:
+            count["islands"] += 1
+            broken.append(str(unruly))
+    return count, broken
+
+
+def main() -> int:
+    islands = QUICK if quick() else SCENARIOS
+    began_s, count = time.perf_counter(), Counter[str]()
+    broken = list[str]()
+    with ProcessPoolExecutor(2) as pool:
+        for done, unruly in pool.map(_judge_many, range(0, islands, CHUNK)):
+            count += done
+            broken += unruly
+    peers = {**count, "seconds": round(time.perf_counter() - began_s, 1)}
+    targets = [
+        Target(
+            name="random islands judged", value=count["islands"], unit="", op=">=", bound=islands
+        ),
+        Target(name="islands that broke a rule", value=len(broken), unit="", op="<=", bound=0),
+    ]
+    return report("no_cycles", targets, peers | {"broken": broken[:20]})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""Do the shares follow the weights within seconds, on one device, in the whole system?
+
+    python -m benchmarks.shares [--quick]
+
+Four tenants of weights 1:2:4:8 want one CPU device at once.  Their jobs differ eightfold, in how
+long a step takes and in how long a job does, and not in the order of the weights.  What each of
+them held is what the device measured, turn by turn; its share of a window is judged against its
+weight.
+
+The peer is round robin: the same system and the same jobs, and everybody's turn is as good as
+another's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from app.bundling import bundle_folder
+from app.client import Client
+from app.embedded import temporary_home
+from app.up import Handle, running
+from benchmarks import Target, quick, report
+
+JSON = dict[str, Any]
+
+WINDOW_S = 5.0
+SLIDE_S = 1.0
+WINDOW_BOUND_PERCENT = 2.0
+MINUTE_BOUND_PERCENT = 0.5
+SETTLE_S = 10.0  # until all have started once, and who came first has waited for the others
+ENV = {"ROUNDHOUSE_SLICE_MIN_S": "0.005", "ROUNDHOUSE_RESIDENTS_MAX": "8"}
+
+JOB = """
+import torch
+
+
+class Job:
+    # A step is so many small steps of training at once, each of about a millisecond.
+
+    def __init__(self, ctx, *, parts, steps):
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)
+        )
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.parts, self.steps = parts, steps
+
+    def step(self, ctx):
+        for _ in range(self.parts):
+            loss = self.net(torch.randn(128, 64)).square().mean()
+            loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+        if ctx.step == self.steps:
+            ctx.finish()
+        return {"loss": loss.item()}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanting:
+    """A tenant, and its jobs: `parts` milliseconds a step, about `job_s` seconds of the device."""
+
+    weight: int
+    parts: int
+    job_s: int
+
+    @property
+    def params(self) -> JSON:
+        return {"parts": self.parts, "steps": 1000 * self.job_s // self.parts}
+
+
+TENANTS = (
+    Wanting(weight=1, parts=4, job_s=4),
+    Wanting(weight=2, parts=16, job_s=2),
+    Wanting(weight=4, parts=8, job_s=16),
+    Wanting(weight=8, parts=2, job_s=8),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One stay on the seat, in seconds of the database's clock."""
+
+    tenant: str
+    from_s: float
+    to_s: float
+
+
+def main() -> int:
+    watch_s = 20.0 if quick() else 60.0
+    with tempfile.TemporaryDirectory() as folder, temporary_home() as home:
+        (Path(folder) / "job.py").write_text(JOB)
+        with running(home, devices=1, env=ENV) as system:
+            ours = shares(system, folder, "weighed", [one.weight for one in TENANTS], watch_s)
+            even = shares(system, folder, "even", [1] * len(TENANTS), watch_s)
+    return report("shares", _targets(ours), {**_facts(ours), **_peer(even)})
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """The turns of `tenants`, in the order of `TENANTS`, that lie at least in part in the time."""
+
+    tenants: list[str]
+    turns: list[Turn]
+    switches_us: list[int]
+    from_s: float
+    to_s: float
+
+
+def shares(system: Handle, folder: str, name: str, weights: list[int], watch_s: float) -> Watched:
+    """Fill the device with the jobs of new tenants of these weights, and watch them for a while."""
+    with Client(system.url, system.keys["platform"]["platform_admin"]) as admin:
+        tenants = [_tenant(admin, f"{name}-{n}", weight) for n, weight in enumerate(weights)]
+        members = [Client(system.url, _key(admin, tenant)) for tenant in tenants]
+    bundle = bundle_folder(Path(folder))
+    for member in members:
+        member.upload(bundle.sha256, bundle.body)
+    # The heaviest first: the others soon make up for what it had before they were there.
+    by_weight = sorted(zip(members, TENANTS, strict=True), key=lambda one: -one[1].weight)
+    requests = [
+        (member, member.submit(_descriptor(wanting, bundle.sha256))["id"])
+        for n in range(_jobs(min(one.job_s for one in TENANTS), watch_s))
+        for member, wanting in by_weight
+        if n < _jobs(wanting.job_s, watch_s)
+    ]
+    time.sleep(SETTLE_S)
+    from_s = _now_s(system)
+    time.sleep(watch_s)
+    to_s = _now_s(system)
+    for member, id in requests:
+        member.post(f"/v1/requests/{id}/cancel")
+    for member, id in requests:
+        _wait_for_end(member, id)
+    for member in members:
+        member.close()
+    return Watched(
+        tenants=tenants,
+        turns=_turns(system, tenants),
+        switches_us=_switches(system, tenants),
+        from_s=from_s,
+        to_s=to_s,
+    )
+
+
+def _jobs(job_s: int, watch_s: float) -> int:
+    """More of this length than the device could do in the time."""
+    return 2 + int((SETTLE_S + watch_s) / job_s)
+
+
+def _tenant(admin: Client, name: str, weight: int) -> str:
+    return str(admin.post("/v1/tenants", {"name": name, "weight": weight})["id"])
+
+
+def _key(admin: Client, tenant: str) -> str:
+    user = admin.post("/v1/users", {"tenant_id": tenant, "name": "member"})["id"]
+    made = admin.post("/v1/keys", {"user_id": user, "role": "member", "name": "benchmark"})
+    return str(made["key"])
+
+
+def _descriptor(wanting: Wanting, bundle: str) -> JSON:
+    job = {"name": "job", "type": "train", "run": {"job": "job:Job"}, "params": wanting.params}
+    return {"name": "shares", "bundle": f"sha256:{bundle}", "tasks": [job]}
+
+
+def _wait_for_end(member: Client, id: str) -> None:
+    while (found := member.get(f"/v1/requests/{id}", wait="10s"))["state"] in ("queued", "running"):
+        pass
+    if found["state"] == "failed":
+        raise RuntimeError(f"request {id} failed: {found['tasks']}")
+
+
+# --- what the device measured ---------------------------------------------------------------------
+
+
+def _rows(system: Handle, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    url = system.facts["database_url"].replace("postgresql+psycopg", "postgresql", 1)
+    with psycopg.connect(url) as connection:
+        return connection.execute(query, values).fetchall()
+
+
+def _now_s(system: Handle) -> float:
+    return float(_rows(system, "select extract(epoch from clock_timestamp())")[0][0])
+
+
+def _turns(system: Handle, tenants: list[str]) -> list[Turn]:
+    """All that they had.  A turn's end is when it was written down, which is a moment later."""
+    query = """
+        select tenant_id, extract(epoch from ended_at)::float, held_us from placements
+        where tenant_id = any(%s) and held_us > 0 order by ended_at
+    """
+    return [
+        Turn(tenant=tenant, from_s=to_s - held_us / 1e6, to_s=to_s)
+        for tenant, to_s, held_us in _rows(system, query, tenants)
+    ]
+
+
+def _switches(system: Handle, tenants: list[str]) -> list[int]:
+    """For how many microseconds the seat stood empty, whenever somebody went on."""
+    query = """
+        select (data->>'switch_us')::int from events
+        where tenant_id = any(%s) and type = 'task.started' and data->>'step' <> '0'
+    """
+    return [switch_us for (switch_us,) in _rows(system, query, tenants)]
+
+
+def _errors(watched: Watched, from_s: float, to_s: float) -> list[float]:
+    """By how much each tenant's share is off in this time, in percent of the device."""
+    held = [
+        sum(
+            max(0.0, min(turn.to_s, to_s) - max(turn.from_s, from_s))
+            for turn in watched.turns
+            if turn.tenant == tenant
+        )
+        for tenant in watched.tenants
+    ]
+    weight = sum(one.weight for one in TENANTS)
+    return [
+        abs(100 * mine / sum(held) - 100 * one.weight / weight)
+        for mine, one in zip(held, TENANTS, strict=True)
+    ]
+
+
+def _windows(watched: Watched) -> Iterator[float]:
+    """The worst tenant's error in each window."""
+    at_s = watched.from_s
+    while at_s + WINDOW_S <= watched.to_s:
+        yield max(_errors(watched, at_s, at_s + WINDOW_S))
+        at_s += SLIDE_S
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def _targets(ours: Watched) -> list[Target]:
+    figures = (
+        ("in the worst window of 5 s", max(_windows(ours)), WINDOW_BOUND_PERCENT),
+        ("over the whole time", max(_errors(ours, ours.from_s, ours.to_s)), MINUTE_BOUND_PERCENT),
+    )
+    return [
+        Target(
+            name=f"worst tenant's error of share, {when}",
+            value=round(value, 3),
+            unit="% of the device",
+            op="<=",
+            bound=bound,
+        )
+        for when, value, bound in figures
+    ]
+
+
+def _facts(ours: Watched) -> JSON:
+    inside = [turn for turn in ours.turns if ours.from_s < turn.to_s < ours.to_s]
+    lasts_s = ours.to_s - ours.from_s
+    held_s = sum(turn.to_s - turn.from_s for turn in inside)
+    turns = {
+        f"ours, turn of weight {one.weight}, p50, ms": _median(
+            [round(1000 * (t.to_s - t.from_s), 1) for t in inside if t.tenant == tenant]
+        )
+        for tenant, one in zip(ours.tenants, TENANTS, strict=True)
+    }
+    return {
+        "ours, median window, %": round(statistics.median(_windows(ours)), 3),
+        "ours, turns a second": round(len(inside) / lasts_s, 2),
+        **turns,
+        "ours, seat empty at a switch, p50, us": _median(ours.switches_us),
+        "ours, device held, %": round(100 * held_s / lasts_s, 1),
+        "seconds watched": round(lasts_s, 1),
+    }
+
+
+def _median(values: list[Any]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _peer(even: Watched) -> JSON:
+    return {
+        "round robin, worst window of 5 s, %": round(max(_windows(even)), 3),
+        "round robin, whole time, %": round(max(_errors(even, even.from_s, even.to_s)), 3),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

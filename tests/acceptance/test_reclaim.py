@@ -1,0 +1,152 @@
+"""Quotas in the whole system: a guarantee is there when it is wanted, a limit is never exceeded.
+
+Two tenants and two devices.  What is compared are instants that the database wrote down, so nothing
+here depends on how fast the machine or this test is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import datetime
+
+import pytest
+
+from app.settings import settings
+
+pytestmark = pytest.mark.acceptance
+
+STEPS = 300  # of 20 ms: longer than some slices
+SETTLE_S = 60.0
+
+
+@pytest.fixture
+def admin(system):
+    return system.client("platform", "platform_admin")
+
+
+@pytest.fixture
+def greedy(system):
+    return system.client("alpha")
+
+
+@pytest.fixture
+def idle(system):
+    return system.client("beta")
+
+
+@contextlib.contextmanager
+def quota(admin, name, **wanted):
+    """What a tenant may hold, until the context ends."""
+    tenant = next(tenant for tenant in admin.items("/v1/tenants") if tenant["name"] == name)
+    before = {field: tenant[field] for field in wanted}
+    change(admin, tenant["id"], wanted)
+    try:
+        yield
+    finally:
+        change(admin, tenant["id"], before)
+
+
+def change(admin, id, wanted):
+    version = admin.get(f"/v1/tenants/{id}")["version"]
+    admin.patch(f"/v1/tenants/{id}", wanted, version=version)
+
+
+def submit(client, name, *, steps=STEPS):
+    return client.submit_job("train:Train", name=name, params={"steps": steps, "seed": 7})
+
+
+def task_of(client, id):
+    return client.request(id)["tasks"][0]
+
+
+def ended(client, id):
+    request = client.wait(id, timeout_s=180)
+    assert request["state"] == "done", request
+    return request["tasks"][0]
+
+
+def both_ran_a_slice(greedy, ids):
+    """Two of its tasks hold the devices, and each has had a full turn."""
+    until_s = time.monotonic() + SETTLE_S
+    while True:
+        held = [task_of(greedy, id) for id in ids]
+        running = [task for task in held if task["state"] == "running"]
+        if len([t for t in running if t["held_us"] > settings().slice_min_s * 1e6]) == 2:
+            return
+        assert time.monotonic() < until_s, held
+        time.sleep(0.1)
+
+
+def story(admin, task_id):
+    """What was decided about a task, the first first: [(move, rule, against whose task, when)]."""
+    mine = [one for one in admin.items("/v1/decisions", limit=200) if one["task_id"] == task_id]
+    rounds = [admin.get(f"/v1/decisions/{one['id']}") for one in reversed(mine)]
+    return [_told(found["decision"], found["now_s"]) for found in rounds]
+
+
+def _told(decision, now_s):
+    against = decision["against"] and decision["against"]["task_id"]
+    return decision["move"], decision["rule"], against, now_s
+
+
+def seconds(at):
+    return datetime.fromisoformat(at).timestamp()
+
+
+def test_who_was_idle_has_its_guarantee_within_a_slice_and_nobody_loses_a_step(
+    system, admin, greedy, idle
+):
+    undisturbed = ended(greedy, submit(greedy, "undisturbed"))["result"]
+    with quota(admin, "beta", guarantee={"cpu": 1}):
+        ids = [submit(greedy, f"greedy-{n}") for n in range(3)]
+        both_ran_a_slice(greedy, ids)
+
+        mine = ended(idle, submit(idle, "guaranteed", steps=30))
+
+        # It waited no longer than a slice may last, from being there to the decision.
+        launch = next(one for one in story(admin, mine["id"]) if one[0] == "Launch")
+        _, rule, victim, decided_s = launch
+        assert decided_s - seconds(mine["submitted_at"]) <= settings().slice_max_s
+        # The story: whose device it was, by which rule it went, and to whom.
+        assert rule == "F5"
+        greedy_tasks = {task_of(greedy, id)["id"]: id for id in ids}
+        assert victim in greedy_tasks
+        given_up = [one for one in story(admin, victim) if one[0] == "Pause"]
+        assert ("Pause", "F5", mine["id"], decided_s) in given_up
+        # Its owner is told by which rule, and of the other only that it is another tenant.
+        told = [one for one in greedy.items("/v1/decisions") if one["task_id"] == victim]
+        assert [one["against"]["task_id"] for one in told if one["rule"] == "F5"] == [None]
+        # F6: it had held it for a full slice.
+        held = [p for p in greedy.items(f"/v1/tasks/{victim}/placements") if p["end"] == "paused"]
+        assert min(p["held_us"] for p in held) >= settings().slice_min_s * 1e6
+
+        # And nothing is lost: every task of the other ends as if nothing had happened.
+        for id in ids:
+            task = ended(greedy, id)
+            assert task["result"] == undisturbed
+            assert task["lost_steps"] == 0
+        assert task_of(greedy, greedy_tasks[victim])["pauses"] >= 1
+    system.check_ledger()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code"),
+    [
+        ({"limit": {"*": 1}}, "TENANT_LIMIT"),
+        ({"limit": {"cpu": 1}}, "TENANT_LIMIT"),
+        ({"max_running": 1}, "TENANT_RUNNING_LIMIT"),
+    ],
+)
+def test_a_limit_is_kept_although_a_device_stands_free(system, admin, greedy, wanted, code):
+    with quota(admin, "alpha", **wanted):
+        ids = [submit(greedy, f"limited-{n}", steps=100) for n in range(2)]
+        system.wait_running(greedy, ids[0])
+        why = greedy.get(f"/v1/tasks/{task_of(greedy, ids[1])['id']}/explain")
+        assert code in [reason["code"] for reason in why["reasons"]]
+        assert not all(device["busy"] for device in admin.items("/v1/devices"))
+        tasks = [ended(greedy, id) for id in ids]
+    (first,), (second,) = (
+        list(greedy.items(f"/v1/tasks/{task['id']}/placements")) for task in tasks
+    )
+    assert seconds(first["ended_at"]) <= seconds(second["launched_at"])
