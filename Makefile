@@ -25,8 +25,8 @@ check: setup  ## form, types, who imports whom, and that the migrations give the
 	$(BIN)/python -m app.embedded sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
 
 bench: setup  ## every benchmark; QUICK=--quick for the short form
-	set -e; for file in $$(ls benchmarks/*.py | grep -v __init__); do \
-	    $(BIN)/python -m benchmarks.$$(basename $$file .py) $(QUICK); done
+	status=0; for file in $$(ls benchmarks/*.py | grep -v __init__); do \
+	    $(BIN)/python -m benchmarks.$$(basename $$file .py) $(QUICK) || status=1; done; exit $$status
 
 gpu: setup  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

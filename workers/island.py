@@ -8,6 +8,7 @@ locks that row first, so two schedulers never write at once, whoever believes to
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
@@ -160,7 +161,9 @@ class Scheduler(Loop):
         # The transaction's clock stands still: whose turn ended while we wrote is seen at once.
         now_s = db.now_s(session) + time.monotonic() - self.began_s
         self._spare_the_silent(session)
-        board = self.follower.look(session, now_s=now_s)
+        known, board = self.follower.board, self.follower.look(session, now_s=now_s)
+        if board is not known:
+            _spare_the_collector()
         plan = self.follower.cycle(session, board)
         seen = record.seen_by(board, plan, plan.before, island=self.island)
         if not journal.store(session, plan, seen=seen if plan.decisions else None):
@@ -201,6 +204,14 @@ def _record(session: Session, alive: Alive) -> tuple[Answer, bool] | None:
     except Exception:
         log.exception("the heartbeat of %s could not be recorded", alive.device)
         return None
+
+
+def _spare_the_collector() -> None:
+    """A board is large and stays: looking through it for garbage again and again stops a round for
+    a quarter of a second.  The board before this one is no longer spared, and goes."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _spare_leases(session: Session, island: str) -> None:
