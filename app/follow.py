@@ -112,16 +112,7 @@ class Follower:
 
     def _beginnings(self) -> Select[Any]:
         line = (
-            snapshot.tasks()
-            .where(
-                TaskRow.island == self.island,
-                TaskRow.state == "waiting",
-                TaskRow.user_id == LineRow.user_id,
-                TaskRow.kind == LineRow.kind,
-                TaskRow.memory_bytes == LineRow.memory_bytes,
-                TaskRow.devices_min == LineRow.width,
-            )
-            .order_by(*_IN_LINE)
+            self._line(LineRow.user_id, LineRow.kind, LineRow.memory_bytes, LineRow.width)
             .limit(BEGINNING)
             .lateral("line")
         )
@@ -274,24 +265,24 @@ class Follower:
         (leaf, here), (urgency, submitted_s, id) = line, end
         read = tuple_(func.to_timestamp(submitted_s), literal(id))
         later = tuple_(TaskRow.submitted_at, TaskRow.id) > read
+        beyond = or_(TaskRow.priority < -urgency, later)
+        line_of = self._line(leaf.name, here.kind, here.memory_bytes, here.width)
+        return line_of.where(TaskRow.priority <= -urgency, beyond).limit(MORE)
+
+    def _line(self, user: Any, kind: Any, memory_bytes: Any, width: Any) -> Select[Any]:
+        """Who waits there, in the order of rule F3; values or columns say where."""
         return (
             snapshot.tasks()
             .where(
                 TaskRow.island == self.island,
                 TaskRow.state == "waiting",
-                TaskRow.user_id == leaf.name,
-                TaskRow.kind == here.kind,
-                TaskRow.memory_bytes == here.memory_bytes,
-                TaskRow.devices_min == here.width,
-                TaskRow.priority <= -urgency,
-                or_(TaskRow.priority < -urgency, later),
+                TaskRow.user_id == user,
+                TaskRow.kind == kind,
+                TaskRow.memory_bytes == memory_bytes,
+                TaskRow.devices_min == width,
             )
-            .order_by(*_IN_LINE)
-            .limit(MORE)
+            .order_by(TaskRow.priority.desc(), TaskRow.submitted_at, TaskRow.id)
         )
-
-
-_IN_LINE = (TaskRow.priority.desc(), TaskRow.submitted_at, TaskRow.id)
 
 
 def _horizon(session: Session) -> int:

@@ -220,7 +220,7 @@ def _urgent_by(board: Board, task: Task) -> str | None:
     if board.patience_ends_s(task) <= board.now_s and board.may_age(task):
         return "F7"
     promised = board.slack_ends_s(task) <= board.now_s
-    return "F9" if promised and task.tier in reclaim.honoured(board, task.kind) else None
+    return "F9" if promised and task.tier in board.honoured(task.kind) else None
 
 
 def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:

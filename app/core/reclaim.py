@@ -251,7 +251,7 @@ class _Claim:
         if not self.board.policy.tier_share.get(task.tier):
             return False
         if self._kept_tiers is None:
-            self._kept_tiers = honoured(self.board, task.kind)
+            self._kept_tiers = self.board.honoured(task.kind)
         if task.tier not in self._kept_tiers:
             return False
         left_s = self.board.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
@@ -398,11 +398,6 @@ def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
     while leaf is not top:
         leaf = _parent(leaf)
         yield leaf
-
-
-def honoured(board: Board, kind: str) -> tuple[str, ...]:
-    """Rule F9: the tiers whose promises fit into the devices; a shortage sheds the lowest first."""
-    return board.honoured(kind)
 
 
 # --- when ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from app.core.board import MILLI, Board, Stay, slice_us
 from app.core.explain import Ahead, Obstacles, Shut, Standing
 from app.core.fairshare import ALL, Branch, Lane, Path, lane, unscored, usage_us
 from app.core.island import Reason, Task
-from app.core.reclaim import above, below, honoured, sides
+from app.core.reclaim import above, below, sides
 
 
 def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
@@ -165,7 +165,7 @@ def _protected(board: Board, stay: Stay, task: Task) -> bool:
     if board.protected(stay.task):
         return True
     held = stay.task
-    if not board.policy.tier_share.get(held.tier) or held.tier not in honoured(board, held.kind):
+    if not board.policy.tier_share.get(held.tier) or held.tier not in board.honoured(held.kind):
         return False
     away_s = (slice_us(board.policy, task) + held.switch_us) / 1e6
     return board.slack_s(held) < away_s
@@ -174,7 +174,7 @@ def _protected(board: Board, stay: Stay, task: Task) -> bool:
 def _shed(board: Board, task: Task) -> bool:
     """Rule F9: is it due, while the promise of its tier cannot be kept?"""
     due = task.epoch > 0 and board.policy.turns and board.slack_ends_s(task) <= board.now_s
-    return due and task.tier not in honoured(board, task.kind)
+    return due and task.tier not in board.honoured(task.kind)
 
 
 def _fee(board: Board, stay: Stay, task: Task) -> int:

@@ -13,7 +13,6 @@ import pytest
 from app.core.board import Board, been_away
 from app.core.island import Device, Policy, Snapshot, Task, Tenant, User
 from app.core.lifecycle import Move
-from app.core.reclaim import honoured
 from app.core.simulate import Arrival, Costs, Report, simulate
 
 HOUR = 3600.0
@@ -171,7 +170,7 @@ def test_the_highest_tiers_whose_promises_fit_are_honoured(
         },
         tasks=tasks,
     )  # fmt: skip
-    assert honoured(Board.of(island, now_s=1.0), "cpu") == kept
+    assert Board.of(island, now_s=1.0).honoured("cpu") == kept
 
 
 def test_what_lies_outside_the_window_is_forgotten() -> None:
