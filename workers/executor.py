@@ -37,8 +37,8 @@ import torch
 
 from workers import checkpoint, context_switch, preset
 from workers.accelerator import Accelerator
+from workers.capture import Surroundings, Uncapturable, capture
 from workers.checkpoint import Image
-from workers.context_switch import Surroundings, Uncapturable
 from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
@@ -410,7 +410,7 @@ def _staged(work: Work, job: object, root: str = "job") -> Image:
 
 def _must_be_capturable(work: Work) -> None:
     try:
-        context_switch.check(work.job, around=work.around, accelerator=work.accelerator)
+        capture(work.job, around=work.around, accelerator=work.accelerator)
     except Uncapturable as error:
         raise _uncapturable(error) from error
 

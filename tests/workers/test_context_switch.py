@@ -18,7 +18,7 @@ import torch
 
 from workers import checkpoint, context_switch
 from workers.accelerator import Accelerator
-from workers.context_switch import Surroundings, Uncapturable
+from workers.capture import Surroundings, Uncapturable
 
 CPU = Accelerator("cpu")
 
