@@ -1,0 +1,94 @@
+"""Where an image lies in a slab: the seam between who stages it and who makes it durable.
+
+A slab is one run of host memory that a resident and its device worker share.  The graph lies first,
+then every storage at a multiple of `ALIGNMENT`, in the order of capture; replicas that capture the
+same job therefore lay out the same bytes at the same places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+JSON = dict[str, Any]
+
+ALIGNMENT = 4096  # a page, so that what was written can be told storage by storage
+
+
+class BadLayout(Exception):
+    """A resident described an image that cannot lie in its slab; says which part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """`size` bytes at `offset`; `device` is "cpu" or "cuda": where the storage lay."""
+
+    offset: int
+    size: int
+    device: str = "cpu"
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Bytes of the graph at `graph`, of storage number i at `storages[i]`; none overlap."""
+
+    graph: Extent
+    storages: tuple[Extent, ...]
+
+    @property
+    def end(self) -> int:
+        """How long a slab must be to hold it, in bytes."""
+        return max((_end(part) for part in (self.graph, *self.storages)), default=0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the image itself, without the gaps."""
+        return self.graph.size + sum(part.size for part in self.storages)
+
+    def as_json(self) -> JSON:
+        return asdict(self)
+
+
+def laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
+    """Place a graph, and storages given as (bytes, device, pinned), one behind the other."""
+    graph, at, placed = Extent(offset=0, size=graph_bytes), _aligned(graph_bytes), []
+    for size, device, pinned in storages:
+        placed.append(Extent(offset=at, size=size, device=device, pinned=pinned))
+        at = _aligned(at + size)
+    return Layout(graph=graph, storages=tuple(placed))
+
+
+def from_json(body: Any, *, limit_bytes: int) -> Layout:
+    """A layout that a resident sent, believed in nothing; raises BadLayout."""
+    try:
+        graph = _extent(body["graph"], limit_bytes)
+        storages = tuple(_extent(part, limit_bytes) for part in body["storages"])
+    except (KeyError, TypeError) as error:
+        raise BadLayout(f"an image's layout is not one: {error!r}") from error
+    at = 0
+    for part in sorted((graph, *storages), key=lambda part: (part.offset, part.size)):
+        if part.offset < at:
+            raise BadLayout(f"two parts of an image overlap at byte {part.offset}")
+        at = _end(part)
+    return Layout(graph=graph, storages=storages)
+
+
+def _extent(body: Any, limit_bytes: int) -> Extent:
+    extent = Extent(**body)
+    numbers = (extent.offset, extent.size)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise BadLayout(f"a part of an image lies at {numbers!r}")
+    if extent.device not in ("cpu", "cuda") or type(extent.pinned) is not bool:
+        raise BadLayout(f"a storage lay on {extent.device!r:.40}")
+    if _end(extent) > limit_bytes:
+        raise BadLayout(f"a part of an image ends at {_end(extent)}, past its slab's {limit_bytes}")
+    return extent
+
+
+def _end(part: Extent) -> int:
+    return part.offset + part.size
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
