@@ -50,7 +50,9 @@ def make_celery(name: str, redis_url: str) -> Celery:
 
 def send(celery: Celery, name: str, queue: str, *args: Any, expires_s: float = 30.0) -> None:
     """Publish one hint; raises kombu.exceptions.OperationalError if Redis does not take it."""
-    celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True)
+    # The body is not shown once more in the headers, for nobody reads it there.
+    shown = {"argsrepr": "", "kwargsrepr": ""}
+    celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True, **shown)
 
 
 def _broker_url(redis_url: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated
 
@@ -61,5 +62,16 @@ def now_s(session: Session) -> float:
     known = session.info.get("now_s")
     if transaction is None or known is None or known[0] is not transaction:
         at_s = float(session.scalar(text("select extract(epoch from now())")))
-        session.info["now_s"] = known = (session.get_transaction(), at_s)
+        it_is(session, at_s)
+        return at_s
     return float(known[1])
+
+
+def it_is(session: Session, now_s: float) -> None:
+    """What `now()` was in a statement of this transaction, so that nobody asks again."""
+    session.info["now_s"] = (session.get_transaction(), now_s)
+
+
+def now(session: Session) -> datetime:
+    """The same, to the microsecond what `now()` is in SQL."""
+    return datetime.fromtimestamp(now_s(session), UTC)

@@ -3,6 +3,7 @@
 Every row that matters for deciding carries the id of the transaction that wrote it last (a trigger
 keeps it).  Whatever was not visible at the last look was written by a transaction that had not
 ended then, so it is among those from the oldest of these on: reading them again misses nothing.
+One statement asks which tables have such rows, so that a look that finds no news costs it alone.
 
 Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
 when it runs out: so a board costs what may be picked, not what waits.  A board that was ahead of a
@@ -32,11 +33,12 @@ from sqlalchemy.orm import Session, aliased
 
 from app import snapshot
 from app.core.board import Board, alike, place_in_line
+from app.core.credit import Memory, recall
 from app.core.decide import cycle
 from app.core.fairshare import Branch, Lane, lane
 from app.core.island import Plan, Task
 from app.core.lifecycle import ENDED, State
-from app.models import Account, Device, Host, Need, Tenant, User, Xid8
+from app.models import Account, Device, Host, Need, User, Xid8
 from app.models import Line as LineRow
 from app.models import Task as TaskRow
 
@@ -46,6 +48,24 @@ AT_ONCE = 1000  # changed tasks that are taken in by one round; the rest by the 
 STARTABLE = 500  # blocked tasks whose time has come, likewise
 
 Line = tuple[Branch, Lane]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What there is to read: in which tables something changed, and what time has brought.
+
+    `horizon` is the oldest transaction that may still bring more.  `due` are blocked tasks whose
+    time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save.
+    """
+
+    horizon: int
+    tenants: bool
+    devices: bool
+    tasks: bool
+    users: bool
+    due: bool
+    saves: bool
+    next_due_s: float | None
 
 
 @dataclass(slots=True)
@@ -63,16 +83,32 @@ class Follower:
     locked: bool = True  # may there be blocked tasks that can start, and were not looked at?
     blocked: set[str] = field(default_factory=set)  # taken in since the last round
     behind: bool = False  # is there more that was not taken in yet?
+    news: News | None = None  # of the last look
+    memory: Memory | None = None  # of the board before this one
 
     def forget(self) -> None:
         """What the board believes may not have been written down."""
-        self.board = None
+        if self.board is not None:
+            self.memory, self.board = Memory.of(self.board), None
 
     def look(self, session: Session, *, now_s: float) -> Board:
-        """The board as the rows are now, at most `AT_ONCE` tasks behind."""
-        if self.board is None or not self._catch_up(session, self.board, now_s):
-            self.board = self._read(session, now_s)
+        """The board as the rows are now, at most `AT_ONCE` tasks behind.
+
+        Whoever looks again has written down what was decided at the last look.
+        """
+        self.news = self._ask(session, now_s)
+        if self.board is not None:
+            self.board.written_down()
+            if not self._catch_up(session, self.board, self.news, now_s):
+                self.forget()
+        if self.board is None:
+            self.board = self._read(session, self.news, now_s)
         return self.board
+
+    def look_at_devices(self, session: Session) -> None:
+        """Once more, as they were changed since the last look."""
+        if self.board is not None:
+            self._devices(session, self.board)
 
     def cycle(self, session: Session, board: Board) -> Plan:
         """One round of `core.decide`; more of a line is read whenever it runs out on the way."""
@@ -84,26 +120,28 @@ class Follower:
                 more,
                 decisions=(*plan.decisions, *more.decisions),
                 before={**more.before, **plan.before},
+                lifts=(*plan.lifts, *more.lifts),
             )
         for id in self.blocked & board.tasks.keys():
             task = board.tasks[id]
             if task.state == State.blocked or (task.state == State.waiting and board.beyond(task)):
                 board.drop_task(id)  # it comes again when something about it changes
         self.blocked.clear()
-        due_s = session.scalar(self._next_due(board.now_s))
+        due_s = self.news.next_due_s if self.news is not None else None
         if due_s is None:
             return plan
-        return replace(plan, look_again_s=min(plan.look_again_s or due_s, float(due_s)))
+        return replace(plan, look_again_s=min(plan.look_again_s or due_s, due_s))
 
     # --- all at once ---
 
-    def _read(self, session: Session, now_s: float) -> Board:
-        self.since, self.after, self.behind = _horizon(session), None, False
+    def _read(self, session: Session, news: News, now_s: float) -> Board:
+        self.since, self.after, self.behind = news.horizon, None, False
         self.locked = True
         board = Board.of(snapshot.without_line(session, self.island, now_s=now_s), now_s=now_s)
         self._take_in(session, board, self._beginnings())
         self._mark_longer(session, board)
         self._unlock(session, board)
+        recall(board, self.memory)
         return board
 
     def _unlock(self, session: Session, board: Board) -> None:
@@ -141,27 +179,36 @@ class Follower:
 
     # --- what changed ---
 
-    def _catch_up(self, session: Session, board: Board, now_s: float) -> bool:
+    def _ask(self, session: Session, now_s: float) -> News:
+        values = {"island": self.island, "since": str(self.since), "now_s": now_s}
+        row = session.execute(_NEWS, values).one()._asdict()
+        due_s = row.pop("next_due_s")
+        horizon = int(row.pop("horizon"))
+        return News(horizon=horizon, next_due_s=None if due_s is None else float(due_s), **row)
+
+    def _catch_up(self, session: Session, board: Board, news: News, now_s: float) -> bool:
         """False if the tree has changed its shape: then all is read anew."""
-        horizon = _horizon(session)
         board.at(now_s)
-        if not self._tenants(session, board):
+        if news.tenants and not self._tenants(session, board):
             return False
-        self._devices(session, board)
-        changed = self._take_in(session, board, self._changed())
+        if news.devices:
+            self._devices(session, board)
+        cut_short = self.after is not None
+        changed = self._take_in(session, board, self._changed()) if news.tasks or cut_short else ()
         ended = [row.id for row in changed if row.state in ENDED]
         if ended:
             self._take_in(session, board, self._dependents(ended))
         if self.locked:
             self._unlock(session, board)
-        else:
+        elif news.due:
             self._take_in(session, board, self._due(now_s))
-        self._users(session, board)
+        if news.users:
+            self._users(session, board)
         self.behind = len(changed) == AT_ONCE
         if self.behind:
             self.after = (changed[-1].txid, changed[-1].id)
         else:
-            self.since, self.after = horizon, None
+            self.since, self.after = news.horizon, None
         return True
 
     def _changed(self) -> Select[Any]:
@@ -196,13 +243,6 @@ class Follower:
         """Those of them that waited for their time."""
         return self._startable(now_s).where(TaskRow.not_before <= func.to_timestamp(now_s))
 
-    def _next_due(self, now_s: float) -> Select[Any]:
-        return select(func.extract("epoch", func.min(TaskRow.not_before))).where(
-            TaskRow.island == self.island,
-            TaskRow.state == "blocked",
-            TaskRow.not_before > func.to_timestamp(now_s),
-        )
-
     def _dependents(self, ended: list[str]) -> Select[Any]:
         ids = select(Need.task_id).where(Need.needs_id == func.any(ended))
         return snapshot.tasks().where(
@@ -210,9 +250,6 @@ class Follower:
         )
 
     def _tenants(self, session: Session, board: Board) -> bool:
-        changed = select(Tenant.id).where(Tenant.txid >= _xid(self.since))
-        if session.scalar(changed.limit(1)) is None:
-            return True
         for tenant in snapshot.tenants(session).values():
             old = board.tenants.get(tenant.id)
             if old is not None and old.parent != tenant.parent:
@@ -224,8 +261,9 @@ class Follower:
     def _users(self, session: Session, board: Board) -> None:
         """After the tasks: what the ledger booked is not owed any more."""
         since = _xid(self.since)
-        fresh = or_(User.txid >= since, Account.txid >= since)
-        for user in snapshot.users(session, fresh).values():
+        moved = select(User.id).where(User.txid >= since)
+        booked = select(Account.user_id).where(Account.txid >= since)
+        for user in snapshot.users(session, User.id.in_(moved.union(booked))).values():
             board.set_user(user)
 
     def _devices(self, session: Session, board: Board) -> None:
@@ -285,9 +323,29 @@ class Follower:
         )
 
 
-def _horizon(session: Session) -> int:
-    return int(session.scalar(select(text("pg_snapshot_xmin(pg_current_snapshot())::text"))))
-
-
 def _xid(txid: int) -> ColumnElement[int]:
     return cast(str(txid), Xid8)
+
+
+# The newest of each table by its index; whether any is as new would be answered by reading many.
+_NEWS = text(
+    """
+    select pg_snapshot_xmin(pg_current_snapshot())::text as horizon,
+        coalesce((select txid from tenants order by txid desc limit 1) >= since, false) as tenants,
+        coalesce((select txid from devices order by txid desc limit 1) >= since, false)
+            or coalesce((select txid from hosts order by txid desc limit 1) >= since, false)
+            as devices,
+        coalesce((select txid from tasks where island = :island order by txid desc limit 1)
+            >= since, false) as tasks,
+        coalesce((select txid from users order by txid desc limit 1) >= since, false)
+            or coalesce((select txid from accounts order by txid desc limit 1) >= since, false)
+            as users,
+        coalesce((select min(not_before) from tasks where island = :island
+            and state = 'blocked') <= to_timestamp(:now_s), false) as due,
+        exists (select from tasks where save_asked and state = 'running' and island = :island)
+            as saves,
+        (select extract(epoch from min(not_before)) from tasks where island = :island
+            and state = 'blocked' and not_before > to_timestamp(:now_s)) as next_due_s
+    from cast(:since as xid8) as since
+    """
+)

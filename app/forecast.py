@@ -142,8 +142,8 @@ def start(
     before = own // stretch
     me = _queued(asked)
     lines = dict(_lines(board, crowd, stretch=stretch, unit=unit))
-    lines |= _of_holders(board, lines)
-    mine = _line(board.leaf(task).top, board, stretch)
+    lines |= _of_holders(board, task.kind, lines)
+    mine = _line(board.leaf(task).top, board, task.kind, stretch)
     lines[board.leaf(task).top.name] = replace(
         mine, tasks=[Queued(who=me.who[1:], width=task.width)] * before + [me]
     )
@@ -172,14 +172,14 @@ def _queued(row: Row[Any]) -> Queued:
     )
 
 
-def _of_holders(board: Board, known: Mapping[str, Line]) -> dict[str, Line]:
+def _of_holders(board: Board, kind: str, known: Mapping[str, Line]) -> dict[str, Line]:
     """Those who only hold devices: they wait again when their turn is over."""
     tops = {stay.leaf.top: None for stay in board.stays.values()}
-    return {top.name: _line(top, board) for top in tops if top.name not in known}
+    return {top.name: _line(top, board, kind) for top in tops if top.name not in known}
 
 
-def _line(top: Branch, board: Board, stretch: int = 1) -> Line:
-    score_s = standing.seconds(board, board.tree.score(top))
+def _line(top: Branch, board: Board, kind: str, stretch: int = 1) -> Line:
+    score_s = standing.seconds(board, board.tree.score(top, kind=kind))
     return Line(score_s=score_s, tasks=(), weight=top.weight / 1000 / stretch)
 
 

@@ -12,22 +12,28 @@ process that holds it, and carries the next `seq`.  Anything else is history and
 Wishes lock tasks too, those of one request in the order of their ids.  So that the two never wait
 for each other in a ring, `record` (or `lock`, for several heartbeats) locks all that it may touch
 at once and in that order, and `store` waits for nobody.
+
+A round costs statements more than anything else.  So each entry reads at once what it may need,
+changes rows in memory, and nothing is flushed on the way but where the order counts: a seat is
+given up before it is promised again.  What only sums up is noted, and written by `settle`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, select, union, update
+from sqlalchemy import ColumnElement, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app import db, launch, ledger
 from app.core import lifecycle, messages
@@ -42,7 +48,6 @@ from app.models import (
     Device,
     Event,
     Host,
-    Line,
     LogLine,
     Metric,
     Order,
@@ -58,6 +63,7 @@ log = logging.getLogger(__name__)
 CHANGES = "roundhouse"  # the channel on which open streams hear that there is something to read
 RETRY_BACKOFF_S = 2.0  # doubled with each attempt
 RETRY_LONGEST_S = 600.0
+STORE_AGAIN_S = 10.0  # after the store was away
 LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown: it died there
 
 
@@ -71,17 +77,50 @@ def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool
     written, if a wish about one of its tasks is being written just now: then the plan is out of
     date already, and the next one will know.
     """
-    wanted = {decision.task for decision in plan.decisions}
-    tasks = _locked(session, wanted, wait=False)
-    if len(tasks) < len(wanted):
-        return False
-    cycle = _keep_cycle(session, plan, seen)
-    for decision in plan.decisions:
-        _DECIDED[decision.move](session, tasks[decision.task], decision)
-        if cycle is not None and decision.rule != "start":
-            _keep_decision(session, cycle, tasks[decision.task], decision)
-    _order_saves(session)
+    with session.no_autoflush:
+        desk = _desk(session, plan)
+        if desk is None:
+            return False
+        if seen is not None and plan.lifts:
+            ledger.lift(session, seen.island, plan.lifts)
+        cycle = _keep_cycle(session, plan, seen)
+        for decision in plan.decisions:
+            task = desk.tasks[decision.task]
+            _DECIDED[Move(decision.move)](session, desk, task, decision)
+            if cycle is not None and decision.rule != "start":
+                _keep_decision(session, cycle, task, decision)
     return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Desk:
+    """What a plan is about: its tasks, their open placements, and what its launches refer to."""
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    open: dict[str, Placement] = field(default_factory=dict)
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    shelf: launch.Shelf = field(default_factory=launch.Shelf)
+
+
+def _desk(session: Session, plan: Plan) -> _Desk | None:
+    """None if somebody else has one of the tasks just now."""
+    wanted = {decision.task for decision in plan.decisions}
+    if not wanted:
+        return _Desk()
+    tasks = _locked(session, Task.id.in_(wanted), wait=False)
+    if len(tasks) < len(wanted):
+        return None
+    seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
+    seats = {each.task: each.device for each in plan.decisions if each.move == Move.Launch}
+    query = select(Device).where(Device.id.in_(seats.values()))
+    devices = {row.id: row for row in session.scalars(query)} if seats else {}
+    launches = [(tasks[id], devices[str(seat)]) for id, seat in seats.items()]
+    return _Desk(
+        tasks=tasks,
+        open={row.task_id: row for row in _open(session, Placement.task_id, seated)},
+        devices=devices,
+        shelf=launch.look_up(session, launches),
+    )
 
 
 def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | None:
@@ -109,63 +148,66 @@ def _keep_decision(session: Session, cycle: Cycle, task: Task, decision: Decisio
     )
 
 
-def _unlock(session: Session, task: Task, decision: Decision) -> None:
+def _unlock(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, decision.move)
 
 
-def _lock(session: Session, task: Task, decision: Decision) -> None:
+def _lock(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, decision.move)
     tell(session, task, "task.held", decision.because)
 
 
-def _launch(session: Session, task: Task, decision: Decision) -> None:
-    device = session.get_one(Device, decision.device)
+def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
+    device = desk.devices[str(decision.device)]
+    if any(isinstance(row, Placement) for row in session.dirty):
+        session.flush()  # rows are added before others are changed: first the seat is given up
     _move(session, task, Move.Launch)
     task.epoch += 1
     task.event_seq = task.order_seq = task.held_us = 0
-    task.seat, task.launched_at, task.started_at = device.id, func.now(), None
-    session.add(
-        Placement(
-            task_id=task.id,
-            epoch=task.epoch,
-            device_id=device.id,
-            tenant_id=task.tenant_id,
-            user_id=task.user_id,
-            kind=device.kind,
-            cost_milli=device.cost_milli,
-            incarnation=device.incarnation,
-        )
+    task.cost_milli = decision.cost
+    task.seat, task.launched_at, task.started_at = device.id, db.now(session), None
+    placement = Placement(
+        task_id=task.id,
+        epoch=task.epoch,
+        device_id=device.id,
+        tenant_id=task.tenant_id,
+        user_id=task.user_id,
+        kind=device.kind,
+        cost_milli=decision.cost or device.cost_milli,
+        incarnation=device.incarnation,
     )
-    _order(session, task, "Launch", **launch.body(session, task, device))
+    session.add(placement)
+    desk.open[task.id] = placement
+    _order(session, task, "Launch", **desk.shelf.body(task, device))
     tell(session, task, "task.launched", decision.because, device=device.id, rule=decision.rule)
 
 
-def _pause(session: Session, task: Task, decision: Decision) -> None:
+def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, Move.Pause)
-    _leave(session, task)
+    desk.open[task.id].leaving = True
     _order(session, task, "Pause", successor=decision.against or "")
     # Not for whom: that may be another tenant's task.
     tell(session, task, "task.pausing", decision.because, rule=decision.rule)
 
 
-def _cancel(session: Session, task: Task, decision: Decision) -> None:
+def _cancel(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     on_a_device = task.state in lifecycle.ON_A_DEVICE
     _move(session, task, Move.Cancel)
     if on_a_device:
-        _leave(session, task)
+        desk.open[task.id].leaving = True
         _order(session, task, "Cancel")
     else:
         _end(session, task, "task.cancelled", decision.because)
 
 
-def _give_up(session: Session, task: Task, decision: Decision) -> None:
+def _give_up(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, Move.GaveUp)
     task.cause, task.message = "needs", decision.because
     _end(session, task, "task.failed", decision.because)
 
 
-def _lose(session: Session, task: Task, decision: Decision) -> None:
-    lose(session, task, decision.because)
+def _lose(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
+    lose(session, task, desk.open[task.id], decision.because)
 
 
 _DECIDED = {
@@ -179,9 +221,9 @@ _DECIDED = {
 }
 
 
-def _order_saves(session: Session) -> None:
+def order_saves(session: Session, island: str) -> None:
     """A wish that needs no decision: checkpoints asked for while the task runs."""
-    wished = select(Task).where(Task.save_asked, Task.state == "running")
+    wished = select(Task).where(Task.save_asked, Task.state == "running", Task.island == island)
     free = wished.with_for_update(key_share=True, skip_locked=True)
     for task in session.scalars(free.execution_options(populate_existing=True)):
         task.save_asked = False
@@ -203,18 +245,30 @@ def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
             body=messages.encode(order),
         )
     )
-    session.flush()  # in the order of the plan: a seat is given up before it is promised again
 
 
 # --- what a device says -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _House:
-    """What we believe of one device while its heartbeat is taken in; all of it is locked.
+class Believed:
+    """All that some heartbeats may touch, as it was before them, and locked.
 
-    `open` are the placements that have not ended, by (task, epoch); `unanswered` the orders that it
-    has not shown to have taken in.
+    `open` are the placements that have not ended, `unanswered` the orders that the device has not
+    shown to have taken in; both by device.
+    """
+
+    devices: dict[str, Device]
+    tasks: dict[str, Task]
+    open: dict[str, list[Placement]]
+    unanswered: dict[str, list[Order]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _House:
+    """What we believe of one device while its heartbeat is taken in.
+
+    `open` are its placements that have not ended, by (task, epoch).
     """
 
     device: Device
@@ -222,78 +276,124 @@ class _House:
     open: dict[tuple[str, int], Placement]
     unanswered: list[Order]
 
+    def placement(self, task: Task) -> Placement:
+        return self.open[task.id, task.epoch]
 
-def record(session: Session, alive: Alive) -> tuple[Answer, bool] | None:
-    """Write down a heartbeat: (the answer, did anything change), or None for a stale one."""
-    device = _heard(session, alive)
-    if device is None:
+
+Recorded = tuple[Answer, bool]
+
+
+def record_all(session: Session, alives: Sequence[Alive], *, careful: bool) -> list[Recorded]:
+    """`record` each of them; stale ones are left out.
+
+    `careful`: each is written in a savepoint of its own, so that a bad one spoils no other.  If
+    not, whatever is wrong with one is raised.
+    """
+    believed = lock(session, alives)
+    found = [_record_apart(session, alive, believed, careful=careful) for alive in alives]
+    return [one for one in found if one is not None]
+
+
+def _record_apart(
+    session: Session, alive: Alive, believed: Believed, *, careful: bool
+) -> Recorded | None:
+    if not careful:
+        return _record(session, alive, believed, careful=False)
+    try:
+        with _apart(session):
+            found = _record(session, alive, believed, careful=True)
+            write_down(session)
+            return found
+    except (OperationalError, InterfaceError):
+        raise  # the database went away: nothing is wrong with the heartbeat
+    except Exception:
+        log.exception("the heartbeat of %s could not be recorded", alive.device)
         return None
-    tasks = lock(session, [alive])
-    changed = (
-        _empty_house(session, device, tasks) if device.incarnation != alive.incarnation else False
-    )
-    device.incarnation = alive.incarnation
-    house = _house(session, device, tasks)
-    heard: dict[str, int] = {}
-    for event in sorted(alive.events, key=lambda event: (event.task, event.epoch, event.seq)):
-        changed |= _take_in(session, house, event, heard)
-    keep: list[list[Any]] = []
-    drop: list[list[Any]] = []
-    for view in alive.residents:
-        here = _confirm(session, house, view)
-        (keep if here else drop).append([view.task, view.epoch])
-    changed |= _miss(session, house, alive)
-    answer = Answer(
-        device=device.id,
-        incarnation=alive.incarnation,
-        sent_us=alive.sent_us,
-        lease_us=int(settings().lease_s * 1e6),
-        heard=heard,
-        logged=_store_logs(session, house, alive.logs),
-        keep=keep,
-        drop=drop,
-    )
-    return answer, changed
 
 
-def lock(session: Session, alives: Sequence[Alive]) -> dict[str, Task]:
-    """Every task that recording these heartbeats may touch, named by them or believed there."""
+def record(session: Session, alive: Alive) -> Recorded | None:
+    """Write down a heartbeat: (the answer, did anything change), or None for a stale one."""
+    found = _record(session, alive, lock(session, [alive]), careful=True)
+    write_down(session)
+    return found
+
+
+def _record(
+    session: Session, alive: Alive, believed: Believed, *, careful: bool
+) -> Recorded | None:
+    with session.no_autoflush:
+        device = _heard(session, alive, believed)
+        if device is None:
+            return None
+        house = _house(device, believed)
+        changed = device.incarnation != alive.incarnation and _empty_house(session, house)
+        device.incarnation = alive.incarnation
+        heard: dict[str, int] = {}
+        for event in sorted(alive.events, key=lambda event: (event.task, event.epoch, event.seq)):
+            changed |= _take_in(session, house, event, heard, careful=careful)
+        keep: list[list[Any]] = []
+        drop: list[list[Any]] = []
+        for view in alive.residents:
+            here = _confirm(session, house, view)
+            (keep if here else drop).append([view.task, view.epoch])
+        changed |= _miss(session, house, alive)
+        answer = Answer(
+            device=device.id,
+            incarnation=alive.incarnation,
+            sent_us=alive.sent_us,
+            lease_us=int(settings().lease_s * 1e6),
+            heard=heard,
+            logged=_store_logs(session, house, alive.logs),
+            keep=keep,
+            drop=drop,
+        )
+        return answer, changed
+
+
+def lock(session: Session, alives: Sequence[Alive]) -> Believed:
+    """Their devices, and every task named by them or believed there."""
+    ids = sorted({alive.device for alive in alives})
+    mine = select(Device).where(Device.id.in_(ids)).order_by(Device.id)
+    locked = mine.with_for_update(key_share=True).execution_options(populate_existing=True)
+    devices = {device.id: device for device in session.scalars(locked)}
+    open_ = defaultdict[str, list[Placement]](list)
+    for placement in _open(session, Placement.device_id, ids):
+        open_[placement.device_id].append(placement)
     named = {view.task for alive in alives for view in alive.residents}
     named |= {event.task for alive in alives for event in alive.events}
-    devices = [alive.device for alive in alives]
-    believed = union(
-        select(Placement.task_id).where(
-            Placement.device_id.in_(devices), Placement.ended_at.is_(None)
-        ),
-        select(Task.id).where(Task.image_on.in_(devices)),
-    )
-    return _locked(session, named | set(session.scalars(believed)))
+    named |= {placement.task_id for placements in open_.values() for placement in placements}
+    tasks = _locked(session, or_(Task.id.in_(named), Task.image_on.in_(ids)))
+    unanswered = defaultdict[str, list[Order]](list)
+    if tasks:
+        query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
+        for order in session.scalars(query.order_by(Order.id)):
+            unanswered[order.device_id].append(order)
+    return Believed(devices=devices, tasks=tasks, open=open_, unanswered=unanswered)
 
 
-def _house(session: Session, device: Device, tasks: dict[str, Task]) -> _House:
-    open_ = select(Placement).where(Placement.device_id == device.id, Placement.ended_at.is_(None))
-    unanswered = select(Order).where(Order.device_id == device.id, Order.answered_at.is_(None))
+def _house(device: Device, believed: Believed) -> _House:
     return _House(
         device=device,
-        tasks=tasks,
-        open={(row.task_id, row.epoch): row for row in session.scalars(open_)},
-        unanswered=list(session.scalars(unanswered.order_by(Order.id))),
+        tasks=believed.tasks,
+        open={(row.task_id, row.epoch): row for row in believed.open.get(device.id, ())},
+        unanswered=believed.unanswered.get(device.id, []),
     )
 
 
-def _heard(session: Session, alive: Alive) -> Device | None:
+def _heard(session: Session, alive: Alive, believed: Believed) -> Device | None:
     """The device's row with its lease renewed; None if this heartbeat is not its newest."""
-    device = session.get(Device, alive.device, with_for_update=True)
+    device, now = believed.devices.get(alive.device), db.now(session)
     if device is None:
-        device = _register(session, alive)
+        device = believed.devices[alive.device] = _register(session, alive)
     if device.incarnation == alive.incarnation and alive.sent_us <= device.heard_us:
         return None
-    if alive.incarnation < device.incarnation and _lease_open(session, device):
+    lease_open = device.lease_until is not None and device.lease_until > now
+    if alive.incarnation < device.incarnation and lease_open:
         return None  # a late word of a process that has been replaced
     device.heard_us = alive.sent_us
-    device.seen_at = func.now()
+    device.seen_at = now
     lease_s = 0.0 if alive.facts.get("leaving") else settings().lease_s
-    device.lease_until = func.now() + timedelta(seconds=lease_s)
+    device.lease_until = now + timedelta(seconds=lease_s)
     device.kind = alive.facts["kind"]
     device.threads = int(alive.facts.get("threads", 1))
     device.memory_bytes = int(alive.facts.get("memory_bytes", 0))
@@ -319,30 +419,26 @@ def _register(session: Session, alive: Alive) -> Device:
     return device
 
 
-def _lease_open(session: Session, device: Device) -> bool:
-    still = select(Device.lease_until > func.now()).where(Device.id == device.id)
-    return bool(session.scalar(still))
-
-
-def _empty_house(session: Session, device: Device, tasks: dict[str, Task]) -> bool:
+def _empty_house(session: Session, house: _House) -> bool:
     """A new process speaks for the device.
 
     It holds the device's lock, which the kernel passes on only when every process of the old house
     is gone; so whatever was seated or parked there is lost, without waiting for the lease.
     """
-    lost = [task for task in tasks.values() if task.seat == device.id]
+    here = house.device.id
+    lost = [task for task in house.tasks.values() if task.seat == here]
     for task in lost:
-        lose(session, task, f"The worker of {device.id} was replaced.")
-    for task in tasks.values():
-        if task.image_on == device.id:
+        lose(session, task, house.placement(task), f"The worker of {here} was replaced.")
+    for task in house.tasks.values():
+        if task.image_on == here:
             task.image_on = None
     return bool(lost)
 
 
-def lose(session: Session, task: Task, because: str) -> None:
+def lose(session: Session, task: Task, placement: Placement, because: str) -> None:
     """The device holds it no longer: back to the queue, to go on from the last checkpoint."""
     device = task.seat
-    _close(session, task, "lost")
+    _close(session, task, placement, "lost")
     _move(session, task, Move.Lost)
     task.image_on = None
     if task.state in ENDED:
@@ -351,7 +447,14 @@ def lose(session: Session, task: Task, because: str) -> None:
         tell(session, task, "task.lost", because, device=device, step=task.step)
 
 
-def _take_in(session: Session, house: _House, event: messages.Event, heard: dict[str, int]) -> bool:
+def _take_in(
+    session: Session,
+    house: _House,
+    event: messages.Event,
+    heard: dict[str, int],
+    *,
+    careful: bool,
+) -> bool:
     """Apply one event if it is the next of its epoch; acknowledge it if it will never count."""
     name = key(event.task, event.epoch)
     task = house.tasks.get(event.task)
@@ -365,8 +468,11 @@ def _take_in(session: Session, house: _House, event: messages.Event, heard: dict
         task.event_seq = event.seq
         if placement.ended_at is None or isinstance(event, messages.Saved):
             placement.last_step = event.step
-            ledger.charge(session, placement, event.held_us)
-            _apply(session, task, placement, event)
+            ledger.note(session, placement, event.held_us)
+            if careful:
+                _apply(session, task, placement, event)
+            else:
+                _EVENTS[type(event)](session, task, placement, event)
     heard[name] = task.event_seq
     return True
 
@@ -377,8 +483,8 @@ def _apply(session: Session, task: Task, placement: Placement, event: messages.E
     Otherwise it would be reported again and again, and its device never be heard any more.
     """
     try:
-        with session.begin_nested():
-            _EVENTS[type(event)](session, task, event)
+        with _apart(session):
+            _EVENTS[type(event)](session, task, placement, event)
         return
     except (OperationalError, InterfaceError):
         raise  # the database went away: nothing is wrong with the event
@@ -386,7 +492,7 @@ def _apply(session: Session, task: Task, placement: Placement, event: messages.E
         log.exception("%s of task %s cannot be written down", type(event).__name__, task.id)
     if placement.ended_at is None:
         told = f"Its process reported {type(event).__name__} in a way that makes no sense."
-        _failed(session, task, _failure(event, cause="exit", message=told))
+        _failed(session, task, placement, _failure(event, cause="exit", message=told))
 
 
 def _failure(event: messages.Event, *, cause: str, message: str) -> messages.Failed:
@@ -402,18 +508,17 @@ def _failure(event: messages.Event, *, cause: str, message: str) -> messages.Fai
     )
 
 
-def _started(session: Session, task: Task, event: messages.Started) -> None:
+def _started(session: Session, task: Task, placement: Placement, event: messages.Started) -> None:
     _move(session, task, Move.Started)
     lost = max(0, task.step - event.step)
     task.lost_steps += lost
-    task.step, task.started_at, task.image_on = event.step, func.now(), None
+    task.step, task.started_at, task.image_on = event.step, db.now(session), None
     if event.resumed != "fresh":  # beginning is no switch, and says nothing about the next one
         task.switch_us = event.switch_us
     task.capabilities, task.preset = event.capabilities, event.preset
     if task.first_started_at is None:
-        task.first_started_at = func.now()
-    placement = _open_placement(session, task)
-    placement.started_at, placement.first_step = func.now(), event.step
+        task.first_started_at = task.started_at
+    placement.started_at, placement.first_step = task.started_at, event.step
     said = {
         "fresh": f"Started on {task.seat}",
         "resident": f"Went on on {task.seat} after step {event.step}, in place",
@@ -431,7 +536,7 @@ def _started(session: Session, task: Task, event: messages.Started) -> None:
     )
 
 
-def _saved(session: Session, task: Task, event: messages.Saved) -> None:
+def _saved(session: Session, task: Task, placement: Placement, event: messages.Saved) -> None:
     _keep_checkpoint(session, task, event)
     if task.image_on is not None and event.step == task.step:
         task.saved = True
@@ -448,7 +553,10 @@ def _keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> Non
         step=event.step,
         sha256=event.sha256,
         size_bytes=event.size_bytes,
+        new_bytes=event.new_bytes,
         took_us=event.took_us,
+        host=func.coalesce(_of_writer(Device.host, event), ""),
+        key=func.coalesce(_of_writer(Device.facts["key"].astext, event), ""),
     )
     # The same bytes at the same step once more: whatever became of them before, they are there now.
     there = {"damaged_at": None, "deleted_at": None}
@@ -456,48 +564,59 @@ def _keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> Non
     session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
 
 
-def _paused(session: Session, task: Task, event: messages.Paused) -> None:
+def _of_writer(column: Any, event: messages.Saved) -> Any:
+    """A column of the device that wrote a checkpoint."""
+    wrote = (Placement.task_id == event.task, Placement.epoch == event.epoch)
+    query = select(column).join(Placement, Placement.device_id == Device.id).where(*wrote)
+    return query.scalar_subquery()
+
+
+def _paused(session: Session, task: Task, placement: Placement, event: messages.Paused) -> None:
     device = task.seat
     _move(session, task, Move.Paused)
     task.step = event.step
     if task.state == "stopping":
         return  # it was cancelled meanwhile; the device goes on to end it
-    _close(session, task, "paused")
+    _close(session, task, placement, "paused")
     task.image_on, task.saved = device, False
     task.pauses += 1
     told = f"Paused after step {event.step} on {device}; no step is lost."
     tell(session, task, "task.paused", told, device=device, step=event.step)
 
 
-def _finished(session: Session, task: Task, event: messages.Finished) -> None:
+def _finished(session: Session, task: Task, placement: Placement, event: messages.Finished) -> None:
     lacking = sorted(set(task.descriptor.get("outputs", [])) - event.outputs.keys())
     if lacking:
         told = f"It finished without its declared outputs {', '.join(lacking)}."
-        _failed(session, task, _failure(event, cause="exception", message=told))
+        _failed(session, task, placement, _failure(event, cause="exception", message=told))
         return
-    _close(session, task, "finished")
+    _close(session, task, placement, "finished")
     _move(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, event.outputs
     task.cause = task.message = task.detail = None  # of an attempt before this one
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
 
 
-def _failed(session: Session, task: Task, event: messages.Failed) -> None:
-    _close(session, task, "failed")
+def _failed(session: Session, task: Task, placement: Placement, event: messages.Failed) -> None:
+    _close(session, task, placement, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
     older = event.cause == "image" and _damage(session, task, event.epoch)
-    retry = older or (CAUSES[event.cause] and task.attempts < task.retry_max)
+    away = event.cause == "store"
+    retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
     _move(session, task, Move.Failed if retry else Move.GaveUp)
     task.image_on = None
     if task.state in ENDED:
         _end(session, task, f"task.{task.state}", event.message, cause=event.cause)
         return
     told = "It goes on from the checkpoint before that one."
-    if not older:
+    if away:
+        task.retry_at = db.now(session) + timedelta(seconds=STORE_AGAIN_S)
+        told = "It is launched again soon; this is no attempt of its own."
+    elif not older:
         task.attempts += 1
         wait_s = min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (task.attempts - 1))
-        task.retry_at = func.now() + timedelta(seconds=wait_s)
+        task.retry_at = db.now(session) + timedelta(seconds=wait_s)
         told = f"It will be tried again ({task.attempts} of {task.retry_max})."
     tell(session, task, "task.retry", f"{event.message} {told}", cause=event.cause)
 
@@ -519,8 +638,8 @@ def _damage(session: Session, task: Task, epoch: int) -> bool:
     return session.scalars(now).first() is not None
 
 
-def _stopped(session: Session, task: Task, event: messages.Stopped) -> None:
-    _close(session, task, "stopped")
+def _stopped(session: Session, task: Task, placement: Placement, event: messages.Stopped) -> None:
+    _close(session, task, placement, "stopped")
     _move(session, task, Move.Stopped)
     task.step = event.step
     _end(session, task, "task.cancelled", f"Cancelled after step {event.step}.")
@@ -546,15 +665,15 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
         return view.state == "paused" and task.seat == house.device.id
     for order in house.unanswered:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
-            order.answered_at = func.now()
+            order.answered_at = db.now(session)
     if view.state == "ended":
         _sample(session, task, view)
         return True  # it goes by itself when its last event is acknowledged
     if task.seat != house.device.id:
         return task.image_on == house.device.id
-    placement = house.open[task.id, task.epoch]
+    placement = house.placement(task)
     placement.last_step = view.step
-    ledger.charge(session, placement, view.held_us)
+    ledger.note(session, placement, view.held_us)
     task.held_us = placement.held_us
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
@@ -582,7 +701,8 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
     gone = set()
     for place, placement in house.open.items():
         if placement.ended_at is None and place not in held | told | on_the_way:
-            lose(session, house.tasks[place[0]], f"{house.device.id} holds it no longer.")
+            told_us = f"{house.device.id} holds it no longer."
+            lose(session, house.tasks[place[0]], placement, told_us)
             gone.add(place)
     for task in house.tasks.values():
         if task.image_on == house.device.id and (task.id, task.epoch) not in held:
@@ -617,12 +737,37 @@ def _store_logs(session: Session, house: _House, logs: Iterable[LogLines]) -> di
 # --- shared by both -----------------------------------------------------------------------------
 
 
-def _locked(session: Session, ids: Iterable[str], *, wait: bool = True) -> dict[str, Task]:
+def _locked(session: Session, which: ColumnElement[bool], *, wait: bool = True) -> dict[str, Task]:
     """The tasks, locked in the order of their ids; without `wait`, those that nobody else has."""
-    query = select(Task).where(Task.id.in_(set(ids))).order_by(Task.id)
+    session.flush()  # they are read again as they are, and what was changed here must be in it
+    query = select(Task).where(which).order_by(Task.id)
     free = query.with_for_update(key_share=True, skip_locked=not wait)
     fresh = free.execution_options(populate_existing=True)
     return {task.id: task for task in session.scalars(fresh)}
+
+
+def _open(
+    session: Session, by: InstrumentedAttribute[str], ids: Sequence[str]
+) -> Sequence[Placement]:
+    """Those that have not ended of these tasks or devices."""
+    if not ids:
+        return []
+    query = select(Placement).where(by.in_(ids), Placement.ended_at.is_(None))
+    return session.scalars(query.order_by(Placement.id)).all()
+
+
+@contextmanager
+def _apart(session: Session) -> Iterator[None]:
+    """A savepoint: of what fails in it nothing is left, and nothing noted."""
+    noted = {name: copy(session.info[name]) for name in _NOTES if name in session.info}
+    try:
+        with session.begin_nested():
+            yield
+    except BaseException:
+        for name in _NOTES:
+            session.info.pop(name, None)
+        session.info |= noted
+        raise
 
 
 def _move(session: Session, task: Task, move: str) -> None:
@@ -637,7 +782,7 @@ def _wait(session: Session, task: Task, *, begins: bool) -> None:
     """It enters its line, or leaves it: the time is kept, and how many wait there."""
     now_s = db.now_s(session)
     if begins:
-        task.waiting_since = datetime.fromtimestamp(now_s, UTC)
+        task.waiting_since = db.now(session)
     elif task.waiting_since is not None:
         since_s = task.waiting_since.timestamp()
         task.waited_us += max(0, round((now_s - since_s) * 1e6))
@@ -662,31 +807,16 @@ def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Pla
     return session.scalar(query)
 
 
-def _open_placement(session: Session, task: Task) -> Placement:
-    query = select(Placement).where(Placement.task_id == task.id, Placement.ended_at.is_(None))
-    return session.scalars(query).one()
-
-
-def _leave(session: Session, task: Task) -> None:
-    _open_placement(session, task).leaving = True
-    session.flush()
-
-
-def _close(session: Session, task: Task, end: str) -> None:
-    """The task lets go of its seat: what it held is final."""
-    placement = _open_placement(session, task)
-    placement.ended_at, placement.end = func.now(), end
+def _close(session: Session, task: Task, placement: Placement, end: str) -> None:
+    """The task lets go of its seat: what it held is final, and no order waits for an answer."""
+    placement.ended_at, placement.end = db.now(session), end
     task.total_held_us += placement.held_us
     task.held_us, task.seat, task.started_at = 0, None, None
-    session.execute(
-        update(Order)
-        .where(Order.task_id == task.id, Order.epoch == task.epoch, Order.answered_at.is_(None))
-        .values(answered_at=func.now())
-    )
+    session.info.setdefault("closed", set()).add((task.id, task.epoch))
 
 
 def _end(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
-    task.ended_at, task.image_on = func.now(), None
+    task.ended_at, task.image_on = db.now(session), None
     tell(session, task, type_, message, **data)
 
 
@@ -709,49 +839,81 @@ def _changed(session: Session, task: Task) -> None:
     session.info.setdefault("changed", set()).add((task.tenant_id, task.request_id))
 
 
+# --- the sums of it -----------------------------------------------------------------------------
+
+_NOTES = ("lines", "moved", "changed", "closed", ledger.NOTED)
+
+
+def write_down(session: Session) -> None:
+    """What was changed and booked so far becomes rows, for who reads them now."""
+    session.flush()
+    ledger.book(session)
+
+
 def settle(session: Session) -> None:
     """Count the lines, sum up requests whose tasks moved, wake open streams at the commit."""
-    session.flush()
-    for line, change in sorted(session.info.pop("lines", {}).items()):
-        _count_line(session, line, change)
-    for request_id in sorted(session.info.pop("moved", ())):
-        _sum_up(session, request_id)
-    for tenant_id, request_id in sorted(session.info.pop("changed", ())):
-        session.execute(select(func.pg_notify(CHANGES, f"{tenant_id} {request_id}")))
+    write_down(session)
+    noted = {name: sorted(session.info.pop(name, ())) for name in ("moved", "changed", "closed")}
+    lines = sorted(line for line in session.info.pop("lines", Counter()).items() if line[1])
+    if noted["closed"]:
+        tasks, epochs = zip(*noted["closed"], strict=True)
+        session.execute(_ANSWERED, {"tasks": list(tasks), "epochs": list(epochs)})
+    if lines:
+        rows = [dict(zip(_LINE, (*line, change), strict=True)) for line, change in lines]
+        session.execute(_COUNT, rows)
+    if noted["moved"]:
+        _sum_up(session, noted["moved"])
+    if noted["changed"]:
+        said = [" ".join(one) for one in noted["changed"]]
+        session.execute(_NOTIFY, {"channel": CHANGES, "said": said})
 
 
-def _count_line(session: Session, line: tuple[Any, ...], change: int) -> None:
-    island, user, kind, memory_bytes, width, tenant = line
-    row = insert(Line).values(
-        island=island,
-        user_id=user,
-        kind=kind,
-        memory_bytes=memory_bytes,
-        width=width,
-        tenant_id=tenant,
-        waiting=change,
-    )
-    grown = {"waiting": Line.waiting + row.excluded.waiting}
-    session.execute(row.on_conflict_do_update(constraint="pk_lines", set_=grown))
+_ANSWERED = text(
+    """
+    update orders set answered_at = now()
+    from unnest(cast(:tasks as text[]), cast(:epochs as int[])) as closed (task_id, epoch)
+    where orders.task_id = closed.task_id and orders.epoch = closed.epoch and answered_at is null
+    """
+)
+
+_NOTIFY = text("select pg_notify(:channel, said) from unnest(cast(:said as text[])) as said")
+
+_LINE = ("island", "user_id", "kind", "memory_bytes", "width", "tenant_id", "waiting")
 
 
-def _sum_up(session: Session, request_id: str) -> None:
-    rows = session.execute(
-        select(Task.state, Task.first_started_at).where(Task.request_id == request_id)
-    ).all()
-    started = any(row.first_started_at is not None for row in rows)
-    state = lifecycle.request_state((row.state for row in rows), started=started)
-    request = session.get_one(Request, request_id)
-    if request.state == state:
-        return
-    request.state = state
-    if state in ENDED:
-        request.ended_at = func.now()
-        session.add(
-            Event(
-                tenant_id=request.tenant_id,
-                request_id=request_id,
-                type=f"request.{state}",
-                message=f"The request is {state}.",
+_COUNT = text(
+    """
+    insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
+    values (:island, :user_id, :kind, :memory_bytes, :width, :tenant_id, :waiting)
+    on conflict on constraint pk_lines do update set waiting = lines.waiting + excluded.waiting
+    """
+)
+
+_STATES = text(
+    """
+    select r.id, r.tenant_id, r.state, array_agg(distinct t.state) as tasks,
+        bool_or(t.first_started_at is not null) as started
+    from requests r join tasks t on t.request_id = r.id
+    where r.id = any(:ids) group by r.id order by r.id
+    """
+)
+
+
+def _sum_up(session: Session, ids: Sequence[str]) -> None:
+    """What these requests are, now that some of their tasks have moved."""
+    for row in session.execute(_STATES, {"ids": ids}):
+        state = lifecycle.request_state(row.tasks, started=row.started)
+        if row.state == state:
+            continue
+        ended_at = db.now(session) if state in ENDED else None
+        changed = update(Request).where(Request.id == row.id)
+        session.execute(changed.values(state=state, ended_at=ended_at))
+        if state in ENDED:
+            session.add(
+                Event(
+                    tenant_id=row.tenant_id,
+                    request_id=row.id,
+                    type=f"request.{state}",
+                    message=f"The request is {state}.",
+                )
             )
-        )

@@ -6,7 +6,11 @@ the moment of the launch, and configured on the device that will run it.
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from app.core import preset
@@ -18,25 +22,54 @@ IMAGES_OFFERED = 3
 RESENDS_SURE = 10  # fewer than after which a Launch that is never shown is given up
 
 
-def body(session: Session, task: Task, device: Device) -> JSON:
-    """The fields of `core.messages.Launch` beyond (task, epoch, seq)."""
-    wanted = task.descriptor
-    return {
-        "tenant": task.tenant_id,
-        "run": wanted["run"],
-        "bundle": _bundle(session, task),
-        "params": wanted.get("params", {}),
-        "inputs": _inputs(session, task),
-        "outputs": list(wanted.get("outputs", [])),
-        "world_size": wanted.get("world_size", 1),
-        "preset": preset_of(session, task.type, device),
-        "images": _images(session, task),
-        "budget_us": max(0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us),
-        "checkpoint_every_s": float(wanted["checkpoint"]["every_s"]),
-        "memory_bytes": task.memory_bytes,
-        "incarnation": device.incarnation,
-        "surely_until_us": device.heard_us + int(_sure_s() * 1e6),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """What the launches of one plan refer to, read at once: by task, presets by kind of device."""
+
+    bundles: Mapping[str, str] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
+    inputs: Mapping[str, JSON] = field(default_factory=dict)
+    images: Mapping[str, list[JSON]] = field(default_factory=dict)
+
+    def body(self, task: Task, device: Device) -> JSON:
+        """The fields of `core.messages.Launch` beyond (task, epoch, seq)."""
+        wanted = task.descriptor
+        return {
+            "tenant": task.tenant_id,
+            "run": wanted["run"],
+            "bundle": self.bundles[task.id],
+            "params": wanted.get("params", {}),
+            "inputs": self.inputs.get(task.id, {}),
+            "outputs": list(wanted.get("outputs", [])),
+            "world_size": wanted.get("world_size", 1),
+            "preset": self._preset(task.type, device),
+            "images": self.images.get(task.id, []),
+            "budget_us": max(0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us),
+            "checkpoint_every_s": float(wanted["checkpoint"]["every_s"]),
+            "memory_bytes": task.memory_bytes,
+            "incarnation": device.incarnation,
+            "surely_until_us": device.heard_us + int(_sure_s() * 1e6),
+        }
+
+    def _preset(self, task_type: str, device: Device) -> JSON:
+        """The parameters for this type of task on this kind of device; "*" where it has none."""
+        by_type = self.presets.get(device.kind, {})
+        chosen = by_type.get(task_type, by_type.get("*", {}))
+        return {**preset.defaults(device.kind, threads=device.threads), **chosen}
+
+
+def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
+    """For tasks, each with the device that will run it."""
+    if not launches:
+        return Shelf()
+    ids = [task.id for task, _ in launches]
+    kinds = sorted({device.kind for _, device in launches})
+    return Shelf(
+        bundles=_bundles(session, ids),
+        presets=_presets(session, kinds),
+        inputs=_inputs(session, ids),
+        images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
+    )
 
 
 def _sure_s() -> float:
@@ -48,37 +81,52 @@ def _sure_s() -> float:
     return min(lease_s, RESENDS_SURE * settings().order_resend_s)
 
 
-def preset_of(session: Session, task_type: str, device: Device) -> JSON:
-    """The parameters for this type of task on this kind of device; "*" where it has none."""
-    query = select(Preset).where(Preset.kind == device.kind)
-    by_type = {row.task_type: row.params for row in session.scalars(query)}
-    chosen = by_type.get(task_type, by_type.get("*", {}))
-    return {**preset.defaults(device.kind, threads=device.threads), **chosen}
+def _bundles(session: Session, ids: Sequence[str]) -> dict[str, str]:
+    digest = Request.descriptor["bundle"].astext
+    query = select(Task.id, digest).join(Request, Request.id == Task.request_id)
+    found = session.execute(query.where(Task.id.in_(ids)))
+    return {id: named.removeprefix("sha256:") for id, named in found}
 
 
-def _bundle(session: Session, task: Task) -> str:
-    digest: str = session.get_one(Request, task.request_id).descriptor["bundle"]
-    return digest.removeprefix("sha256:")
+def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON]]:
+    found: dict[str, dict[str, JSON]] = defaultdict(dict)
+    for row in session.scalars(select(Preset).where(Preset.kind.in_(kinds))):
+        found[row.kind][row.task_type] = row.params
+    return found
 
 
-def _inputs(session: Session, task: Task) -> JSON:
+def _inputs(session: Session, ids: Sequence[str]) -> dict[str, JSON]:
     query = (
-        select(Need.port, Need.output, Task.outputs)
+        select(Need.task_id, Need.port, Need.output, Task.outputs)
         .join(Task, Task.id == Need.needs_id)
-        .where(Need.task_id == task.id, Need.port != "")
+        .where(Need.task_id.in_(ids), Need.port != "")
     )
-    return {port: outputs[output] for port, output, outputs in session.execute(query)}
+    found: dict[str, JSON] = defaultdict(dict)
+    for id, port, output, outputs in session.execute(query):
+        found[id][port] = outputs[output]
+    return found
 
 
-def _images(session: Session, task: Task) -> list[JSON]:
+def _may_have_images(task: Task) -> bool:
+    """It was launched before, or goes on from a checkpoint of another task."""
+    return task.epoch > 0 or task.descriptor.get("from_checkpoint") is not None
+
+
+def _images(session: Session, ids: Sequence[str]) -> dict[str, list[JSON]]:
+    """The newest checkpoints of each; of a task that was never launched there are none."""
+    if not ids:
+        return {}
     query = (
-        select(Checkpoint.sha256, Checkpoint.step)
+        select(Checkpoint.task_id, Checkpoint.sha256, Checkpoint.step, Checkpoint.key)
         .where(
-            Checkpoint.task_id == task.id,
-            Checkpoint.damaged_at.is_(None),
+            Checkpoint.task_id.in_(ids),
+            # What a task began from is offered even if it is damaged: it must not begin anew.
+            or_(Checkpoint.damaged_at.is_(None), Checkpoint.epoch == 0),
             Checkpoint.deleted_at.is_(None),
         )
         .order_by(Checkpoint.step.desc(), Checkpoint.created_at.desc())
-        .limit(IMAGES_OFFERED)
     )
-    return [{"sha256": sha256, "step": step} for sha256, step in session.execute(query)]
+    found: dict[str, list[JSON]] = defaultdict(list)
+    for id, sha256, step, key in session.execute(query):
+        found[id].append({"sha256": sha256, "step": step, "key": key})
+    return {id: images[:IMAGES_OFFERED] for id, images in found.items()}

@@ -1,7 +1,8 @@
 """The ledger: what devices measured becomes what tenants are charged.  The only writer of usage.
 
 A charge is the growth of a placement's `held_us`, times the device's cost.  Placement, account and
-bucket are written in one transaction, so the three sums agree to the microsecond at any instant:
+bucket are written in one transaction (`note`, `book`), so the three sums agree to the microsecond
+at any instant:
 sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).
 
 Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy (`core.fairshare`).
@@ -9,13 +10,18 @@ Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy (`
 
 from __future__ import annotations
 
-from sqlalchemy import func, select, text
-from sqlalchemy.dialects.postgresql import insert
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+from sqlalchemy import Table, select
+from sqlalchemy.dialects.postgresql import Insert, insert
 from sqlalchemy.orm import Session
 
 from app import db
 from app.core import fairshare
-from app.models import Account, LedgerBase, Placement, Usage
+from app.core.island import Lift
+from app.models import Account, Base, LedgerBase, Placement, Usage
+from app.models import Lift as LiftRow
 from app.settings import settings
 
 REBASE_HALF_LIVES = 200  # far below where the fixed point would outgrow its column
@@ -23,7 +29,7 @@ REBASE_HALF_LIVES = 200  # far below where the fixed point would outgrow its col
 
 def base(session: Session) -> LedgerBase:
     """The ledger's T0 and half-life; made at first use, rebased and re-read when they changed."""
-    row = session.get(LedgerBase, 1)
+    row = session.info.get("ledger") or session.get(LedgerBase, 1)
     if row is None:
         values = {"id": 1, "half_life_s": settings().half_life_s, "since_s": db.now_s(session)}
         session.execute(insert(LedgerBase).values(values).on_conflict_do_nothing())
@@ -31,58 +37,96 @@ def base(session: Session) -> LedgerBase:
     if row.half_life_s != settings().half_life_s:
         _change_half_life(session, row, settings().half_life_s)
     _rebase(session, row)
+    session.info["ledger"] = row  # the session itself forgets what nobody holds
     return row
 
 
 def charge(session: Session, placement: Placement, held_us: int) -> int:
-    """Book what `placement` held since the last time; returns the micro-device-seconds charged."""
+    """`note` and `book` at once."""
+    charged = note(session, placement, held_us)
+    book(session)
+    return charged
+
+
+NOTED = "booked"  # where in `session.info`: (user, tenant) or (user, tenant, kind) -> sums
+
+
+def note(session: Session, placement: Placement, held_us: int) -> int:
+    """What `placement` held since the last time, in micro-device-seconds charged; `book` writes it
+    into bucket and account, together with all else that was noted.
+    """
     if held_us <= placement.held_us:
         return 0  # a late or doubled report: it has been charged
     held = held_us - placement.held_us
     charged = held_us * placement.cost_milli // 1000 - placement.charged_us
     placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
-    _book_bucket(session, placement, held, charged)
-    _book_account(session, placement, charged)
+    noted = session.info.setdefault(NOTED, {})
+    key = (placement.user_id, placement.tenant_id, placement.kind)
+    old = noted.get(key, (0, 0, 0))
+    noted[key] = old[0] + held, old[1] + charged, old[2] + _faded(session, charged)
     return charged
 
 
-def _book_bucket(session: Session, placement: Placement, held_us: int, charged_us: int) -> None:
-    bucket_s = settings().usage_bucket_s
-    row = insert(Usage).values(
-        bucket=func.date_bin(text(f"interval '{bucket_s} s'"), func.now(), func.to_timestamp(0)),
-        bucket_s=bucket_s,
-        tenant_id=placement.tenant_id,
-        user_id=placement.user_id,
-        kind=placement.kind,
-        held_us=held_us,
-        charged_us=charged_us,
-    )
-    grown = {
-        "held_us": Usage.held_us + row.excluded.held_us,
-        "charged_us": Usage.charged_us + row.excluded.charged_us,
-    }
-    session.execute(row.on_conflict_do_update(constraint="pk_usage", set_=grown))
-
-
-def _book_account(session: Session, placement: Placement, charged_us: int) -> None:
+def _faded(session: Session, charged_us: int) -> int:
     since = base(session)
-    faded = fairshare.faded(
+    return fairshare.faded(
         charged_us,
         at_s=db.now_s(session),
         since_s=since.since_s,
         half_life_s=since.half_life_s,
     )
-    row = insert(Account).values(
-        user_id=placement.user_id,
-        tenant_id=placement.tenant_id,
-        faded=faded,
-        total_us=charged_us,
-    )
-    grown = {
-        "faded": Account.faded + row.excluded.faded,
-        "total_us": Account.total_us + row.excluded.total_us,
-    }
-    session.execute(row.on_conflict_do_update(constraint="pk_accounts", set_=grown))
+
+
+def book(session: Session) -> None:
+    """Write what was noted: a row of each account and bucket, however many charges there were."""
+    noted = session.info.pop(NOTED, None)
+    if not noted:
+        return
+    bucket_s = settings().usage_bucket_s
+    begins_s = int(db.now_s(session)) // bucket_s * bucket_s
+    bucket = {"bucket": datetime.fromtimestamp(begins_s, UTC), "bucket_s": bucket_s}
+    buckets, accounts = [], dict[tuple[str, str], list[int]]()
+    for (user, tenant, kind), (held, charged, faded) in sorted(noted.items()):
+        owner = {"user_id": user, "tenant_id": tenant}
+        buckets.append({**bucket, **owner, "kind": kind, "held_us": held, "charged_us": charged})
+        account = accounts.setdefault((user, tenant), [0, 0])
+        account[0] += faded
+        account[1] += charged
+    session.connection().execute(_BUCKET, buckets)
+    sums = [
+        {"user_id": user, "tenant_id": tenant, "faded": faded, "total_us": total}
+        for (user, tenant), (faded, total) in accounts.items()
+    ]
+    session.connection().execute(_ACCOUNT, sums)
+
+
+def _grow(table: Table, *columns: str) -> Insert:
+    """Add to a row, or begin it."""
+    row = insert(table)
+    grown = {name: table.c[name] + row.excluded[name] for name in columns}
+    return row.on_conflict_do_update(index_elements=table.primary_key, set_=grown)
+
+
+def _raise_to(table: Table, column: str) -> Insert:
+    """Begin a row, or put another value into it."""
+    row = insert(table)
+    raised = {column: row.excluded[column]}
+    return row.on_conflict_do_update(index_elements=table.primary_key, set_=raised)
+
+
+_LIFT = _raise_to(Base.metadata.tables["lifts"], "faded")
+_BUCKET = _grow(Base.metadata.tables["usage"], "held_us", "charged_us")
+_ACCOUNT = _grow(Base.metadata.tables["accounts"], "faded", "total_us")
+
+
+def lift(session: Session, island: str, lifts: Iterable[Lift]) -> None:
+    """Keep what `core.credit` decided; it is charged to nobody."""
+    newest = {(lift.tenant, lift.user, lift.kind): lift.faded_us for lift in lifts}
+    rows = [
+        {"island": island, "tenant_id": tenant, "user_id": user, "kind": kind, "faded": faded}
+        for (tenant, user, kind), faded in newest.items()
+    ]
+    session.connection().execute(_LIFT, rows)
 
 
 def _rebase(session: Session, row: LedgerBase) -> None:
@@ -98,12 +142,23 @@ def _rebase(session: Session, row: LedgerBase) -> None:
         return
     for account in session.scalars(select(Account).with_for_update()):
         account.faded = fairshare.rebase(int(account.faded), halvings)
+    for lift in session.scalars(select(LiftRow).with_for_update()):
+        lift.faded = fairshare.rebase(int(lift.faded), halvings)
     row.since_s += halvings * row.half_life_s
 
 
 def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> None:
-    """Another half-life means other sums: rebuild them from the buckets."""
-    row.half_life_s, row.since_s = half_life_s, db.now_s(session)
+    """Another half-life means other sums: rebuild them from the buckets.
+
+    A lift has no buckets: what is left of it now fades anew.
+    """
+    now_s, was_s, was_half_life_s = db.now_s(session), row.since_s, row.half_life_s
+    for lift in session.scalars(select(LiftRow).with_for_update()):
+        left_us = fairshare.usage_us(
+            int(lift.faded), now_s=now_s, since_s=was_s, half_life_s=was_half_life_s
+        )
+        lift.faded = left_us << fairshare.FIXED_POINT_BITS
+    row.half_life_s, row.since_s = half_life_s, now_s
     rebuild(session)
 
 

@@ -21,9 +21,10 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
-from app import pages
+from app import collector, pages, why
 from app.api import auth, meta, problems, streams
 from app.api import bundles as bundle_routes
+from app.api import checkpoints as checkpoint_routes
 from app.api import devices as device_routes
 from app.api import presets as preset_routes
 from app.api import requests as request_routes
@@ -33,7 +34,7 @@ from app.api import tasks as task_routes
 from app.api import tenants as tenant_routes
 from app.api.edge import BodyLimit, RequestId
 from app.changes import changes
-from app.db import engine
+from app.db import engine, transaction
 from app.settings import settings
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def _routers() -> list[Any]:
         request_routes.router,
         streams.router,
         task_routes.router,
+        checkpoint_routes.router,
         bundle_routes.router,
         share_routes.router,
         simulation_routes.router,
@@ -93,16 +95,27 @@ def _body_limit(path: str) -> int:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    collector.spare()
     changes.start(engine())
+    warming = asyncio.create_task(run_in_threadpool(_warm))
     writing = asyncio.create_task(_write_uses())
     try:
         with _streams_ended_by_signals():
             yield
     finally:
         writing.cancel()
+        await warming
         await run_in_threadpool(_write_uses_once)
         await run_in_threadpool(changes.stop)
         await run_in_threadpool(engine().dispose)
+
+
+def _warm() -> None:
+    try:
+        with transaction() as session:
+            why.warm(session)
+    except SQLAlchemyError as error:
+        log.warning("who waits could not be read; the first to ask will wait for it: %s", error)
 
 
 async def _write_uses() -> None:

@@ -273,8 +273,9 @@ class Task(Base):
     `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
     recorded and the last order written in this epoch.  `seat` is the device held or about to be
     held; `image_on` the device in whose host memory a paused image at `step` lies, and `saved`
-    whether that image is durable too.  `waited_us` is the sum of all waits that ended; `away` those
-    [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
+    whether that image is durable too.  `cost_milli` is what a second in this epoch costs, if it is
+    charged by its memory and not by its device.  `waited_us` is the sum of all waits that ended;
+    `away` those [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
     """
 
     __tablename__ = "tasks"
@@ -314,6 +315,7 @@ class Task(Base):
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
     attempts: Mapped[int] = mapped_column(server_default="0")
     retry_max: Mapped[int] = mapped_column(server_default="0")
     retry_at: Mapped[datetime | None]
@@ -340,7 +342,10 @@ class Task(Base):
         CheckConstraint("epoch >= 0", name="epoch"),
         CheckConstraint("devices_min between 1 and devices_max", name="devices"),
         Index(
-            "ix_tasks_queued", "tenant_id", postgresql_where=text("state in ('blocked', 'waiting')")
+            "ix_tasks_queue",
+            "tenant_id",
+            "id",
+            postgresql_where=text("state in ('blocked', 'waiting')"),
         ),
         Index(
             "ix_tasks_live",
@@ -451,6 +456,21 @@ class Account(Base):
     txid: Mapped[int] = _txid(index=True)
 
 
+class Lift(Base):
+    """What a tenant (`user_id` "") or a user is taken to have used of a kind on an island while it
+    was away: faded, in micro-device-seconds times thousandths of cost (`app.core.credit`).
+    """
+
+    __tablename__ = "lifts"
+    island: Mapped[str] = mapped_column(ForeignKey("islands.name"), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(
+        ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True
+    )
+    user_id: Mapped[str] = mapped_column(primary_key=True, server_default="")
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    faded: Mapped[int] = mapped_column(Numeric(1000, 0))
+
+
 class LedgerBase(Base):
     """One row: the half-life and the T0 that every `faded` is relative to (`app.ledger`)."""
 
@@ -498,7 +518,11 @@ class Order(Base):
 
 
 class Checkpoint(Base):
-    """A durable image of a task at `step`; the bytes lie in the store under `sha256`."""
+    """A durable image of a task at `step`; `sha256` is the address of its manifest in the store.
+
+    `host` wrote it and signed it with the key whose public part is `key`; the store grew by
+    `new_bytes`.  A task that began from a checkpoint of another one has that one's as its first.
+    """
 
     __tablename__ = "checkpoints"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -508,7 +532,10 @@ class Checkpoint(Base):
     step: Mapped[int] = mapped_column(BigInteger)
     sha256: Mapped[str]
     size_bytes: Mapped[int] = mapped_column(BigInteger)
+    new_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     took_us: Mapped[int] = mapped_column(BigInteger)
+    host: Mapped[str] = mapped_column(server_default="")
+    key: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[datetime] = _now()
     damaged_at: Mapped[datetime | None]
     deleted_at: Mapped[datetime | None]

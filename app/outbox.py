@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from celery import Celery
 from kombu.exceptions import OperationalError
-from sqlalchemy import Select, func, or_, select, update
+from sqlalchemy import Select, func, or_, update
 from sqlalchemy.orm import Session
 
 from app import broker
@@ -83,14 +83,20 @@ def reachable() -> bool:
     return True
 
 
-def unsent(
+def take_unsent(
     session: Session, live: Sequence[str] | Select[tuple[str]], *, resend_s: float
 ) -> list[Order]:
-    """Orders of `live` devices, never sent, or sent long ago without an answer; in order."""
+    """Orders of `live` devices, never sent, or sent long ago without an answer; in order.
+
+    From here on they count as sent, in the transaction that ends before they are: if we die
+    between, they are sent again.
+    """
     stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
     due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
-    query = select(Order).where(Order.answered_at.is_(None), Order.device_id.in_(live))
-    return list(session.scalars(query.where(due).order_by(Order.id)))
+    mine = update(Order).where(Order.answered_at.is_(None), Order.device_id.in_(live), due)
+    taken = mine.values({"sent_at": func.now(), "sends": Order.sends + 1}).returning(Order)
+    fresh = {"synchronize_session": False, "populate_existing": True}
+    return sorted(session.scalars(taken.execution_options(**fresh)), key=lambda order: order.id)
 
 
 def send_orders(orders: list[Order]) -> list[int]:
@@ -102,13 +108,6 @@ def send_orders(orders: list[Order]) -> list[int]:
             break  # order matters, and the rest would wait for the same time-out
         sent.append(order.id)
     return sent
-
-
-def mark_sent(session: Session, ids: list[int]) -> None:
-    """In the transaction that ends before they are sent: if we die between, they are sent again."""
-    if ids:
-        values = {"sent_at": func.now(), "sends": Order.sends + 1}
-        session.execute(update(Order).where(Order.id.in_(ids)).values(values))
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:

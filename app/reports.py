@@ -36,6 +36,7 @@ from app.models import (
     Host,
     Island,
     LedgerBase,
+    Lift,
     LogLine,
     Metric,
     Placement,
@@ -63,8 +64,10 @@ class KindShare:
 
     `devices` are up and take work; `by_weight` of them are the tenant's while everybody has work;
     `fair` is its part now, among those who have work, by guarantee, limit and weight; `held` are
-    under its tasks, `borrowed` of them beyond its guarantee; `waiting` counts tasks that could
-    start at once.
+    under its tasks, `borrowed` of them beyond its guarantee, and `by_memory` of them are charged by
+    the memory that is reserved on them, which is then the dominant resource; `waiting` counts tasks
+    that could start at once.  `idle_us` is what it is taken to have used of that kind while it was
+    away, faded to now: it counts beside `usage_us` for who goes first there, and is never charged.
     """
 
     kind: str
@@ -76,6 +79,8 @@ class KindShare:
     guarantee: int = 0
     limit: int | None = None
     borrowed: int = 0
+    by_memory: int = 0
+    idle_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +118,7 @@ def fair_share(session: Session, now: datetime) -> list[TenantShare]:
     below = {id: tree.below(id) for id in tree.order}
     used = _accounts(session)
     base = session.get(LedgerBase, 1)
+    idle = {key: _usage_now_us(faded, base, now) // 1000 for key, faded in _lifts(session).items()}
     shares = []
     for id in tree.order:
         row, path = tree.rows[id], tree.path(id)
@@ -124,6 +130,8 @@ def fair_share(session: Session, now: datetime) -> list[TenantShare]:
                 part=tree.part(id),
                 fair=fair[kind].get(path, Fraction(0)),
                 held=sum(held[one, kind] for one in below[id]),
+                by_memory=sum(work.by_memory[one, kind] for one in below[id]),
+                idle_us=idle.get((id, kind), 0),
                 waiting=sum(work.waiting[one, kind] for one in below[id]),
             )
             for kind, devices in sorted(capacity.items())
@@ -136,7 +144,7 @@ def fair_share(session: Session, now: datetime) -> list[TenantShare]:
 
 
 def _kind_share(
-    row: Any, kind: str, *, devices: int, part: Fraction, fair: Fraction, held: int, waiting: int
+    row: Any, kind: str, *, devices: int, part: Fraction, fair: Fraction, held: int, **more: int
 ) -> KindShare:
     guarantee = row.guarantee.get(kind, 0)
     return KindShare(
@@ -145,10 +153,10 @@ def _kind_share(
         by_weight=float(devices * part),
         fair=float(fair),
         held=held,
-        waiting=waiting,
         guarantee=guarantee,
         limit=_limit(row, kind),
         borrowed=max(0, held - guarantee),
+        **more,
     )
 
 
@@ -249,13 +257,23 @@ class _Work:
         self.waiting: dict[tuple[str, str], int] = defaultdict(int)
         self.held: dict[tuple[str, str], int] = defaultdict(int)
         self.wanted: dict[tuple[str, str], dict[str, tuple[int, int]]] = defaultdict(dict)
+        self.by_memory: dict[tuple[str, str], int] = defaultdict(int)
+        dominant = set(session.scalars(_BY_MEMORY))
         for placement in session.scalars(_holders()):
             self.held[placement.tenant_id, placement.kind] += 1
+            if placement.task_id in dominant:
+                self.by_memory[placement.tenant_id, placement.kind] += 1
         for tenant, kind, _, _, waiting, _ in (rows := session.execute(_WORK).all()):
             self.waiting[tenant, kind] += waiting
         for tenant, kind, user, weight, _, devices in rows:
             self.wanted[tenant, kind][user] = weight, devices
 
+
+_BY_MEMORY = (
+    select(Task.id)
+    .join(Placement, Placement.task_id == Task.id)
+    .where(Placement.ended_at.is_(None), Task.cost_milli > 0)
+)
 
 _WORK = text(
     """
@@ -351,6 +369,7 @@ def _sum_kind(kinds: Sequence[KindShare], less: KindShare | None) -> KindShare:
         fair=total(lambda kind: kind.fair),
         held=int(total(lambda kind: kind.held)),
         waiting=int(total(lambda kind: kind.waiting)),
+        by_memory=int(total(lambda kind: kind.by_memory)),
         borrowed=max(0, int(total(lambda kind: kind.borrowed))),
     )
 
@@ -385,6 +404,13 @@ def _accounts(session: Session) -> dict[str, tuple[int, int]]:
     for tenant, faded, total_us in session.execute(query):
         used[tenant] = int(faded), int(total_us)
     return used
+
+
+def _lifts(session: Session) -> dict[tuple[str, str], int]:
+    """(tenant, kind) -> its lift, in thousandths; on several islands the highest."""
+    query = select(Lift.tenant_id, Lift.kind, func.max(Lift.faded)).where(Lift.user_id == "")
+    rows = session.execute(query.group_by(Lift.tenant_id, Lift.kind))
+    return {(tenant, kind): int(faded) for tenant, kind, faded in rows}
 
 
 def _usage_now_us(faded: int, base: LedgerBase | None, now: datetime) -> int:
@@ -556,24 +582,30 @@ def _in_queue(
     after: str | None,
     limit: int,
 ) -> list[str]:
-    """Ids of one page.  For all tenants island by island, as the index has them."""
-    query = select(Task.id).where(
-        Task.state.in_(NOT_STARTED if state is None else (state,)), Task.state.not_in(ENDED)
-    )
+    """Ids of one page: tenant by tenant, for all tenants island by island, as an index has them.
+
+    Each of them gives at most a page, so that it costs the same however long a queue is.
+    """
+    query = select(Task.id).where(_QUEUED, Task.state.not_in(ENDED))
+    if state is not None:
+        query = query.where(Task.state == state)
     if kind is not None:
         query = query.where(Task.kind == kind)
     if after is not None:
         query = query.where(Task.id > after)
+    page = query.order_by(Task.id).limit(limit)
     if tenant is not None:
-        mine = tree.within(Task.tenant_id, tenant) if below else Task.tenant_id == tenant
-        return list(session.scalars(query.where(mine).order_by(Task.id).limit(limit)))
+        mine = tree.within(Tenant.id, tenant) if below else Tenant.id == tenant
+        its = page.where(Task.tenant_id == Tenant.id).correlate(Tenant).lateral("its")
+        pages = select(its.c.id).select_from(Tenant).join(its, true()).where(mine)
+        return list(session.scalars(pages.order_by(its.c.id).limit(limit)))
     islands: list[str | None] = [None, *session.scalars(select(Island.name))]
-    found = [
-        id
-        for island in islands
-        for id in session.scalars(query.where(Task.island == island).order_by(Task.id).limit(limit))
-    ]
+    found = [id for island in islands for id in session.scalars(page.where(Task.island == island))]
     return sorted(found)[:limit]
+
+
+# As the index ix_tasks_queue says it: it serves no plan in which the states are parameters.
+_QUEUED = text("tasks.state in ('blocked', 'waiting')")
 
 
 def _queued(task: Task, request: str, owner: str, user: str, told: Why) -> Queued:

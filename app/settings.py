@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home)
     database_url: SecretStr = Field(SecretStr(""), validation_alias="DATABASE_URL")
     redis_url: SecretStr = Field(SecretStr(""), validation_alias="REDIS_URL")
-    store: Path | None = None  # default: home/store
+    store: str = ""  # a folder, or s3://bucket/prefix; default: home/store
 
     # the API
     host: str = "127.0.0.1"
@@ -46,6 +46,7 @@ class Settings(BaseSettings):
     tick_s: float = 1.0
     leader_s: float = 5.0
     half_life_s: float = 7 * 86400.0
+    idle_credit_s: float = Field(3 * 86400.0, ge=0)
     slice_min_s: float = 1.0
     slice_max_s: float = 60.0
     order_resend_s: float = 2.0
@@ -61,13 +62,14 @@ class Settings(BaseSettings):
     device_kind: str = "cpu"
     device_threads: int = 1
     device_memory_bytes: int = 4 * 2**30
+    host_memory_bytes: int = Field(0, ge=0)  # for images of its residents; 0: as for themselves
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
     sandbox: str = "preferred"  # "required", "preferred" or "off"
 
     @property
-    def store_folder(self) -> Path:
-        return self.store or self.home / "store"
+    def store_address(self) -> str:
+        return self.store or str(self.home / "store")
 
 
 @lru_cache

@@ -17,10 +17,11 @@ from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app import ledger
-from app.core.island import Conditions, Device, Policy, Snapshot, Task, Tenant, User
+from app.core.island import Conditions, Device, Lift, Policy, Snapshot, Task, Tenant, User
 from app.core.lifecycle import ENDED, ON_A_DEVICE
 from app.models import Account, Host, LedgerBase, Need
 from app.models import Device as DeviceRow
+from app.models import Lift as LiftRow
 from app.models import Task as TaskRow
 from app.models import Tenant as TenantRow
 from app.models import User as UserRow
@@ -49,6 +50,7 @@ def _snapshot(session: Session, island: str, rows: Sequence[Row[Any]], *, now_s:
         tenants=tenants(session),
         devices=devices(session, island),
         tasks=tasks_of(session, rows, now_s=now_s),
+        lifts=lifts(session, island),
     )
 
 
@@ -56,6 +58,7 @@ def policy(base: LedgerBase) -> Policy:
     return Policy(
         half_life_s=base.half_life_s,
         since_s=base.since_s,
+        idle_credit_s=settings().idle_credit_s,
         slice_min_s=settings().slice_min_s,
         slice_max_s=settings().slice_max_s,
     )
@@ -69,6 +72,14 @@ def users(session: Session, where: ColumnElement[bool] | None = None) -> dict[st
         id: User(id=id, tenant=tenant_id, weight=weight, faded_us=int(faded or 0))
         for id, tenant_id, weight, faded in rows
     }
+
+
+def lifts(session: Session, island: str) -> tuple[Lift, ...]:
+    query = select(LiftRow.tenant_id, LiftRow.user_id, LiftRow.kind, LiftRow.faded)
+    return tuple(
+        Lift(tenant=tenant, user=user, kind=kind, faded_us=int(faded))
+        for tenant, user, kind, faded in session.execute(query.where(LiftRow.island == island))
+    )
 
 
 def tenants(session: Session) -> dict[str, Tenant]:
@@ -93,22 +104,27 @@ def devices(
     session: Session, island: str, where: ColumnElement[bool] | None = None
 ) -> dict[str, Device]:
     query = (
-        select(DeviceRow, Host.cordoned)
+        select(*_DEVICE, Host.cordoned.label("drained"))
         .join(Host, Host.name == DeviceRow.host)
         .where(DeviceRow.island == island)
-        .execution_options(populate_existing=True)
     )
     rows = session.execute(query if where is None else query.where(where))
-    return {row.id: _device(row, drained) for row, drained in rows}
+    return {row.id: _device(row) for row in rows}
 
 
-def _device(row: DeviceRow, drained: bool) -> Device:
+_DEVICE = (
+    DeviceRow.id, DeviceRow.host, DeviceRow.kind, DeviceRow.lease_until, DeviceRow.cordoned,
+    DeviceRow.memory_bytes, DeviceRow.cost_milli,
+)  # fmt: skip
+
+
+def _device(row: Row[Any]) -> Device:
     return Device(
         id=row.id,
         host=row.host,
         kind=row.kind,
         up=row.lease_until is not None,
-        cordoned=row.cordoned or drained,
+        cordoned=row.cordoned or row.drained,
         memory_bytes=row.memory_bytes,
         cost=row.cost_milli,
         lease_until_s=_seconds(row.lease_until) or 0.0,
@@ -121,7 +137,8 @@ _COLUMNS = (
     TaskRow.hold, TaskRow.not_before, TaskRow.seat, TaskRow.launched_at, TaskRow.started_at,
     TaskRow.held_us, TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
-    TaskRow.waiting_since, TaskRow.waited_us, cast(TaskRow.away, Text).label("away"),
+    TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli,
+    cast(TaskRow.away, Text).label("away"),
 )  # fmt: skip
 
 
@@ -171,6 +188,7 @@ def _task(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, now
         image_on=row.image_on,
         saved=row.saved,
         switch_us=row.switch_us,
+        cost=row.cost_milli,
         cancel_asked=row.cancel_asked_at is not None,
         attempts=row.attempts,
         retry_max=row.retry_max,

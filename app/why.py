@@ -21,22 +21,22 @@ from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Engine, Row, Select, func, text
+from sqlalchemy import Engine, Row, Select, func, select, text
 from sqlalchemy.orm import Session
 
-from app import db, forecast, ledger, snapshot
+from app import collector, db, forecast, ledger, snapshot
 from app.core import explain as says
 from app.core import standing
 from app.core.board import MILLI, Board
 from app.core.estimate import Unknown
 from app.core.explain import Ahead, Obstacles
 from app.core.fairshare import Branch, lane
-from app.core.island import Reason, Snapshot, Task, Tenant, User
+from app.core.island import Lift, Reason, Snapshot, Task, Tenant, User
 from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, State
 from app.core.reclaim import above
 from app.core.standing import Crowd, Party, before
 from app.forecast import Start
-from app.models import Placement
+from app.models import Island, Placement
 from app.models import Task as TaskRow
 from app.models import User as UserRow
 
@@ -78,6 +78,17 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
                 picture = kept.picture(session, island, know={row.tenant_id for row in asked})
                 found |= _Answer(session, picture, asked).told()
     return found
+
+
+def warm(session: Session) -> None:
+    """Read what the first answer about each island would have to read."""
+    kept = _kept(session)
+    with kept.lock:
+        for island in session.scalars(select(Island.name)).all():
+            picture = kept.picture(session, island, know=set())
+            for kind in list(picture.line.waiting):
+                picture.beside(session, kind, None)
+    collector.spare()
 
 
 def _told(
@@ -133,6 +144,7 @@ class _InLine:
 
     since: int = 0  # the oldest transaction that may still bring news
     lines: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
+    lifts: dict[str, dict[str, Lift]] = field(default_factory=lambda: defaultdict(dict))
     waiting: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     widths: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
     gangs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -160,6 +172,18 @@ class _InLine:
                 waiting[id] = waiting.get(id, 0) + more
                 widths[id] = widths.get(id, 0) + more * row.width
                 self.stale.add(id)
+
+    def lift(self, rows: Iterable[Row[Any]]) -> None:
+        for row in rows:
+            lift = Lift(
+                tenant=row.tenant_id, user=row.user_id, kind=row.kind, faded_us=int(row.faded)
+            )
+            self.lifts[lift.user or lift.tenant][lift.kind] = lift
+            self.stale.add(lift.tenant)
+
+    def lifted(self, id: str, kind: str) -> int:
+        lift = self.lifts[id].get(kind) if id in self.lifts else None
+        return 0 if lift is None else lift.faded_us
 
     def take_units_anew(self, half_life_s: float) -> None:
         """Before a turn costs one in a thousand more than was taken for it."""
@@ -198,17 +222,23 @@ class _Kept:
         values = {"since": str(self.since), "island": island}
         accounts = session.execute(_ACCOUNTS, values).all()
         rows = session.execute(_LINES, {**values, "since": str(line.since)}).all()
+        lifts = session.execute(_LIFTS, {**values, "since": str(line.since)}).all()
         on_devices = session.execute(_on_devices(island)).all()
         if self._follow_tenants(session.execute(_TENANTS, values).all()):
             self.in_line = {island: (line := _InLine())}
             rows = session.execute(_LINES, {**values, "since": "0"}).all()
+            lifts = session.execute(_LIFTS, {**values, "since": "0"}).all()
         for user, tenant, faded in accounts:
             _, old = self.booked.get(user, (tenant, 0))
             self.booked[user] = tenant, int(faded)
             self._use(tenant, int(faded) - old)
+        line.lift(lifts)
         line.count(rows, self)
-        self.since = line.since = horizon
-        return _Picture(session, self, island, line, on_devices, self.pictures.get(island))
+        anew, self.since, line.since = not line.since, horizon, horizon
+        drawn = _Picture(session, self, island, line, on_devices, self.pictures.get(island))
+        if anew:
+            collector.spare()
+        return drawn
 
     def _follow_tenants(self, rows: Sequence[Row[Any]]) -> bool:
         """True if one has moved: then all sums are other ones."""
@@ -325,6 +355,9 @@ class _Picture:
             board.set_tenant(kept.tenants[id])
         for id in sorted(found):
             board.set_user(replace(found[id], faded_us=kept.booked.get(id, ("", 0))[1]))
+        for id in (*new, *found):
+            for lift in self.line.lifts.get(id, {}).values():
+                board.set_lift(lift)
         self._balance(above_them)
 
     def _balance(self, tenants: Iterable[str]) -> None:
@@ -386,7 +419,8 @@ class _Picture:
                 return None
             return self._party(kind, id, tenant.parent, used, tenant.weight, waiting, widths)
         fee = unit if widths == waiting else unit * widths // waiting
-        return Party(id, used * MILLI, tenant.weight, fee, waiting)
+        used = used * MILLI + self.line.lifted(id, kind)
+        return Party(id, used, tenant.weight, fee, waiting)
 
     def _users_below(self, session: Session, kind: str, parent: str) -> dict[str, Party]:
         found = self._users.get((kind, parent))
@@ -421,10 +455,12 @@ class _Picture:
         fee = max(1, self.unit(kind) * widths // waiting)
         if branch is not None:
             borrows = branch.borrows(lane(kind, max(1, widths // waiting)))
-            return Party(id, self.board.tree.usage(branch), weight, fee, waiting, borrows)
+            used = self.board.tree.usage(branch) + branch.lifts.get(kind, 0)
+            return Party(id, used, weight, fee, waiting, borrows)
         tenant = self.kept.tenants.get(id)
         owed = tenant.guarantee.get(kind, 0) if tenant is not None else 0
-        return Party(id, faded * MILLI, weight, fee, waiting, owed * waiting < widths)
+        used = faded * MILLI + self.line.lifted(id, kind)
+        return Party(id, used, weight, fee, waiting, owed * waiting < widths)
 
 
 def _rest(tenant: str) -> str:
@@ -509,7 +545,7 @@ class _Answer:
     def _alone(self, task: Task, branch: Branch) -> Party:
         """Of a branch that is not among those in line: it just came, or a limit keeps it out."""
         fee = self.picture.unit(task.kind) * task.width
-        usage = self.board.tree.usage(branch)
+        usage = self.board.tree.usage(branch) + branch.lifts.get(task.kind, 0)
         borrows = branch.borrows(self.board.lane(task))
         return Party(branch.name, usage, branch.weight, fee, 1, borrows)
 
@@ -532,12 +568,13 @@ class _Answer:
             "after": list(after.values()),
         }
         counted = self.session.execute(_RANKS, values).all() if after else []
-        between = {id: (higher, n, highest) for id, higher, n, highest in counted}
+        between = {row.id: (row.higher or 0, row.earlier, row.highest) for row in counted}
         found = {}
         for row in rows.values():
             before_it = 0
+            higher, _, highest = between.get(row[0].id, (0, 0, None))
             for task in row:
-                higher, n, highest = between.get(task.id, (0, 0, None))
+                _, n, _ = between.get(task.id, (0, 0, None))
                 before_it += n
                 found[task.id] = int(higher), int(before_it), highest
         return found
@@ -589,6 +626,13 @@ _LINES = text(
     """
 )
 
+_LIFTS = text(
+    """
+    select tenant_id, user_id, kind, faded from lifts
+    where island = :island and age(xmin) <= age(cast(cast(:since as xid8) as xid))
+    """
+)
+
 _LED = text("select leader_until > now() from islands where name = :island")
 
 # Only those whose image lies in a device's memory can be found among a million who wait.
@@ -608,12 +652,13 @@ _USERS = text(
     """
 )
 
-# For each kind of task that the user has in line, as the index ix_tasks_line has them; of those as
-# urgent, only what lies between the task and the one before it that is asked about, too.
+# For each kind of task that the user has in line, as the index ix_tasks_line has them.  Those more
+# urgent are counted for the first of a row only, and of those as urgent only what lies between the
+# task and the one before it that is asked about, too: so nothing is counted twice.
 _RANKS = text(
     """
     select a.id,
-        sum((select count(*) from tasks t where t.state = 'waiting'
+        sum((select count(*) from tasks t where b.id is null and t.state = 'waiting'
             and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
             and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
             and t.priority > a.priority)) as higher,
@@ -622,8 +667,9 @@ _RANKS = text(
             and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
             and t.priority = a.priority
             and (t.submitted_at, t.id) < (a.submitted_at, a.id)
-            and (b.id is null or (t.submitted_at, t.id) >= (b.submitted_at, b.id)))) as earlier,
-        max((select max(t.priority) from tasks t where t.state = 'waiting'
+            and (t.submitted_at, t.id)
+                >= (coalesce(b.submitted_at, '-infinity'), coalesce(b.id, '')))) as earlier,
+        max((select max(t.priority) from tasks t where b.id is null and t.state = 'waiting'
             and t.island = l.island and t.user_id = l.user_id and t.kind = l.kind
             and t.memory_bytes = l.memory_bytes and t.devices_min = l.width
             and t.priority > a.priority)) as highest

@@ -46,7 +46,15 @@ def cpu_s(system: Handle) -> dict[str, float]:
 
 def family_s(pid: int) -> float:
     process = psutil.Process(pid)
-    return sum(own_s(one) for one in [process, *process.children(recursive=True)])
+    return own_s(process) + sum(_child_s(one) for one in process.children(recursive=True))
+
+
+def _child_s(process: psutil.Process) -> float:
+    """Nothing if it has just ended, as a process of Postgres may."""
+    try:
+        return own_s(process)
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def own_s(process: psutil.Process) -> float:

@@ -8,7 +8,6 @@ locks that row first, so two schedulers never write at once, whoever believes to
 
 from __future__ import annotations
 
-import gc
 import logging
 import queue
 import threading
@@ -23,8 +22,9 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app import broker, db, journal, outbox
+from app import broker, collector, db, journal, outbox
 from app.core import record
+from app.core.board import Board
 from app.core.messages import Alive, Answer, BadMessage, decode, encode
 from app.follow import Follower
 from app.models import Device, Island, Order, Placement, Task
@@ -64,7 +64,7 @@ class Scheduler(Loop):
         look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
         self.nudged.clear()
         try:
-            answers, due = self._round_in_one_transaction(heard, look_now)
+            answers, due = self._written_down(heard, look_now)
         except BaseException:
             self._not_written_down(heard)
             raise
@@ -72,27 +72,39 @@ class Scheduler(Loop):
         self._send(answers, due)
         return max(0.0, self.due_s - time.monotonic())
 
+    def _written_down(self, heard: list[Alive], look_now: bool) -> tuple[list[Answer], list[Order]]:
+        """One round.  If anything is wrong with it, it is made again, with care: what is heard of
+        each device, and the plan, in a savepoint of its own, so that nothing bad spoils the rest.
+        """
+        try:
+            return self._round_in_one_transaction(heard, look_now, careful=False)
+        except (OperationalError, InterfaceError):
+            raise  # the database went away
+        except Exception as error:
+            log.warning("island %s: a round is made again, with care: %r", self.island, error)
+            self.follower.forget()
+        return self._round_in_one_transaction(heard, look_now, careful=True)
+
     def _round_in_one_transaction(
-        self, heard: list[Alive], look_now: bool
+        self, heard: list[Alive], look_now: bool, *, careful: bool
     ) -> tuple[list[Answer], list[Order]]:
         with db.transaction() as session:
             # 1. Only one writes at a time.
             row, left_s = self._row(session)
             self.began_s = time.monotonic()
             # 2. What devices say is true.
-            if len(heard) > 1:
-                journal.lock(session, heard)
-            recorded = [taken for alive in heard if (taken := _record(session, alive))]
+            recorded = journal.record_all(session, heard, careful=careful) if heard else []
             # 3. Who leads also decides, if anything moved.
             leads = self._lead(session, row, left_s)
             if not leads:
                 self.follower.forget()
             if look_now or any(changed for _, changed in recorded):
-                again_s = self._plan(session) if leads else settings().tick_s
+                plan = self._plan if careful else self._cycle
+                again_s = plan(session) if leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s
             journal.settle(session)
-            due = outbox.unsent(session, _live(self.island), resend_s=settings().order_resend_s)
-            outbox.mark_sent(session, [order.id for order in due])
+            resend_s = settings().order_resend_s
+            due = outbox.take_unsent(session, _live(self.island), resend_s=resend_s)
             return [answer for answer, _ in recorded], due
 
     def _not_written_down(self, heard: list[Alive]) -> None:
@@ -121,12 +133,14 @@ class Scheduler(Loop):
     def _row(self, session: Session) -> tuple[Island, float]:
         """The island's row, locked, and how many seconds are left of its leader's lease."""
         left_s = func.extract("epoch", Island.leader_until - func.now())
-        query = select(Island, func.coalesce(left_s, 0)).where(Island.name == self.island)
+        now_s = func.extract("epoch", func.now())
+        query = select(Island, func.coalesce(left_s, 0), now_s).where(Island.name == self.island)
         locked = query.with_for_update(key_share=True)
         found = session.execute(locked).one_or_none()
         if found is None:
             session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
             found = session.execute(locked).one()
+        db.it_is(session, float(found[2]))
         return found[0], float(found[1])
 
     def _lead(self, session: Session, row: Island, left_s: float) -> bool:
@@ -157,33 +171,36 @@ class Scheduler(Loop):
             return settings().tick_s
 
     def _cycle(self, session: Session) -> float:
-        session.flush()
+        journal.write_down(session)
         # The transaction's clock stands still: whose turn ended while we wrote is seen at once.
         now_s = db.now_s(session) + time.monotonic() - self.began_s
-        self._spare_the_silent(session)
         known, board = self.follower.board, self.follower.look(session, now_s=now_s)
         if board is not known:
-            _spare_the_collector()
+            collector.spare_anew()
+        self._spare_the_silent(session, board)
         plan = self.follower.cycle(session, board)
         seen = record.seen_by(board, plan, plan.before, island=self.island)
-        if not journal.store(session, plan, seen=seen if plan.decisions else None):
+        if not journal.store(session, plan, seen=seen if plan.decisions or plan.lifts else None):
             self.follower.forget()
             return BUSY_S
+        if self.follower.news is not None and self.follower.news.saves:
+            journal.order_saves(session, self.island)
         if self.follower.behind:
             return 0.0
         if plan.look_again_s is None:
             return settings().tick_s
         return min(settings().tick_s, max(0.0, plan.look_again_s - now_s))
 
-    def _spare_the_silent(self, session: Session) -> None:
+    def _spare_the_silent(self, session: Session, board: Board) -> None:
         """While Redis is away, and for one lease after it: devices must get through first."""
-        if not _silent(session, self.island):
+        if all(board.alive(id) for id in (*board.seated, *board.leaving)):
             return
         if not outbox.reachable():
             # Until the leases given now have ended and were given once more.
             self.deaf_until_s = time.monotonic() + 2 * settings().lease_s
         if time.monotonic() < self.deaf_until_s:
             _spare_leases(session, self.island)
+            self.follower.look_at_devices(session)
 
     def _send(self, answers: Iterable[Answer], due: list[Order]) -> None:
         for answer in answers:
@@ -192,26 +209,6 @@ class Scheduler(Loop):
         if len(sent) < len(due):
             with db.transaction() as session:
                 outbox.mark_unsent(session, [order.id for order in due[len(sent) :]])
-
-
-def _record(session: Session, alive: Alive) -> tuple[Answer, bool] | None:
-    """One heartbeat in a savepoint of its own, so that a bad one spoils no other."""
-    try:
-        with session.begin_nested():
-            return journal.record(session, alive)
-    except (OperationalError, InterfaceError):
-        raise  # the database went away: nothing is wrong with the heartbeat
-    except Exception:
-        log.exception("the heartbeat of %s could not be recorded", alive.device)
-        return None
-
-
-def _spare_the_collector() -> None:
-    """A board is large and stays: looking through it for garbage again and again stops a round for
-    a quarter of a second.  The board before this one is no longer spared, and goes."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def _spare_leases(session: Session, island: str) -> None:
@@ -224,14 +221,6 @@ def _spare_leases(session: Session, island: str) -> None:
     parked = select(Task.id).where(Task.image_on == Device.id, ~Task.saved)
     spared = update(Device).where(Device.island == island, _seats_somebody() | parked.exists())
     session.execute(spared.values(lease_until=func.greatest(Device.lease_until, until)))
-
-
-def _silent(session: Session, island: str) -> bool:
-    """Is a device about to be given up although it holds something?"""
-    ended = select(Device.id).where(
-        Device.island == island, Device.lease_until <= func.now(), _seats_somebody()
-    )
-    return session.scalar(ended.limit(1)) is not None
 
 
 def _seats_somebody() -> ColumnElement[bool]:

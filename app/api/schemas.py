@@ -343,6 +343,21 @@ class MetricOut(Out):
     values: dict[str, Any]
 
 
+class TensorOut(Out):
+    model_config = example(
+        name="model.embed.weight",
+        dtype="bfloat16",
+        shape=[50257, 768],
+        size_bytes=77_194_752,
+        exported=True,
+    )
+    name: str
+    dtype: str
+    shape: list[int]
+    size_bytes: int
+    exported: bool = Field(description="false if safetensors has no word for its type")
+
+
 class CheckpointOut(Out):
     model_config = example(
         id="ckp_0192f0c1b7e97d3e9a4c5b6d7e8f9a0d",
@@ -350,7 +365,10 @@ class CheckpointOut(Out):
         step=1200,
         sha256=_SHA256,
         size_bytes=184_320,
+        new_bytes=12_288,
         took_us=21_000,
+        host="alpha",
+        key=_SHA256,
         created_at=_AT,
         damaged_at=None,
         deleted_at=None,
@@ -358,9 +376,12 @@ class CheckpointOut(Out):
     id: str
     epoch: int
     step: int
-    sha256: str
-    size_bytes: int
+    sha256: str = Field(description="the address of its manifest in the store")
+    size_bytes: int = Field(description="of the image")
+    new_bytes: int = Field(description="by which the store grew; the rest was there already")
     took_us: int
+    host: str = Field(description="which wrote it and signed it; empty if that is not known")
+    key: str = Field(description="the public key (Ed25519) of its signature, hexadecimal")
     created_at: datetime
     damaged_at: datetime | None
     deleted_at: datetime | None

@@ -18,9 +18,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
+from operator import itemgetter
 
+from app.core.dominant import dominant_cost
 from app.core.fairshare import Branch, FairTree, Lane, Path, lane
-from app.core.island import TIERS, Device, Policy, Snapshot, Task, Tenant, User
+from app.core.island import TIERS, Device, Lift, Policy, Snapshot, Task, Tenant, User
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 
 HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
@@ -51,6 +53,20 @@ class Stay:
     @property
     def id(self) -> str:
         return self.task.id
+
+
+@dataclass(slots=True)
+class Service:
+    """How well served those of a branch are who go next for a kind; `core.credit` looks.
+
+    `level` is a score and never falls; `weight` is that of all who wanted such devices at the last
+    look, `came` of those who came since.  From `again_s` on it is looked at again.
+    """
+
+    level: int = 0
+    weight: int = 0
+    came: int = 0
+    again_s: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -98,6 +114,18 @@ class Pool:
         if not memory_bytes:
             return len(self.open)
         return sum(n for memory, n in self.sizes.items() if memory >= memory_bytes)
+
+    @property
+    def all_cost(self) -> int:
+        """What a second of all that take work costs, in thousandths."""
+        return sum(cost * n for cost, n in self.costs.items())
+
+    @property
+    def all_memory_bytes(self) -> int:
+        """Of all that take work; 0 if one of them does not tell."""
+        if self.sizes[0]:
+            return 0
+        return sum(memory * n for memory, n in self.sizes.items())
 
     def suits(self, id: str, lane: Lane) -> bool:
         return self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
@@ -174,6 +202,7 @@ class Board:
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
         self.guarantees = False  # does any branch have one?
+        self.heaviest = 1  # the largest weight that any tenant has had
         self._behind: dict[tuple[str, str], dict[str, None]] = {}  # (kind, tier) -> in line again
         self._promise_due_s = NEVER  # when the first of these is urgent
         self.promised: Counter[tuple[Path, str]] = Counter()  # (branch, kind) -> to all below it
@@ -181,10 +210,19 @@ class Board:
         self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
         self.short: set[tuple[Branch, Lane]] = set()  # of these, those that ran out
         self.astray = False  # is somebody seated on a device that nobody knows?
+        self.quiet = (-1, -math.inf)  # while the tree's `moved` is this, nobody gains until then
+        self.services: dict[tuple[Branch, str], Service] = {}
+        self.lifts: dict[tuple[str, str, str], Lift] = {}  # (tenant, user, kind)
+        self.lifted: dict[tuple[str, str, str], Lift] = {}  # of these, the new ones
+        self.ended: dict[tuple[Branch, str], None] = {}  # whose tasks on devices ended lately
+        # Since the board was known to be written down: who was new in line, and who left it.
+        self.new: dict[tuple[Branch, str], None] = {}
+        self.gone: dict[tuple[Branch, str], None] = {}
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
         self._wake: list[tuple[float, str]] = []
-        self._tops_at, self._tops = -1, list[tuple[int, Branch]]()
+        self._ripe_tops: dict[str, Counter[Branch]] = {}  # kind -> top -> devices of ripe stays
+        self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}  # at which version
         self.priorities: Counter[int] = Counter()  # of living tasks
         self.started: Counter[tuple[str, str]] = Counter()  # (kind, tier) -> devices, F9
         self._aging: list[tuple[float, str, int]] = []
@@ -201,10 +239,13 @@ class Board:
             board._plant(tenant)
         for id in sorted(snapshot.users):
             board.set_user(snapshot.users[id])
+        for lift in snapshot.lifts:
+            board.set_lift(lift)
         for id in sorted(snapshot.devices):
             board.set_device(snapshot.devices[id])
         for id in sorted(snapshot.tasks):
             board.set_task(snapshot.tasks[id])
+        board.tree.came.clear()  # nobody came: they were there
         return board
 
     # --- time ---
@@ -225,10 +266,17 @@ class Board:
 
     def next_s(self) -> float:
         """When time alone next changes what is on the board; NEVER if nothing will."""
-        instants = [self.leases_due_s]
-        instants += [heap[0][0] for heap in (self._ripening, self._wake, self._aging) if heap]
-        instants.append(self._promise_due_s)
-        return min(instant for instant in instants)
+        at_s = min(self.leases_due_s, self._promise_due_s)
+        if self._ripening:
+            at_s = min(at_s, self._ripening[0][0])
+        if self._wake:
+            at_s = min(at_s, self._wake[0][0])
+        return min(at_s, self._aging[0][0]) if self._aging else at_s
+
+    def written_down(self) -> None:
+        """All that was decided so far is known to be: who was new in line is there now."""
+        self.new.clear()
+        self.gone.clear()
 
     # --- tenants and users ---
 
@@ -254,6 +302,7 @@ class Board:
     def _plant(self, tenant: Tenant) -> Branch:
         path = self.path_of(tenant.id)
         self.guarantees |= bool(tenant.guarantee)
+        self.heaviest = max(self.heaviest, tenant.weight)
         if path in self.tree.branches:
             return self.tree.branches[path]
         if tenant.parent is not None:
@@ -283,6 +332,14 @@ class Board:
             self.tree.refresh(leaf)
         if old is None or old.faded_us != user.faded_us:
             self._settle(leaf, user)
+
+    def set_lift(self, lift: Lift) -> None:
+        """What it counts for from now on; never less than before."""
+        path = self.path_of(lift.tenant)
+        branch = self.tree.branches.get((*path, lift.user) if lift.user else path)
+        if branch is not None:
+            self.lifts[lift.tenant, lift.user, lift.kind] = lift
+            self.tree.lift(branch, lift.kind, lift.faded_us)
 
     def _settle(self, leaf: Branch, user: User) -> None:
         owed = sum(self._owes(stay) for stay in self.stays.values() if stay.leaf is leaf)
@@ -314,6 +371,7 @@ class Board:
             self.leases_due_s = self.now_s  # who is there is lost
         if old is not None and old.cordoned != device.cordoned:
             self.news.update(self.on(device.id))
+        self.tree.version += 1  # who found no seat may find one
         self._offer(device, old)
 
     def _offer(self, device: Device, old: Device | None) -> None:
@@ -369,14 +427,14 @@ class Board:
         self._count(self.tasks.get(id), -1)
         self._count(task, 1)
         self.tasks[id] = task
-        stay = self.stays.get(id)
+        stay, returns = self.stays.get(id), False
         if stay is not None and not _same_stay(stay, task):
             self._let_go(stay)
-            stay = None
+            stay, returns = None, True
         if task.state in ON_A_DEVICE:
             self._stay(task, stay)
         else:
-            self._line_up(task)
+            self._line_up(task, returns=returns)
         if task.state != State.waiting or task.cancel_asked or _conditional(task):
             self.news.add(id)
 
@@ -386,7 +444,9 @@ class Board:
         self.news.discard(id)
         self.unline(id)
         if id in self.stays:
-            self._let_go(self.stays[id])
+            stay = self.stays[id]
+            self._let_go(stay)
+            self.ended[stay.leaf, stay.lane.kind] = None
 
     def _count(self, task: Task | None, change: int) -> None:
         if task is None:
@@ -407,7 +467,7 @@ class Board:
     def lane(self, task: Task) -> Lane:
         return lane(task.kind, task.width, task.memory_bytes, self.pin(task))
 
-    def _line_up(self, task: Task) -> None:
+    def _line_up(self, task: Task, *, returns: bool) -> None:
         self.unline(task.id)
         if task.image_on is not None and not task.saved:
             self._pinned.setdefault(task.image_on, set()).add(task.id)
@@ -421,6 +481,7 @@ class Board:
                 id=task.id,
                 priority=task.priority,
                 submitted_s=task.submitted_s,
+                returns=returns,
             )
             self._watch_age(task)
         not_before_s = task.conditions.not_before_s
@@ -455,7 +516,29 @@ class Board:
         """What a second on the devices of a lane costs, in thousandths; of the costliest kind."""
         pool = self.pools.get(lane.kind)
         cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
-        return cost * lane.width
+        return self._dominant(lane, cost * lane.width)
+
+    def cost(self, task: Task, devices: Iterable[str]) -> int:
+        """What a second of it on these devices costs, if it is charged by its memory; else 0."""
+        if not task.memory_bytes:
+            return 0
+        of_devices = self._cost_of(devices)
+        cost = self._dominant(lane(task.kind, task.width, task.memory_bytes), of_devices)
+        return cost if cost > of_devices else 0
+
+    def _cost_of(self, devices: Iterable[str]) -> int:
+        return sum(self.devices[id].cost for id in devices if id in self.devices)
+
+    def _dominant(self, lane: Lane, cost: int) -> int:
+        pool = self.pools.get(lane.kind)
+        if not lane.memory_bytes or pool is None:
+            return cost
+        return dominant_cost(
+            cost,
+            lane.memory_bytes * lane.width,
+            all_cost=pool.all_cost,
+            all_memory_bytes=pool.all_memory_bytes,
+        )[0]
 
     # --- urgency (rules F7 and F9) ---
 
@@ -624,7 +707,7 @@ class Board:
     def _seat(self, task: Task) -> Stay:
         """Rule F1: it holds its devices, and is charged a full turn at once."""
         leaf, here = self.leaf(task), self.lane(task)
-        cost = sum(self.devices[id].cost for id in task.seats if id in self.devices)
+        cost = task.cost or self._cost_of(task.seats)
         stay = Stay(task, leaf, here, task.seats, cost, slice_us(self.policy, task))
         self.stays[task.id] = stay
         pool = self.pools.setdefault(task.kind, Pool(task.kind))
@@ -687,17 +770,34 @@ class Board:
             return
         stay.ripe = True
         self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
-        self._tops_at = -1
+        self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
         self.tree.accrue(stay.leaf, stay.rate, from_s=ripe_s(stay) if late else None)
 
-    def ripe_tops(self) -> list[tuple[int, Branch]]:
-        """The branches at the top below which stays are ripe, the best served first."""
-        if self._tops_at != self.tree.version:
-            tops = {leaf.top: None for leaf in self.ripe}
-            self._tops = [(self.tree.score(top), top) for top in tops]
-            self._tops.sort(key=lambda scored: scored[0], reverse=True)
-            self._tops_at = self.tree.version
-        return self._tops
+    def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
+        """The branches at the top below which stays of a kind are ripe, the best served first."""
+        tree = self.tree
+        known = self._tops.get(kind)
+        if known is None or known[0] != tree.version:
+            tops = [(tree.score(top, kind=kind), top) for top in self._ripe_tops.get(kind, ())]
+            tops.sort(key=itemgetter(0), reverse=True)
+            known = self._tops[kind] = (tree.version, tops)
+        return known[1]
+
+    def better_served(self, kind: str, score: int, top: Branch) -> int:
+        """How many devices ripe stays hold beside a branch at the top, and above a score."""
+        counts = self._ripe_tops[kind]
+        return sum(
+            counts[other]
+            for theirs, other in self.ripe_tops(kind)
+            if theirs > score and other is not top
+        )
+
+    def best_served(self, kind: str, top: Branch) -> int | None:
+        """The highest score beside a branch at the top, where stays are ripe; None without any."""
+        for score, other in self.ripe_tops(kind):
+            if other is not top:
+                return score
+        return None
 
     def _unripe(self, stay: Stay) -> None:
         mine = self.ripe.get(stay.leaf)
@@ -706,7 +806,11 @@ class Board:
         del mine[stay.id]
         if not mine:
             del self.ripe[stay.leaf]
-            self._tops_at = -1
+        tops = self._ripe_tops[stay.lane.kind]
+        tops[stay.leaf.top] -= len(stay.devices)
+        if not tops[stay.leaf.top]:
+            del tops[stay.leaf.top]
+            self._tops.pop(stay.lane.kind, None)
 
     def _true_up(self, stay: Stay) -> None:
         """It leaves before its turn is over: what it did not hold is given back."""
@@ -796,6 +900,6 @@ def _conditional(task: Task) -> bool:
 
 def slice_us(policy: Policy, *tasks: Task) -> int:
     """Rule F8: a turn is so long that taking turns costs no more than its share of the time."""
-    switch_s = max(task.switch_us for task in tasks) / 1e6
-    turn_s = switch_s / policy.switch_share
+    switch_us = tasks[0].switch_us if len(tasks) == 1 else max(task.switch_us for task in tasks)
+    turn_s = switch_us / 1e6 / policy.switch_share
     return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from app.core import explain, lifecycle, reclaim, standing
+from app.core import credit, explain, lifecycle, reclaim, standing
 from app.core.board import NEVER, Board, slice_us
 from app.core.fairshare import Branch, Lane
-from app.core.island import Decision, Plan, Snapshot, Task, changed
+from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
 from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 
 BACKFILL_DEPTH = 16  # so many are looked at behind a gang for which devices are kept
@@ -26,9 +26,9 @@ Found = tuple[Branch, Lane, Task]
 
 
 def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
-    """What to do now, in order, and why the others wait."""
+    """What to do now, in order, and why the others wait; its lifts are taken as decided."""
     board = Board.of(snapshot, now_s=now_s)
-    plan = cycle(board)
+    plan = cycle(board, lift=False)
     reasons = {task.id: explain.start(task, now_s=now_s) for task in _not_started(board)}
     places = {}
     for place, (task, said) in enumerate(standing.line(board), start=1):
@@ -37,7 +37,7 @@ def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
     return replace(plan, reasons=reasons, places=places)
 
 
-def cycle(board: Board) -> Plan:
+def cycle(board: Board, *, lift: bool = True) -> Plan:
     """One round at the board's instant; the board then is as it was decided."""
     paper = _Paper(board)
     # 1. Count the lost: their devices' leases have ended.
@@ -46,6 +46,11 @@ def cycle(board: Board) -> Plan:
     # 3. Unlock those whose start conditions hold, lock those whose do not.
     # 4. Obey the wishes for tasks on devices, and empty the devices being drained.
     _look_at_news(paper)
+    # Who came into line begins near the level of the others.
+    if lift:
+        credit.welcome(board)
+    if _nothing_moved(paper):
+        return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
     # 5. Seat those who must not wait longer,
     urgent = _seat_urgent(paper)
     # 6. then who is least served, on free devices or 7. in the place of who had more,
@@ -58,12 +63,34 @@ def cycle(board: Board) -> Plan:
         paper.left_over = False
         _seat(paper, kept)
         _take_turns(paper)
+    seen = not board.short and not board.longer  # is all that waits in line here?
+    if seen and not paper.decisions and not kept and not urgent and paper.again_s == NEVER:
+        board.quiet = (board.tree.moved, reclaim.nobody_gains_until_s(board))
     return Plan(
         decisions=tuple(paper.decisions),
         before=paper.before,
         look_again_s=_look_again_s(board, urgent, paper.again_s),
         now_s=board.now_s,
+        lifts=_taken(board.lifted),
     )
+
+
+def _nothing_moved(paper: _Paper) -> bool:
+    """Did only time pass since a round in which nobody could be seated, and too little of it?
+
+    Who came meanwhile stands behind those who found no seat.
+    """
+    board = paper.board
+    moved, until_s = board.quiet
+    if moved != board.tree.moved or board.now_s >= until_s or paper.decisions or board.lifted:
+        return False
+    return not board.urgent()
+
+
+def _taken(lifted: dict[tuple[str, str, str], Lift]) -> tuple[Lift, ...]:
+    found = tuple(lifted[key] for key in sorted(lifted))
+    lifted.clear()
+    return found
 
 
 class _Paper:
@@ -85,6 +112,7 @@ class _Paper:
         *,
         devices: tuple[str, ...] = (),
         against: str | None = None,
+        cost: int = 0,
         **after: object,
     ) -> None:
         """Decide a move and see the task after it; raises IllegalMove for what cannot be."""
@@ -98,8 +126,11 @@ class _Paper:
                 because=because,
                 devices=devices,
                 against=against,
+                cost=cost,
             )
         )
+        if move == Move.Launch:
+            after["cost"] = cost
         self.board.set_task(changed(task, state=state, **after))
 
 
@@ -241,7 +272,7 @@ def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
 def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
     """Launch who can be, least served first.  Who finds no seat shuts its lane for this round."""
     board, tree = paper.board, paper.board.tree
-    open_, aside = _lanes(board), list[Task]()
+    open_, aside = _lanes(board, kept), list[Task]()
     while not board.short and (found := tree.first(open_)) is not None:
         _, lane, task = found
         keeper = kept.get(task.kind)
@@ -262,10 +293,23 @@ def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
         board.set_task(task)
 
 
-def _lanes(board: Board) -> dict[Lane, None]:
-    """Those in which somebody could find a seat at all."""
-    ripe = board.ripe and board.policy.turns
-    return {lane: None for lane in board.tree.lanes if ripe or not _nothing_free(board, lane)}
+def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
+    """Those in which somebody could find a seat: a free one, or in the place of who had more."""
+    lanes, policy = board.tree.lanes, board.policy
+    if not policy.turns or policy.backfill == "strict":
+        return {lane: None for lane in lanes if not _nothing_free(board, lane)}
+    return {
+        lane: None
+        for lane in lanes
+        if _free(board, lane) >= lane.width
+        or (board.ripe and lane.kind not in kept and _could_gain(board, lane))
+    }
+
+
+def _could_gain(board: Board, lane: Lane) -> bool:
+    """May who goes first in a lane take the place of anybody?"""
+    found = board.tree.first((lane,))
+    return found is not None and not reclaim.hopeless(board, found[2])
 
 
 def _find_no_seat(
@@ -333,6 +377,7 @@ def _launch(
     against: str | None,
 ) -> None:
     board = paper.board
+    cost = board.cost(task, devices)
     since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
     paper.move(
         task,
@@ -341,6 +386,7 @@ def _launch(
         because,
         devices=devices,
         against=against,
+        cost=cost,
         seats=devices,
         epoch=task.epoch + 1,
         launched_s=board.now_s,
@@ -397,11 +443,11 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
 def _take_turns(paper: _Paper) -> None:
     """Rules F6 and F8 below the top: those of one branch, whose turn nobody else could take."""
     board = paper.board
-    if not board.policy.turns:
+    if not board.policy.turns or not board.tree.lanes:
         return
     for branch in reclaim.shared(board):
         open_ = dict.fromkeys(board.tree.lanes)
-        while open_ and branch.waiting:
+        while open_ and branch.lines:
             found = board.tree.first_below(branch, open_)
             if found is None:
                 break

@@ -34,6 +34,21 @@ def dominant_share(held: Resources, capacity: Resources) -> tuple[Fraction, str]
     return parts[name], name
 
 
+def dominant_cost(
+    cost: int, memory_bytes: int, *, all_cost: int, all_memory_bytes: int
+) -> tuple[int, str]:
+    """What a second of one task costs by its own dominant resource, and which: devices or memory.
+
+    It holds devices that cost `cost`, and reserves `memory_bytes` on them together; all devices of
+    the kind cost `all_cost` and have `all_memory_bytes` (0 if not all of them tell).  Memory costs
+    as much as devices do that are the same part of the kind; rounded down, and in ties devices.
+
+    Slurm calls this MAX_TRES (TRESBillingWeights); Armada's cost of one job is the same figure.
+    """
+    by_memory = memory_bytes * all_cost // all_memory_bytes if all_memory_bytes else 0
+    return (by_memory, "memory") if by_memory > cost else (cost, "devices")
+
+
 def _part(name: str, amount: Amount, capacity: Resources) -> Fraction:
     if not exact(capacity.get(name, 0)) > 0:
         raise ValueError(f"{amount} of {name}, of which there is none: add it to the capacity")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush, heappushpop
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -126,6 +127,7 @@ def lane(kind: str, width: int = 1, memory_bytes: int = 0, pin: str | None = Non
 _lane = cache(Lane)
 
 
+_NO_LIFTS: Mapping[str, int] = {}
 _UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes
 _RIGHT = -1  # the place of a key that was looked at
 _SLACK = 16  # so many stale entries are left in a heap of any size
@@ -134,11 +136,10 @@ _SLACK = 16  # so many stale entries are left in a heap of any size
 class _Account:
     """What a charge touches of a branch; apart, so that it lies together in memory."""
 
-    __slots__ = ("changed", "faded", "rate", "scored", "scored_at", "waiting", "weight")
+    __slots__ = ("changed", "faded", "rate", "scored", "scored_at", "weight")
 
     def __init__(self) -> None:
         self.weight, self.faded, self.rate = 1, 0, 0
-        self.waiting = 0  # tasks in line
         self.scored, self.scored_at = 0, -1
         self.changed = 0  # by the tree's version: when it or something below it ranked differently
 
@@ -148,12 +149,13 @@ class Branch(_Account):
 
     Its usage now is `faded + rate * (the tree's integral - since)`: what was booked, and what its
     running tasks add continuously.  After setting its weight, guarantee or limits, `scored_at = -1`
-    and `refresh`.
+    and `refresh`.  `lifts` are faded usage, too, by the kind of device: what it is taken to have
+    used of that kind while it was away (`core.credit`), and no part of its usage.
     """
 
     __slots__ = (
-        "children", "depth", "guarantee", "held", "inner", "limit", "lines", "most_running", "name",
-        "parent", "path", "running", "since", "top",
+        "children", "depth", "guarantee", "held", "inner", "lifts", "limit", "lines",
+        "most_running", "name", "parent", "path", "running", "since", "top",
     )  # fmt: skip
 
     def __init__(self, path: Path, parent: Branch | None) -> None:
@@ -169,6 +171,7 @@ class Branch(_Account):
         self.running = 0  # tasks on devices
         self.inner = False  # does it hold branches, or items?
         self.children = 0
+        self.lifts: Mapping[str, int] = _NO_LIFTS
         self.lines: dict[Lane, _Line] = {}
 
     def room(self, lane: Lane) -> bool:
@@ -186,6 +189,10 @@ class Branch(_Account):
         guarantee = self.guarantee
         return not guarantee or self.held[lane.kind] + lane.width > guarantee.get(lane.kind, 0)
 
+    def in_line(self, kind: str) -> bool:
+        """Does anything below it wait for a device of this kind?"""
+        return any(lane.kind == kind for lane in self.lines)
+
 
 class _Line:
     """What waits below one branch in one lane; it is there as long as something does.
@@ -198,13 +205,14 @@ class _Line:
     """
 
     __slots__ = (
-        "above", "below", "branch", "entry", "head", "heap", "inner", "lane", "queue", "right",
-        "stale",
+        "above", "below", "branch", "entry", "head", "heap", "inner", "lane", "lift", "queue",
+        "right", "stale",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, lane: Lane, above: _Line | None) -> None:
         self.branch, self.lane, self.above = branch, lane, above
         self.inner = branch.inner
+        self.lift = branch.lifts.get(lane.kind, 0)
         self.below = 0  # lines, or items that wait
         self.stale = 0  # entries of items
         self.entry: Any = None  # stands for it in the line above; None while it has no room
@@ -278,12 +286,14 @@ class FairTree(Generic[Item]):
         self.root = Branch((), None)
         self.root.inner = True
         self.branches: dict[Path, Branch] = {(): self.root}
-        self.lanes: dict[Lane, int] = {}  # how many wait in each
         self._where: dict[str, Any] = {}  # id -> the item's entry
         self._serial = 0  # no two entries of items are equal
         self.version = 0  # of all that ranks; `Branch.changed` and `_Line.right` are read on it
         self._tick = 0  # each instant is another tick
         self._ticked = 0  # the version at the last tick
+        # Who came into line for a kind of device, and who left it, since somebody looked.
+        self.came: dict[tuple[Branch, str], None] = {}
+        self.left: dict[tuple[Branch, str], None] = {}
         self.at(since_s)
 
     def __len__(self) -> int:
@@ -291,6 +301,11 @@ class FairTree(Generic[Item]):
 
     def __contains__(self, id: str) -> bool:
         return id in self._where
+
+    @property
+    def lanes(self) -> Collection[Lane]:
+        """Those in which anything waits; it follows the tree."""
+        return self.root.lines.keys()
 
     # --- time ---
 
@@ -304,9 +319,15 @@ class FairTree(Generic[Item]):
         self.version += 1
         self._ticked = self.version
 
+    @property
+    def moved(self) -> int:
+        """Grows whenever anything moves but time: who is first, who is charged, who holds what."""
+        return self.version - self._tick
+
     def faded(self, charge_us: int) -> int:
         """A charge made now, as it is added to a sum."""
-        return _shifted(charge_us * self._mantissa, self._doublings)
+        grown, doublings = charge_us * self._mantissa, self._doublings
+        return grown << doublings if doublings >= 0 else grown >> -doublings
 
     # --- branches ---
 
@@ -338,21 +359,49 @@ class FairTree(Generic[Item]):
             return branch.faded
         return branch.faded + branch.rate * (self._integral - branch.since)
 
-    def score(self, branch: Branch, extra: int = 0) -> int:
-        """How well served it is, or would be with `extra` faded usage; lower goes first."""
+    def score(self, branch: Branch, extra: int = 0, *, kind: str = "") -> int:
+        """How well served it is, or would be with `extra` faded usage; lower goes first.
+
+        In a comparison about devices of a `kind` its lift counts.
+        """
+        if branch.lifts:
+            extra += branch.lifts.get(kind, 0)
+        if extra:
+            return score(self.usage(branch) + extra, branch.weight)
         if branch.scored_at < self._tick:
             branch.scored = (self.usage(branch) << _SCORE_BITS) // branch.weight
             branch.scored_at = self._tick if branch.rate else _UNTIL_IT_CHANGES
-        return score(self.usage(branch) + extra, branch.weight) if extra else branch.scored
+        return branch.scored
 
-    def overtakes_s(self, one: Branch, other: Branch, fee_us: int) -> float:
+    def lift(self, branch: Branch, kind: str, faded: int) -> None:
+        """From now on it is taken to have used so much more of a kind; not less than before."""
+        branch.lifts = {**branch.lifts, kind: faded}
+        for lane, line in branch.lines.items():
+            if lane.kind == kind:
+                line.lift = faded
+        self.version = version = self.version + 1
+        above: Branch | None = branch
+        while above is not None:
+            above.changed = version
+            above = above.parent
+
+    def who_waits(self, branch: Branch, kind: str) -> Iterator[Branch]:
+        """Its children that wait for devices of a kind, and have room; by each lane once."""
+        for lane, line in branch.lines.items():
+            if lane.kind == kind and line.inner and line.head is not None:
+                entries = chain((line.head,), line.heap or ())
+                yield from (entry[3].branch for entry in entries if _stands(entry))
+
+    def overtakes_s(self, one: Branch, other: Branch, fee_us: int, *, kind: str = "") -> float:
         """From when on `one` scores higher than `other` with a charge of `fee_us`; now or later.
 
         Usage grows with q = 2^(t / half-life), and so does the fee: the scores cross where
         q - 1 = (other's + fee - one's) / (how much faster one's grows).  Infinity if they never do.
         """
         unit = self._mantissa << max(0, self._doublings)
-        own, others = (self.usage(branch) / unit for branch in (one, other))
+        own, others = (
+            (self.usage(branch) + branch.lifts.get(kind, 0)) / unit for branch in (one, other)
+        )
         if self._doublings < 0:
             own, others = own * 2.0**-self._doublings, others * 2.0**-self._doublings
         behind = (others + fee_us) * one.weight - own * other.weight
@@ -366,6 +415,14 @@ class FairTree(Generic[Item]):
         if faster_each_q <= 0:
             return math.inf
         return self.now_s + self._half_life_s * math.log1p(behind / faster_each_q) / math.log(2)
+
+    def accrued_s(self, faded: int) -> float:
+        """When one whose runs cost 1 will have used so much more."""
+        if self._half_life_s <= 0:
+            return self.now_s + faded / (1 << FIXED_POINT_BITS) / 1e6
+        mean_us = self._half_life_s * 1e6 / math.log(2)
+        growth = faded / (math.ldexp(self._mantissa, self._doublings) * mean_us)
+        return self.now_s + self._half_life_s * math.log1p(growth) / math.log(2)
 
     def charge(self, branch: Branch, faded: int) -> None:
         """Book usage, to the branch and those above it; a negative one is given back."""
@@ -401,6 +458,7 @@ class FairTree(Generic[Item]):
 
     def hold(self, branch: Branch, lane: Lane, sign: int = 1) -> None:
         """It takes the devices that the lane needs; with -1, it lets go of them."""
+        self.version += 1
         above: Branch | None = branch
         narrow = False
         while above is not None:
@@ -425,21 +483,28 @@ class FairTree(Generic[Item]):
     # --- items ---
 
     def push(
-        self, path: Path, item: Item, *, lane: Lane, id: str, priority: int, submitted_s: float
+        self,
+        path: Path,
+        item: Item,
+        *,
+        lane: Lane,
+        id: str,
+        priority: int,
+        submitted_s: float,
+        returns: bool = False,
     ) -> None:
-        """Let it wait at the end of a path; it did not wait yet."""
-        line = self._line(self.branches[path], lane)
+        """Let it wait at the end of a path; it did not wait yet.
+
+        Who `returns` was made to let go of devices: its branches never were out of line.
+        """
+        line = self._line(self.branches[path], lane, returns)
         self._serial += 1
         entry = (-priority, 0, submitted_s, id, self._serial, item, line)
         line.append(entry)
         line.below += 1
         self._where[id] = entry
-        self.lanes[lane] = self.lanes.get(lane, 0) + 1
-        above: Branch | None = line.branch
-        while above is not None:
-            above.waiting += 1
-            above = above.parent
         if line.head is entry:
+            self.version += 1
             self._settle(line)
 
     def drop(self, id: str) -> Item | None:
@@ -448,7 +513,9 @@ class FairTree(Generic[Item]):
         if entry is None:
             return None
         line: _Line = entry[6]
-        self._discount(id, line)
+        self.version += 1
+        del self._where[id]
+        line.below -= 1
         if not line.below:
             self._unlink(line)
         elif line.head is entry:
@@ -474,14 +541,10 @@ class FairTree(Generic[Item]):
         if entry is None:
             return None
         line: _Line = entry[6]
-        if faded > 0 and line.head is entry and line.below > 1:
-            self.lanes[line.lane] -= 1
+        queue = line.queue
+        if faded > 0 and line.head is entry and queue and not (line.heap or line.stale):
             line.below -= 1
-            queue = line.queue
-            if queue and not line.heap and not line.stale:
-                line.head = queue.popleft()
-            else:
-                self._behead(line)
+            line.head = queue.popleft()
             self._charge_first(line, faded)
         else:
             self._where[id] = entry
@@ -503,8 +566,8 @@ class FairTree(Generic[Item]):
         """
         lines = branch.lines
         if len(lines) == 1:
-            for lane, line in lines.items():
-                return self._first_in(line) if lane in lanes else None
+            (line,) = lines.values()
+            return self._first_in(line) if line.lane in lanes else None
         found = [lines.get(lane) for lane in lanes]
         open_ = [line for line in found if line is not None and self._top(line) is not None]
         while len(open_) > 1:
@@ -565,29 +628,46 @@ class FairTree(Generic[Item]):
             if child.entry is entry and (key := self._key(child)) is not None:
                 heappush(frontier, (key, _RIGHT))
 
-    def _line(self, branch: Branch, lane: Lane) -> _Line:
+    def lowest(self, branch: Branch, lane: Lane) -> list[tuple[bool, int, Branch]]:
+        """As `keys` the lowest, and one that no other is below: it may be too low itself."""
+        line = branch.lines.get(lane)
+        if line is None or not line.inner or self._top(line) is None:
+            return []
+        entries = (line.head, line.heap[0]) if line.heap else (line.head,)
+        return [(entry[0], entry[1], entry[3].branch) for entry in entries]
+
+    def keys(self, branch: Branch, lane: Lane) -> Iterator[tuple[bool, int, Branch]]:
+        """(does it borrow, its score, itself) of each child that waits in a lane, and has room."""
+        line = branch.lines.get(lane)
+        if line is None or not line.inner or line.head is None:
+            return
+        for entry in (line.head, *(line.heap or ())):
+            child: _Line = entry[3]
+            if child.entry is entry and (key := self._key(child)) is not None:
+                yield key[0], key[1], child.branch
+
+    def _line(self, branch: Branch, lane: Lane, returns: bool) -> _Line:
         line = branch.lines.get(lane)
         if line is None:
-            above = None if branch.parent is None else self._line(branch.parent, lane)
+            above = None if branch.parent is None else self._line(branch.parent, lane, returns)
+            if not branch.in_line(lane.kind):
+                self._come(branch, lane.kind, returns)
             line = branch.lines[lane] = _Line(branch, lane, above)
             if above is not None:
                 above.below += 1
         return line
 
-    def _discount(self, id: str, line: _Line) -> None:
-        """One less waits in a line, and below all branches above it."""
-        del self._where[id]
-        line.below -= 1
-        self._leave(line.lane)
-        above: Branch | None = line.branch
-        while above is not None:
-            above.waiting -= 1
-            above = above.parent
+    def _come(self, branch: Branch, kind: str, returns: bool) -> None:
+        if (branch, kind) in self.left:
+            del self.left[branch, kind]
+        elif not returns:
+            self.came[branch, kind] = None
 
-    def _leave(self, lane: Lane) -> None:
-        left = self.lanes[lane] = self.lanes[lane] - 1
-        if not left:
-            del self.lanes[lane]
+    def _gone(self, branch: Branch, kind: str) -> None:
+        if (branch, kind) in self.came:
+            del self.came[branch, kind]
+        else:
+            self.left[branch, kind] = None
 
     def _behead(self, line: _Line) -> None:
         """Take off the first item, and what is stale behind it; the line counts it no more."""
@@ -612,11 +692,14 @@ class FairTree(Generic[Item]):
         while above is not None:
             branch, entry = line.branch, line.entry
             branch.faded = used = branch.faded + faded
-            branch.waiting -= 1
-            if head is None or entry is None or entry is not above.head or branch.rate:
+            if head is None or entry is not above.head or branch.rate:
                 branch.scored_at, head = -1, None
+            elif above.below == 1:
+                branch.scored_at = -1  # nobody is beside it, so its key may be left too low
             else:
                 branch.scored = key = (used << _SCORE_BITS) // branch.weight
+                if line.lift:
+                    key = ((used + line.lift) << _SCORE_BITS) // branch.weight
                 line.entry = entry = (entry[0], key, head[2], line)
                 line.right = version
                 heap = above.heap
@@ -627,7 +710,6 @@ class FairTree(Generic[Item]):
             line, above = above, above.above
         root = line.branch
         root.faded += faded
-        root.waiting -= 1
         root.changed = version
         root.scored_at = -1
 
@@ -649,7 +731,10 @@ class FairTree(Generic[Item]):
         """Nothing waits in it any more: it goes, and those above it that are empty without it."""
         above: _Line | None = line
         while above is not None:
-            del above.branch.lines[above.lane]
+            branch = above.branch
+            del branch.lines[above.lane]
+            if not branch.in_line(above.lane.kind):
+                self._gone(branch, above.lane.kind)
             above.entry = None
             above = above.above
             if above is not None:
@@ -684,7 +769,7 @@ class FairTree(Generic[Item]):
         top, branch, lane = self._top(line), line.branch, line.lane
         if top is None or not branch.room(lane):
             return None
-        return branch.borrows(lane), self.score(branch), top[2], line
+        return branch.borrows(lane), self.score(branch, kind=lane.kind), top[2], line
 
     def _top(self, line: _Line) -> Any:
         """The head of a line, put right; None if there is none."""

@@ -26,6 +26,7 @@ class Policy:
 
     half_life_s: float = 7 * 86400.0  # 0: usage never fades
     since_s: float = 0.0  # T0 of the lazy decay (`core.fairshare`): the ledger's own
+    idle_credit_s: float = 3 * 86400.0  # F3: who comes back is ahead by no more of its fair share
     slice_min_s: float = 1.0
     slice_max_s: float = 60.0
     switch_share: float = 0.02  # a slice is at least so long that switching costs no more
@@ -64,6 +65,20 @@ class User:
     tenant: str
     faded_us: int = 0
     weight: int = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lift:
+    """What a tenant, or one of its users, is taken to have used of a kind while it was away.
+
+    `faded_us` is like a user's, but in thousandths of cost; it counts in comparisons about devices
+    of this kind on this island only, and is no part of what was used (`core.credit`).
+    """
+
+    tenant: str
+    user: str = ""  # "" is the tenant itself
+    kind: str
+    faded_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +140,7 @@ class Task:
     image_on: str | None = None
     saved: bool = True
     switch_us: int = 0  # what seating it cost the last time
+    cost: int = 0  # of a second in this epoch, if it is charged by its memory (`core.dominant`)
     cancel_asked: bool = False
     attempts: int = 0
     retry_max: int = 0
@@ -159,6 +175,7 @@ class Snapshot:
     users: Mapping[str, User]
     devices: Mapping[str, Device]
     tasks: Mapping[str, Task]
+    lifts: tuple[Lift, ...] = ()
 
 
 # --- what was decided ---------------------------------------------------------------------------
@@ -170,7 +187,8 @@ class Decision:
 
     `move` is a move of `core.lifecycle`; `devices` are the seats that a Launch takes.  `rule` cites
     F1-F10 or another named rule, and `because` is one sentence for the task's owner.
-    `against` is the task that gains or gives, where there is one.
+    `against` is the task that gains or gives, where there is one.  `cost` is what a second of a
+    launched task costs, in thousandths, if that is not what its devices cost.
     """
 
     task: str
@@ -179,6 +197,7 @@ class Decision:
     because: str
     devices: tuple[str, ...] = ()
     against: str | None = None
+    cost: int = 0
 
     @property
     def device(self) -> str | None:
@@ -212,7 +231,7 @@ class Plan:
 
     `places` is each waiting task's place in the island's order, from 1.  Nothing will change by
     the mere passing of time before `look_again_s`.  It was made at `now_s`, when the tasks that it
-    moves looked as in `before`.
+    moves looked as in `before`.  `lifts` are those that are new, in place of the same one's of old.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -221,3 +240,4 @@ class Plan:
     look_again_s: float | None = None
     now_s: float = 0.0
     before: Mapping[str, Task] = field(default_factory=dict, compare=False)
+    lifts: tuple[Lift, ...] = ()

@@ -13,10 +13,14 @@ and `theirs` above who runs.
 
 Why there is no cycle: to be asked, a task must have held its devices for a full slice since it was
 last launched.  So at one instant nobody is paused twice, and between two pauses of one task a slice
-passes.  Two more rules keep the tree from feeding F5 and F6 to each other, which would be felt only
-as needless turns: a gang that is lent in part goes whole to who is owed, but stays against who is
-only less served; and no branch comes to borrow more by F6 while one beside it goes before it, and
-waits in vain.  `benchmarks.no_cycles` looks for what is left of that on islands without slices.
+passes.  Nor would there be any if a slice took no time, which would be felt as needless turns.
+Where nothing is guaranteed, a task's place is the scores of its branches from the top down, then
+its priority; a pause takes tasks away for one whose place is before all of theirs, so that of two
+sets of running tasks the later one always has the first task that the other lacks.  Guarantees put
+"does it borrow?" before each score, and that depends on who runs.  So two more rules keep F5 and F6
+from feeding each other: a gang that is lent in part goes whole to who is owed, but stays against
+who is only less served; and no branch comes by F6 to hold more on loan, such a gang counted whole,
+while one beside it goes before it and waits in vain, or was just told to pause.
 
 Of those who may be asked the fewest are: no one can be left out.  First what is lent, if who waits
 is owed; then basic tasks, then standard ones; then the most over-served; then the lowest priority,
@@ -25,13 +29,15 @@ the latest started.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from app.core.board import NEVER, Board, Stay, ripe_s, slice_us
-from app.core.fairshare import ALL, Branch, Lane
+from app.core.fairshare import ALL, Branch, Lane, unscored
+from app.core.fairshare import score as scored
 from app.core.island import TIERS, Task
 from app.core.lifecycle import State
 
@@ -67,7 +73,7 @@ def victims(
     Who is `urgent` (F7, F9) need not be less served.  If a limit (F4) leaves no room, only those
     below it give way, and so many that it is kept.
     """
-    if not board.ripe or (within is None and not urgent and _hopeless(board, task)):
+    if not board.ripe or (within is None and not urgent and hopeless(board, task)):
         return None
     shut = shut_by(board, task)
     if shut is not None and (within is None or shut.depth > within.depth):
@@ -87,19 +93,29 @@ def victims(
     return found
 
 
-def _hopeless(board: Board, task: Task) -> bool:
+def hopeless(board: Board, task: Task) -> bool:
     """A quick look: is nobody at the top better served, and nothing owed to it?
 
     Who is below the same branch at the top is asked when that branch's turns are taken.
     """
-    top, lane = board.leaf(task).top, board.lane(task)
+    leaf, lane, kind = board.leaf(task), board.lane(task), task.kind
+    top = leaf.top
     if not top.borrows(lane):
         return False
-    best = next((score for score, other in board.ripe_tops() if other is not top), None)
+    best = board.best_served(kind, top)
     if best is None:
         return top.children <= 1 and len(board.priorities) <= 1
+    if best <= board.tree.score(top, kind=kind):
+        return True
     fee = board.tree.faded(slice_us(board.policy, task) * board.rate(lane))
-    return best <= board.tree.score(top, fee)
+    score = board.tree.score(top, fee, kind=kind)
+    if best <= score:
+        return True
+    if len(board.priorities) > 1 or any(branch.children > 1 for branch in below(leaf, top)):
+        return False  # some of its own may help
+    pool = board.pools.get(kind)
+    free = len(pool.free) if pool is not None else 0
+    return free + board.better_served(kind, score, top) < lane.width
 
 
 def nobody_can_gain(board: Board, head: Task) -> bool:
@@ -107,8 +123,8 @@ def nobody_can_gain(board: Board, head: Task) -> bool:
     top = board.leaf(head).top
     if board.guarantees or not board.ripe:
         return not board.ripe
-    best = next((score for score, other in board.ripe_tops() if other is not top), 0)
-    return best <= board.tree.score(top)
+    best = board.best_served(head.kind, top)
+    return best is None or best <= board.tree.score(top, kind=head.kind)
 
 
 class _Claim:
@@ -140,13 +156,14 @@ class _Claim:
             return None
         tree = self.board.tree
         mine, theirs = sides(self.leaf, leaf)
-        scores = (tree.score(theirs), tree.score(leaf))
+        kind = self.lane.kind
+        scores = (tree.score(theirs, kind=kind), tree.score(leaf, kind=kind))
         if mine is theirs:
             below_own = self.urgent or self._below_own(leaf)
             return _Side(leaf, leaf, False, True, scores) if below_own else None
         borrowed = self._all_lent(leaf, theirs)
         owed = not mine.borrows(self.lane)
-        better = self.urgent or scores[0] > tree.score(mine, self.fee)
+        better = self.urgent or scores[0] > tree.score(mine, self.fee, kind=kind)
         if (owed and (borrowed or better)) or (borrowed and better):
             return _Side(leaf, theirs, owed, better, scores)
         return None
@@ -312,26 +329,46 @@ class _Claim:
         by_f5 = all(victim.rule == "F5" for victim in found)
         if not self.board.guarantees or self.urgent or by_f5:
             return False
-        kind, width = self.lane.kind, self.lane.width
-        for branch in above(self.leaf):
-            given = sum(v.stay.lane.width for v in found if branch in above(v.stay.leaf))
-            grows = width > given and branch.held[kind] + width - given > branch.guarantee.get(
-                kind, 0
-            )
-            if grows and branch.guarantee and self._first_beside(branch):
-                return True
-        return False
+        return any(
+            branch.guarantee and self._lends_more(branch, found) and self._first_beside(branch)
+            for branch in above(self.leaf)
+        )
+
+    def _lends_more(self, branch: Branch, found: list[Victim]) -> bool:
+        """Would a branch hold more on loan?  A gang that is lent in part is given back whole."""
+        own, held = branch.guarantee.get(self.lane.kind, 0), branch.held[self.lane.kind]
+        rest = held - sum(v.stay.lane.width for v in found if branch in above(v.stay.leaf))
+        with_it = rest + self.lane.width
+        return with_it > own and with_it - min(rest, own) > max(0, held - own)
 
     def _first_beside(self, branch: Branch) -> bool:
-        tree = self.board.tree
-        assert self.pool is not None
+        """Does anybody beside a branch that borrows go before it, who waits or was told to pause?
+
+        Such a pause is for a turn among its own: a moment later it waits as well.
+        """
+        tree, kind, parent = self.board.tree, self.lane.kind, _parent(branch)
+        pool, last = self.board.pools[kind], (True, tree.score(branch, kind=kind))
         lanes = [
             lane
             for lane in tree.lanes
-            if lane.kind == self.lane.kind and self.pool.size(lane.memory_bytes) >= lane.width
+            if lane.kind == kind and pool.size(lane.memory_bytes) >= lane.width
         ]
-        found = tree.first_below(_parent(branch), lanes)
-        return found is not None and branch not in above(found[0])
+        waiting = (key for lane in lanes for key in tree.keys(parent, lane))
+        return any(
+            (borrows, score) < last and side is not branch
+            for borrows, score, side in (*waiting, *self._on_their_way_out(branch))
+        )
+
+    def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
+        """As `FairTree.keys`, of those beside a branch in whose line somebody will be at once."""
+        for id in sorted(set(self.board.leaving.values())):
+            stay = self.board.stays[id]
+            task, lane = stay.task, stay.lane
+            _, side = sides(branch, stay.leaf)
+            if task.state != State.pausing or side.parent is not branch.parent:
+                continue
+            if lane.kind == self.lane.kind and all(b.room(lane) for b in below(stay.leaf, side)):
+                yield side.borrows(lane), self.board.tree.score(side, kind=lane.kind), side
 
 
 def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
@@ -407,16 +444,16 @@ def next_turn_s(board: Board) -> float:
     """When somebody in line may first take the place of a ripe stay; NEVER if time changes nothing.
 
     Scores cross because who holds devices uses more.  Of many pairs the instant is not computed:
-    then it is an eighth of the shortest slice from now.
+    then it is some eighths of the shortest slice from now.
     """
     claims, most = list[tuple[Task, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
     if most < 2:
-        return board.now_s + board.policy.slice_min_s / 8
+        return _look_s(board)
     for node in (board.tree.root, *shared(board)):
         for lane in board.tree.lanes:
             claims += [(found[2], node) for found in board.tree.heads(node, lane)]
             if len(claims) > most:
-                return board.now_s + board.policy.slice_min_s / 8
+                return _look_s(board)
     instants = (
         _turn_s(board, _Claim(board, task, urgent=False), leaf)
         for task, node in claims
@@ -426,15 +463,61 @@ def next_turn_s(board: Board) -> float:
     return min((at_s for at_s in instants if at_s > board.now_s), default=NEVER)
 
 
+def _look_s(board: Board) -> float:
+    """The first eighth of the shortest slice from now at which anybody may gain."""
+    step_s = board.policy.slice_min_s / 8
+    moved, until_s = board.quiet
+    if moved != board.tree.moved or until_s <= board.now_s + step_s or not step_s:
+        return board.now_s + step_s
+    return board.now_s + step_s * math.ceil((until_s - board.now_s) / step_s)
+
+
+def nobody_gains_until_s(board: Board) -> float:
+    """When somebody in line may first gain by another's leave, if only time passes; never too late.
+
+    It is now where that is not known: the scores at the top say all only where nothing is
+    guaranteed, and nobody takes turns below.
+    """
+    tree = board.tree
+    if board.guarantees or shared(board):
+        return board.now_s
+    least = math.inf
+    for kind in {lane.kind for lane in tree.lanes}:
+        ripe = board.ripe_tops(kind)
+        claims = _claims(board, kind) if ripe else []
+        for score, top in ripe:
+            lowest = min((claim for claim, mine in claims if mine is not top), default=None)
+            if lowest is not None and lowest < score:
+                return board.now_s
+            if lowest is not None:
+                least = min(least, unscored(lowest - score, top.weight) // top.rate)
+    return tree.accrued_s(int(least)) if least < math.inf else NEVER
+
+
+def _claims(board: Board, kind: str) -> list[tuple[int, Branch]]:
+    """How well served those in line would be at least, after the shortest turn.
+
+    Of each lane the two lowest scores stand for all; a turn weighs least on the heaviest.
+    """
+    tree, found = board.tree, list[tuple[int, Branch]]()
+    for lane in tree.lanes:
+        if lane.kind == kind:
+            turn_us = int(1e6 * min(board.policy.slice_min_s, board.policy.slice_max_s))
+            fee = tree.faded(turn_us * board.rate(lane))
+            for _, score, top in tree.lowest(tree.root, lane):
+                found.append((score + scored(fee, board.heaviest), top))
+    return found
+
+
 def shared(board: Board) -> list[Branch]:
     """Branches below the top of which some had a full turn and others wait, the deepest first."""
     found: dict[Branch, None] = {}
     for leaf in board.ripe:
-        if leaf.waiting and len(board.priorities) > 1:
+        if leaf.lines and len(board.priorities) > 1:
             found[leaf] = None
         above = leaf.parent
         while above is not None and above.parent is not None:
-            if above.waiting and above.children > 1:
+            if above.lines and above.children > 1:
                 found[above] = None
             above = above.parent
     return sorted(found, key=lambda branch: (-branch.depth, branch.path))
@@ -446,8 +529,9 @@ def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
     if mine is theirs:
         crossing_s = board.now_s
     else:
-        crossing_s = board.tree.overtakes_s(theirs, mine, claim.turn_us * claim.rate)
-        if board.tree.score(theirs) <= board.tree.score(mine, claim.fee):
+        tree, kind = board.tree, claim.lane.kind
+        crossing_s = tree.overtakes_s(theirs, mine, claim.turn_us * claim.rate, kind=kind)
+        if tree.score(theirs, kind=kind) <= tree.score(mine, claim.fee, kind=kind):
             crossing_s += RESOLUTION_S / 2  # it is to be higher, not equal
     slices_s = (
         (stay.task.started_s or 0.0) + max(claim.turn_us, stay.turn_us) / 1e6

@@ -8,12 +8,13 @@ picked changes nothing, so it is left out: `decide` gives the same decisions of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from app.core.board import Board
-from app.core.island import Conditions, Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.island import Conditions, Device, Lift, Plan, Policy, Snapshot, Task, Tenant, User
 
 JSON = dict[str, Any]
 
@@ -25,14 +26,25 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str
     tasks = {task.id: task for task in (*held, *moved)}
     users = {task.user: board.users[task.user] for task in tasks.values()}
     kinds = {task.kind for task in tasks.values()}
+    tenants = _with_those_above(board.tenants, {task.tenant for task in tasks.values()})
     return Snapshot(
         island=island,
         policy=board.policy,
-        tenants=_with_those_above(board.tenants, {task.tenant for task in tasks.values()}),
+        tenants=tenants,
         users=users,
         devices={d.id: d for d in board.devices.values() if d.kind in kinds},
         tasks=tasks,
+        lifts=tuple(_lifts(board, tenants, users, kinds)),
     )
+
+
+def _lifts(
+    board: Board, tenants: Iterable[str], users: Mapping[str, User], kinds: Iterable[str]
+) -> Iterator[Lift]:
+    whose = [(id, "") for id in tenants] + [(user.tenant, user.id) for user in users.values()]
+    for key in sorted((*who, kind) for who in whose for kind in kinds):
+        if key in board.lifts:
+            yield board.lifts[key]
 
 
 def _with_those_above(tenants: Mapping[str, Tenant], ids: Iterable[str]) -> dict[str, Tenant]:
@@ -53,6 +65,7 @@ def as_json(snapshot: Snapshot) -> JSON:
             name: [_plain(getattr(snapshot, name)[id]) for id in sorted(getattr(snapshot, name))]
             for name in _KINDS
         },
+        "lifts": [_plain(lift) for lift in snapshot.lifts],
     }
 
 
@@ -62,6 +75,7 @@ def from_json(body: JSON) -> Snapshot:
         name: {item["id"]: _value(kind, item) for item in body[name]}
         for name, kind in _KINDS.items()
     }
+    parts["lifts"] = tuple(_value(Lift, item) for item in body.get("lifts", ()))
     return Snapshot(island=body["island"], policy=_value(Policy, body["policy"]), **parts)
 
 
@@ -71,8 +85,8 @@ _KINDS: dict[str, type] = {"tenants": Tenant, "users": User, "devices": Device, 
 def _plain(value: Any) -> Any:
     """Numbers beyond 2^53 are kept as text: JSON readers would round them."""
     if is_dataclass(value) and not isinstance(value, type):
-        named = ((f, getattr(value, f.name)) for f in fields(value))
-        return {f.name: _plain(v) for f, v in named if v != _default(f)}
+        named = ((name, getattr(value, name), usual) for name, usual in _defaults(type(value)))
+        return {name: _plain(v) for name, v, usual in named if v != usual}
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -80,6 +94,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and abs(value) > 2**53:
         return str(value)
     return value
+
+
+@cache
+def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """The names of the fields, each with its default."""
+    return tuple((f.name, _default(f)) for f in fields(kind))
 
 
 def _default(field: Any) -> Any:

@@ -169,7 +169,7 @@ def simulate(
         plan = cycle(world.board)
         world.obey(plan)
         if seen is not None:
-            check(world, seen, plan)
+            check(world, replace(seen, lifts=tuple(world.board.lifts.values())), plan)
     if math.isfinite(until_s):
         world.advance(_us(until_s))
     return world.report()
@@ -212,6 +212,7 @@ class World:
     ) -> None:
         self.policy, self.costs = policy, costs
         self.arrivals = sorted(arrivals, key=lambda arrival: (arrival.at_s, arrival.task))
+        self._comes_us = [_us(arrival.at_s) for arrival in self.arrivals]
         self.tenants = {tenant.id: tenant for tenant in tenants}
         self.users = {a.user: User(id=a.user, tenant=a.tenant) for a in self.arrivals}
         self.users |= {user.id: user for user in users if user.id in self.users}
@@ -249,7 +250,7 @@ class World:
         if self._events and (at_us is None or self._events[0][0] < at_us):
             at_us = self._events[0][0]
         if self._came < len(self.arrivals):
-            comes_us = _us(self.arrivals[self._came].at_s)
+            comes_us = self._comes_us[self._came]
             at_us = comes_us if at_us is None else min(at_us, comes_us)
         return at_us
 
@@ -260,7 +261,7 @@ class World:
             self._let_it_be(event[0])
             self._happen(event)
         self._let_it_be(at_us)
-        while self._came < len(self.arrivals) and _us(self.arrivals[self._came].at_s) <= at_us:
+        while self._came < len(self.arrivals) and self._comes_us[self._came] <= at_us:
             self._arrive(self.arrivals[self._came])
             self._came += 1
 
@@ -378,7 +379,7 @@ class World:
         counted_for = self.runs[task.id].arrival.counted_for
         self._device_us[counted_for[0]] += held_us * task.width
         self._meter.hold(self.now_us, counted_for, -task.width)
-        cost = sum(self.devices[device].cost for device in task.seats)
+        cost = task.cost or sum(self.devices[device].cost for device in task.seats)
         self._faded[task.user] += faded(
             held_us * cost // 1000,
             at_s=self.now_s,

@@ -150,7 +150,8 @@ def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
         return _Held(stay.task.priority >= task.priority, False, False)
     lent = all(_lent(branch, task.kind) for branch in below(stay.leaf, theirs))
     owed = not mine.borrows(board.lane(task))
-    better = board.tree.score(theirs) > board.tree.score(mine, _fee(board, stay, task))
+    score, kind = board.tree.score, task.kind
+    better = score(theirs, kind=kind) > score(mine, _fee(board, stay, task), kind=kind)
     if (owed and (lent or better)) or (lent and better):
         return _Held(False, False, _protected(board, stay, task))
     return _Held(not better, better, False)
@@ -186,12 +187,12 @@ def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:
     """The task's side against the best served of those who stay; None if nobody does."""
     if not staying:
         return None
-    leaf, tree = board.leaf(task), board.tree
-    best = max(staying, key=lambda stay: (tree.score(sides(leaf, stay.leaf)[1]), stay.id))
+    leaf, score, kind = board.leaf(task), board.tree.score, task.kind
+    best = max(staying, key=lambda stay: (score(sides(leaf, stay.leaf)[1], kind=kind), stay.id))
     mine, theirs = sides(leaf, best.leaf)
     return Standing(
-        mine_s=seconds(board, tree.score(mine, _fee(board, best, task))),
-        theirs_s=seconds(board, tree.score(theirs)),
+        mine_s=seconds(board, score(mine, _fee(board, best, task), kind=kind)),
+        theirs_s=seconds(board, score(theirs, kind=kind)),
     )
 
 
@@ -212,8 +213,9 @@ def seconds(board: Board, score: int) -> float:
 class Party(NamedTuple):
     """A branch in line for one kind of device, seen beside its siblings.
 
-    `faded` is its usage, `fee` what each of its tasks is charged for a turn (faded too, at least
-    1), `waiting` how many of them are in line; `borrows`: would one more exceed its guarantee?
+    `faded` is its usage with its lift, `fee` what each of its tasks is charged for a turn (faded
+    too, at least 1), `waiting` how many of them are in line; `borrows`: would one more exceed its
+    guarantee?
     """
 
     name: str
@@ -298,13 +300,13 @@ class _Crowd:
 
     def party(self, branch: Branch) -> Party:
         lanes, board = self.lanes[branch.path], self.board
-        waiting = lanes.total()
+        waiting, kind = lanes.total(), next(iter(lanes)).kind
         widths = sum(here.width * count for here, count in lanes.items())
         return Party(
             branch.name,
-            board.tree.usage(branch),
+            board.tree.usage(branch) + branch.lifts.get(kind, 0),
             branch.weight,
-            fee(board, next(iter(lanes)).kind, widths, waiting),
+            fee(board, kind, widths, waiting),
             waiting,
             all(branch.borrows(here) for here in lanes),
         )

@@ -5,15 +5,30 @@ from __future__ import annotations
 import random
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
 
-from app import db, follow, journal, snapshot
+from app import db, follow, journal, ledger, reports, snapshot
+from app.core import fairshare
 from app.core.board import Board
 from app.core.decide import cycle
 from app.core.island import Decision, Plan
 from app.core.record import as_json, from_json, seen_by
 from app.follow import BEGINNING, MORE, Follower
-from app.models import Device, Host, Island, Line, Need, Request, Task, Tenant, User
+from app.models import (
+    Account,
+    Device,
+    Host,
+    Island,
+    Lift,
+    Line,
+    Need,
+    Placement,
+    Request,
+    Task,
+    Tenant,
+    Usage,
+    User,
+)
 
 DESCRIPTOR = {
     "run": {"job": "train:Train"},
@@ -277,3 +292,135 @@ def _disturb(session, dice):
     device = session.get_one(Device, f"h.{dice.randrange(3)}")
     device.cordoned = dice.random() < 0.2
     journal.settle(session)
+
+
+class TestIdleCredit:
+    """Tenant b worked for ages, and has more in line; a was away, and comes back."""
+
+    LEVEL_S = 10_000_000
+
+    @pytest.fixture
+    def busy(self, session, isle):
+        base = ledger.base(session)
+        now_s = db.now_s(session)
+        used = fairshare.faded(
+            self.LEVEL_S * 1_000_000,
+            at_s=now_s,
+            since_s=base.since_s,
+            half_life_s=base.half_life_s,
+        )
+        session.add(
+            Account(user_id="b1", tenant_id="ten_b", faded=used, total_us=self.LEVEL_S * 10**6)
+        )
+        for n in range(5):
+            add(session, f"b{n}", "b1")
+        assert len(self.a_round(session, isle).decisions) == 5 + 3
+        return isle
+
+    @staticmethod
+    def a_round(session, follower, *, stored=True):
+        forget(session)
+        board = follower.look(session, now_s=db.now_s(session))
+        plan = follower.cycle(session, board)
+        if stored:
+            seen = seen_by(board, plan, plan.before, island="isle")
+            assert journal.store(session, plan, seen=seen)
+            journal.settle(session)
+        else:
+            follower.forget()
+        return plan
+
+    @staticmethod
+    def rows(session):
+        return {
+            (row.tenant_id, row.user_id, row.kind): int(row.faded)
+            for row in session.scalars(select(Lift))
+        }
+
+    def test_a_lift_is_written_with_its_plan_and_charged_to_nobody(self, session, busy):
+        sums = session.execute(text("select sum(faded), sum(total_us) from accounts")).one()
+        add(session, "a", "a1")
+        plan = self.a_round(session, busy)
+        (lift,) = plan.lifts
+        assert self.rows(session) == {("ten_a", "", "cpu"): lift.faded_us}
+        # Three devices for three days, of which a half is a's; its level is b's.
+        us = fairshare.usage_us(
+            lift.faded_us // 1000,
+            now_s=db.now_s(session),
+            since_s=ledger.base(session).since_s,
+            half_life_s=ledger.base(session).half_life_s,
+        )
+        assert us / 1e6 == pytest.approx(self.LEVEL_S - 3 * 3 * 86_400 / 2, abs=10)
+        after = session.execute(text("select sum(faded), sum(total_us) from accounts")).one()
+        assert after == sums
+
+    def test_the_next_board_has_it(self, session, busy):
+        add(session, "a", "a1")
+        (lift,) = self.a_round(session, busy).lifts
+        busy.forget()
+        assert self.a_round(session, busy).lifts == ()
+        assert busy.board.tree.branches[("ten_a",)].lifts == {"cpu": lift.faded_us}
+
+    def test_a_plan_that_was_not_written_down_lifts_nobody_and_the_next_one_does(
+        self, session, busy
+    ):
+        add(session, "a", "a1")
+        lost = self.a_round(session, busy, stored=False)
+        assert self.rows(session) == {}
+        plan = self.a_round(session, busy)
+        assert [lift.tenant for lift in plan.lifts] == ["ten_a"]
+        assert len(lost.lifts) == 1
+
+    def test_who_comes_while_a_board_is_made_anew_is_new_all_the_same(self, session, busy):
+        self.a_round(session, busy)
+        busy.forget()
+        add(session, "a", "a1")
+        assert [lift.tenant for lift in self.a_round(session, busy).lifts] == ["ten_a"]
+
+    def test_another_half_life_leaves_what_a_lift_stands_for_now(self, session, busy, monkeypatch):
+        add(session, "a", "a1")
+        self.a_round(session, busy)
+        (before,) = self.rows(session).values()
+        base = ledger.base(session)
+        left_us = fairshare.usage_us(
+            before, now_s=db.now_s(session), since_s=base.since_s, half_life_s=base.half_life_s
+        )
+        changed = ledger.settings().model_copy(update={"half_life_s": 3600.0})
+        monkeypatch.setattr(ledger, "settings", lambda: changed)
+        ledger.base(session)
+        session.flush()
+        session.expire_all()
+        (after,) = self.rows(session).values()
+        assert after == left_us << fairshare.FIXED_POINT_BITS
+
+
+class TestMemory:
+    def test_a_task_that_reserves_most_of_the_memory_is_charged_by_it(self, session, isle):
+        gb = 10**9
+        for n, memory_gb in enumerate((80, 8, 8)):
+            session.get_one(Device, f"h.{n}").memory_bytes = memory_gb * gb
+        add(session, "large", "a1", memory_bytes=80 * gb)
+        add(session, "small", "a1", memory_bytes=8 * gb)
+        a_round(session, isle)
+        rows = session.execute(
+            select(Placement.task_id, Placement.cost_milli, Task.cost_milli)
+            .join(Task, Task.id == Placement.task_id)
+            .order_by(Placement.task_id)
+        )
+        # 80 of 96 GB are 5/6 of what three devices cost; 8 of 96 GB are less than one of three.
+        assert rows.all() == [("tsk_large", 2500, 2500), ("tsk_small", 1000, 0)]
+        forget(session)
+        anew = snapshot.load(session, "isle", now_s=db.now_s(session))
+        assert {task.id: task.cost for task in anew.tasks.values()} == {
+            "tsk_large": 2500,
+            "tsk_small": 0,
+        }
+        placement = session.scalars(select(Placement).where(Placement.cost_milli == 2500)).one()
+        assert ledger.charge(session, placement, 1_000_001) == 2_500_002
+        sums = [
+            session.scalar(select(func.sum(column)))
+            for column in (Placement.charged_us, Usage.charged_us, Account.total_us)
+        ]
+        assert sums == [2_500_002] * 3
+        share, _ = reports.fair_share(session, reports.clock(session))
+        assert [(kind.held, kind.by_memory) for kind in share.kinds] == [(2, 1)]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections import Counter
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import select, text, update
+from sqlalchemy.event import listen, remove
 
 from app import assign, db, journal, outbox, wishes
 from app.core.island import Decision, Plan
-from app.core.messages import Alive, ResidentView, Started
+from app.core.messages import Alive, Finished, ResidentView, Started, decode
 from app.models import (
+    Account,
     Device,
     Island,
     Need,
@@ -20,6 +23,7 @@ from app.models import (
     Request,
     Task,
     Tenant,
+    Usage,
     User,
 )
 from app.settings import settings
@@ -199,6 +203,23 @@ class TestRound:
         assert [queue for queue, _ in answers(sent)] == ["device.h.0"]
         assert session.scalars(select(Device.id)).all() == ["h.0"]
 
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"is": "Started", "preset": {}, "capabilities": [], "resumed": "fresh"},  # once more
+            {"is": "Finished", "result": {"said": "\x00"}, "outputs": {}},  # Postgres takes no NUL
+        ],
+    )
+    def test_an_event_that_makes_no_sense_ends_its_own_task_only(self, session, running, sent, bad):
+        event = decode({"task": "tsk_t", "epoch": 1, "seq": 2, "step": 7, "held_us": 5, **bad})
+        hear(running, alive("h.0", residents=[view("tsk_t")], events=[event]), alive("h.1"))
+        assert [queue for queue, _ in answers(sent)] == ["device.h.0", "device.h.1"]
+        assert state(session, "t") == "failed"
+        failed = session.get_one(Task, "tsk_t")
+        assert (failed.cause, failed.event_seq, failed.total_held_us) == ("exit", 2, 5)
+        assert session.scalars(select(Account.total_us)).all() == [5]
+        assert session.scalars(select(Usage.held_us)).all() == [5]
+
     def test_of_many_heartbeats_of_one_process_the_newest_is_taken(self, session, isle, sent):
         first, second, third = alive(threads=1), alive(threads=2), alive(threads=3)
         hear(isle, first, third, second)
@@ -252,6 +273,17 @@ class TestRound:
         assert state(session, "t") == "starting"
         hear(isle, alive(residents=[view("tsk_t")], events=[started("tsk_t")]))
         assert (state(session, "t"), orders(sent)) == ("pausing", ["Launch", "Pause"])
+
+    def test_a_checkpoint_is_ordered_by_the_island_on_which_the_task_runs(
+        self, session, running, sent
+    ):
+        session.get_one(Task, "tsk_t").save_asked = True
+        session.flush()
+        hear(Scheduler("other"))
+        assert orders(sent) == []
+        hear(running)
+        assert orders(sent) == ["Save"]
+        assert session.scalars(select(Task.save_asked)).all() == [False]
 
     def test_a_round_in_which_nothing_happens_writes_nothing(self, session, running, sent):
         add_task(session, "waits")
@@ -372,6 +404,55 @@ class TestAssign:
 
 
 # --- several connections ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def statements(committed):
+    """What the scheduler says to Postgres, begin and commit apart."""
+    said = []
+
+    def note(connection, cursor, statement, *_):
+        said.append(" ".join(statement.split()))
+
+    listen(db.engine(), "before_cursor_execute", note)
+    yield said
+    remove(db.engine(), "before_cursor_execute", note)
+
+
+class TestCost:
+    """Statements are what a round costs: each that comes back is paid by every island, for ever."""
+
+    def test_an_idle_tick_says_three_things_however_many_wait(self, shared, statements):
+        with db.transaction() as session:
+            for n in range(20):
+                add_task(session, f"w{n:02}")
+        isle = Scheduler("isle")
+        with db.transaction() as session:
+            session.execute(update(Island).values(leader=isle.me))
+        for _ in range(4):
+            hear(isle)
+        statements.clear()
+        hear(isle)
+        assert [said.split()[0] for said in statements] == ["SELECT", "select", "UPDATE"]
+
+    def test_a_round_writes_each_row_of_a_task_once(self, shared, statements):
+        """One task is done, and the next one is launched."""
+        isle = Scheduler("isle")
+        with db.transaction() as session:
+            add_task(session, "next")
+            session.execute(update(Island).values(leader=isle.me))
+        hear(isle)
+        done = Finished(task="tsk_a", epoch=1, seq=2, step=9, held_us=7_000, result={}, outputs={})
+        statements.clear()
+        hear(isle, alive(shared["tsk_a"], residents=[view("tsk_a")], events=[done]))
+        written = Counter(
+            " ".join(said.split()[:3]) for said in statements if said.startswith("UPDATE tasks")
+        )
+        assert written == {"UPDATE tasks SET": 2}, "one that ended, one that starts"
+        assert not [said for said in statements if said.startswith("SAVEPOINT")]
+        with db.transaction() as session:
+            found = dict(session.execute(select(Task.name, Task.state)).all())
+        assert (found["a"], found["next"]) == ("done", "starting")
 
 
 @pytest.fixture

@@ -122,6 +122,11 @@ def started(task, *, seq=1, epoch=1, step=0, resumed="fresh"):
     )
 
 
+def lose(session, task):
+    seated = select(Placement).where(Placement.task_id == task.id, Placement.ended_at.is_(None))
+    journal.lose(session, task, session.scalars(seated).one(), "test")
+
+
 def decide(session, task, move, **more):
     decision = Decision(task=task.id, move=move, rule="F3", because="for the test", **more)
     journal.store(session, Plan(decisions=(decision,)))
@@ -229,14 +234,14 @@ class TestFence:
         assert (running.state, answer.heard) == ("running", {"tsk_a/1": 1})
 
     def test_an_event_of_an_older_epoch_is_acknowledged_and_changes_nothing(self, session, running):
-        journal.lose(session, running, "test")
+        lose(session, running)
         decide(session, running, "Launch", devices=("h.0",))
         done = event(Finished, running, 2, epoch=1, result={}, outputs={})
         answer = hear(session, residents=[view(running, "seating", epoch=2)], events=[done])
         assert (running.state, answer.heard) == ("starting", {"tsk_a/1": 2})
 
     def test_a_resident_of_an_older_epoch_must_be_dropped(self, session, running):
-        journal.lose(session, running, "test")
+        lose(session, running)
         answer = hear(session, residents=[view(running, "running")])
         assert answer.drop == [["tsk_a", 1]]
 
@@ -410,7 +415,7 @@ class TestEnd:
         """Lost after its checkpoint at step 9, and launched again from it, in epoch 2."""
         saved = event(Saved, running, 2, step=9, sha256="ab", size_bytes=5, took_us=1)
         hear(session, residents=[view(running, "running")], events=[saved])
-        journal.lose(session, running, "test")
+        lose(session, running)
         decide(session, running, "Launch", devices=("h.0",))
         return running
 
@@ -433,6 +438,22 @@ class TestEnd:
         broken = event(Failed, running, 2, cause="image", message="so it says")
         hear(session, residents=[view(running, "ended")], events=[broken])
         assert running.state == "failed"
+
+    def test_a_store_that_is_away_damages_nothing_and_uses_up_no_attempt(self, session, restoring):
+        away = event(Failed, restoring, 1, epoch=2, cause="store", message="no answer")
+        hear(session, residents=[view(restoring, "ended", epoch=2)], events=[away])
+        assert (restoring.state, restoring.attempts) == ("waiting", 0)
+        assert session.scalars(select(Checkpoint)).one().damaged_at is None
+        later = Task.retry_at - func.now() == timedelta(seconds=journal.STORE_AGAIN_S)
+        assert session.scalars(select(later)).one()
+
+    def test_a_checkpoint_says_who_signed_it_and_what_it_added(self, session, running):
+        saved = {"sha256": "ab", "size_bytes": 5, "took_us": 1, "new_bytes": 3}
+        events = [event(Saved, running, 2, step=9, **saved)]
+        hear(session, residents=[view(running, "running")], key="1f" * 32)
+        hear(session, residents=[view(running, "running")], events=events, key="1f" * 32)
+        row = session.scalars(select(Checkpoint)).one()
+        assert (row.host, row.key, row.new_bytes) == ("h", "1f" * 32, 3)
 
     def test_the_hundredth_attempt_still_has_a_date(self, session, running):
         running.retry_max, running.attempts = 100, 90

@@ -225,9 +225,8 @@ class World:
         picture = snapshot.load(self.session, "isle", now_s=self.now_s)
         journal.store(self.session, decide(picture, now_s=self.now_s))
         journal.settle(self.session)
-        due = outbox.unsent(self.session, list(DEVICES), resend_s=-1.0)
+        due = outbox.take_unsent(self.session, list(DEVICES), resend_s=-1.0)
         self.down += [(order.device_id, decode(order.body)) for order in due]
-        outbox.mark_sent(self.session, [order.id for order in due])
         self.clock.pass_s(settings().order_resend_s)  # all of them are due again
 
     def beat(self, name):

@@ -149,6 +149,7 @@ class Node:
     limit: dict[str, int] = field(default_factory=dict)
     most_running: int | None = None
     booked: int = 0
+    lifts: dict[str, int] = field(default_factory=dict)
     rates: list[tuple[int, float]] = field(default_factory=list)  # µs a µs, since when
     runs: list[Lane] = field(default_factory=list)
 
@@ -210,7 +211,9 @@ class Naive:
         return self.first(inside, child)
 
     def key(self, path: Path, lane: Lane, found: Waiting) -> tuple[bool, Fraction, float, str]:
-        return self.nodes[path].borrows(lane), self.score(path), found.submitted_s, path[-1]
+        node = self.nodes[path]
+        lifted = self.score(path) + Fraction(node.lifts.get(lane.kind, 0), node.weight)
+        return node.borrows(lane), lifted, found.submitted_s, path[-1]
 
     def heads(self, path: Path, lane: Lane) -> Iterator[Waiting]:
         ranked = [
@@ -325,6 +328,13 @@ class Both:
         path = self.dice.choice(sorted(self.naive.nodes))
         self._charge(path, self.dice.choice([3, *self.fees]) * SECOND)
 
+    def lift(self) -> None:
+        path = self.dice.choice([path for path in self.naive.nodes if path])
+        node = self.naive.nodes[path]
+        kind = self.dice.choice([CPU.kind, GPU.kind])
+        node.lifts[kind] = node.lifts.get(kind, 0) + self.dice.choice([1, 2]) * SECOND
+        self.tree.lift(self.tree.branches[path], kind, node.lifts[kind])
+
     def run(self) -> None:
         """One holds devices and uses them, or lets go of them."""
         if self.runs and self.dice.random() < 0.5:
@@ -370,10 +380,11 @@ class Both:
             heads = [found[2] for found in tree.heads(tree.branches[path], asked)]
             assert heads == list(naive.heads(path, asked))
         branch = tree.branches[path]
-        assert branch.waiting == sum(w.path[: len(path)] == path for w in naive.waiting.values())
+        in_line = {w.lane for w in naive.waiting.values() if w.path[: len(path)] == path}
+        assert branch.lines.keys() == in_line
         assert Fraction(tree.usage(branch), branch.weight) == naive.score(path)
         assert len(tree) == len(naive.waiting)
-        assert tree.lanes == Counter(one.lane for one in naive.waiting.values())
+        assert tree.lanes == {one.lane for one in naive.waiting.values()}
 
 
 @settings(max_examples=300, deadline=None)
@@ -385,6 +396,7 @@ def test_the_tree_picks_what_a_look_at_everything_picks(seed: int) -> None:
         [both.push] * 5 + [both.take] * 4 + [both.drop] * 2 + [both.push_again, both.charge]
     )
     operations += [both.run, both.run, both.wait, both.wait, both.rank]
+    operations += [both.lift] * dice.choice([0, 1])
     for _ in range(dice.choice([10, 50, 120])):
         dice.choice(operations)()
         if dice.random() < 0.7:
@@ -539,11 +551,11 @@ def test_a_path_is_pushed_to_and_dropped_from_once() -> None:
     tree = _tree(a=1)
     _push(tree, "a/u", "x")
     assert "x" in tree
-    assert (len(tree), tree.lanes) == (1, {CPU: 1})
-    assert tree.branches["a",].waiting == 1
+    assert (len(tree), tree.lanes) == (1, {CPU})
+    assert tree.branches["a",].lines.keys() == {CPU}
     assert (tree.drop("x"), tree.drop("x"), tree.take("x", 1)) == ("x", None, None)
     assert tree.usage(tree.root) == 0
-    assert (len(tree), tree.lanes, _first(tree)) == (0, {}, None)
+    assert (len(tree), tree.lanes, _first(tree)) == (0, set(), None)
     assert not tree.root.lines  # nothing is left behind by a lane that nobody waits in
 
 

@@ -33,6 +33,7 @@ ONCE_UNRULY = {
     210732: "more was guaranteed than there is, and a gang lent in part went back and forth",
     222362: "a branch came to borrow by priority, which its sibling at once took back by usage",
     251700: "the same at the top, where who was owed found no device large enough",
+    305480: "a branch came to borrow while who goes before it was only just told to pause",
 }
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from app.core.decide import decide
+from app.core.board import Board
+from app.core.decide import cycle, decide
 from app.core.fairshare import FIXED_POINT_BITS
 from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant, User
 from app.core.lifecycle import Move
+from app.core.reclaim import nobody_gains_until_s
 from app.core.simulate import Arrival, Costs, simulate
 
 NOW_S = 1000.0
@@ -181,6 +183,76 @@ def test_a_gang_that_is_lent_in_part_goes_whole_to_who_is_owed_and_stays_against
     assert told(plan(owed)) == "b1>a1 F5"
     not_owed = drawn(tenants, "b1=b 4 +, c1=c 1 -")  # c has had nothing, b ten seconds of four
     assert told(plan(not_owed)) == ""
+
+
+#: Of p one task may run; a is guaranteed one device and has had more than b, which is given two.
+ONE_RUNS: Trees = {
+    "p": {"most_running": 1},
+    "a": {"parent": "p", "guarantee": cpu(1)},
+    "b": {"parent": "p", "guarantee": cpu(2)},
+}
+HAD: Mapping[str, float] = {"a": 99, "b.u": 20}
+
+
+def test_a_branch_does_not_come_to_borrow_while_one_beside_it_is_owed() -> None:
+    gang = "b1=b.u 1 +, b2=b.u 1 -, g1=b.v 3 -"
+    assert told(plan(drawn(ONE_RUNS, gang, used=HAD))) == "b1>g1 F6/F8"
+    # a's would be given the devices back at once, though b2 goes before both.
+    assert told(plan(drawn(ONE_RUNS, f"{gang}, a1=a 1 -", used=HAD))) == ""
+
+
+def test_who_was_told_to_pause_counts_as_waiting_where_a_branch_comes_to_borrow() -> None:
+    snapshot = drawn(ONE_RUNS, "b1=b.u 1 +, g1=b.v 3 -, a1=a 1 +", used=HAD)
+    told_to = replace(snapshot.tasks["a1"], state="pausing")
+    snapshot = replace(snapshot, tasks={**snapshot.tasks, "a1": told_to})
+    assert told(plan(snapshot)) == ""
+
+
+def test_singles_do_not_become_a_gang_lent_in_part_while_one_beside_is_owed() -> None:
+    tenants: Trees = {"q": {"guarantee": cpu(1)}, "p": {}}
+    tenants = {**tenants, **{id: {"parent": "p", "guarantee": cpu(2)} for id in ("a", "b")}}
+    tasks = "q1=q 1 +, b1=b.u 1 +, b2=b.u 1 +, b3=b.u 1 +, g1=b.v 2 -"
+    alone = told(plan(drawn(tenants, tasks, used={"a": 99})))
+    assert alone == "b1>g1 F6/F8, b2>g1 F6/F8"
+    # Of b one device is lent, and a's gang needs two: all of g1 would go to it.
+    assert told(plan(drawn(tenants, f"{tasks}, a1=a 2 -", used={"a": 99}))) == ""
+
+
+# --- when nobody can gain -----------------------------------------------------------------------
+
+
+def test_it_is_known_until_when_nobody_gains_if_only_time_passes() -> None:
+    # a has had 10 s and runs on; b has had 12 s and would be charged a turn of 1 s: 13 s.
+    one = drawn({"a": {}, "b": {}}, "a1=a 1 +, b1=b 1 -", devices=1, used={"b": 12})
+    assert nobody_gains_until_s(Board.of(one, now_s=NOW_S)) == NOW_S + 3
+    # On two devices a catches up in half the time.
+    two = drawn({"a": {}, "b": {}}, "a1=a 2 +, b1=b 1 -", devices=2, used={"a": -10, "b": 12})
+    assert nobody_gains_until_s(Board.of(two, now_s=NOW_S)) == NOW_S + 1.5
+
+
+def test_a_turn_weighs_least_on_the_heaviest_of_all_who_wait() -> None:
+    # b would be charged 1 s and stand at 13 s; c, of weight 2, at 12.5 + 1/2 = 13 s as well.  The
+    # two lowest scores are b's and d's, so c is not looked at: its half second counts for all.
+    tenants: Trees = {"a": {}, "b": {}, "c": {"weight": 2000}, "d": {}}
+    tasks = "a1=a 1 +, b1=b 1 -, c1=c 1 -, d1=d 1 -"
+    snapshot = drawn(tenants, tasks, devices=1, used={"b": 12, "c": 25, "d": 12.25})
+    assert nobody_gains_until_s(Board.of(snapshot, now_s=NOW_S)) == NOW_S + 2.5
+
+
+def test_it_is_now_if_somebody_gains_or_a_branch_takes_turns_below_the_top() -> None:
+    better = drawn({"a": {}, "b": {}}, "a1=a 1 +, b1=b 1 -", devices=1)
+    assert nobody_gains_until_s(Board.of(better, now_s=NOW_S)) == NOW_S
+    below = drawn({"a": {}, "b": {}}, "a1=a.u 1 +, a2=a.v 1 -", devices=1, used={"a.v": 99})
+    assert nobody_gains_until_s(Board.of(below, now_s=NOW_S)) == NOW_S
+
+
+def test_a_round_in_which_nothing_moved_decides_what_a_whole_one_would() -> None:
+    snapshot = drawn({"a": {}, "b": {}}, "a1=a 1 +, b1=b 1 -", devices=1, used={"b": 12})
+    board = Board.of(snapshot, now_s=NOW_S)
+    assert told(cycle(board)) == ""
+    for at_s, expected in ((NOW_S + 2.9, ""), (NOW_S + 3.1, "a1>b1 F6/F8")):
+        board.at(at_s)
+        assert told(cycle(board)) == expected
 
 
 # --- in trees -----------------------------------------------------------------------------------

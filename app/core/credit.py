@@ -1,0 +1,177 @@
+"""Idle credit is bounded: who comes back is ahead of those who stayed by a while, not by ages.
+
+Usage fades (rule F2), so who was away for long comes back with little, and would go first until it
+has caught up.  So, as start-time fair queueing does it, a branch that comes into line for a kind of
+device begins at the level of service that its siblings have there, less a credit:
+
+    lift = max(lift, (level - credit / weight of all who want them) * weight - usage)
+
+* The level is the lowest score of those siblings that wait with room for more; where none does, the
+  highest of those that hold such devices.  It is remembered and never falls: so those who come one
+  after the other begin at one level, and it is no use to wait until the others are done.
+* The credit is what the whole kind gives in `Policy.idle_credit_s`, parted by weight: however many
+  come back at once, together they keep the others waiting no longer than that.
+* Who stays in line is never lifted, and no lift ever falls but by fading: to leave and come back
+  gains nothing.  Who is new begins as who comes back.
+
+A lift is faded usage like any other, so it never changes an order by waiting; but it counts in
+comparisons about that kind on that island only, and no ledger knows it.  Levels are whole numbers
+per weight: two that begin at one level have equal scores, whatever their weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from app.core.board import MILLI, Board, Service
+from app.core.fairshare import Branch, Path, unscored
+from app.core.island import Lift
+from app.core.reclaim import above
+
+FORGOTTEN_S = 60.0  # what a board knew so long ago does not hold any more
+
+Seat = tuple[Branch, str]  # a branch and the kind of device it is in line for
+
+
+def welcome(board: Board) -> None:
+    """Lift whoever came into line since the last time; the board keeps it in `lifted`."""
+    tree = board.tree
+    board.gone.update(tree.left)
+    tree.left.clear()
+    came, ended = list(tree.came), board.ended
+    if not came and not ended:
+        return
+    tree.came.clear()
+    board.ended = {}
+    board.new.update(dict.fromkeys(came))
+    new: dict[Seat, dict[Branch, None]] = defaultdict(dict)
+    for branch, kind in came:
+        if branch.parent is not None:
+            new[branch.parent, kind][branch] = None
+    for leaf, kind in ended:
+        _see_off(board, leaf, kind, new)
+    for (parent, kind), branches in new.items():
+        floor = _floor(board, parent, kind, branches)
+        for branch in branches:
+            _lift(board, branch, kind, floor)
+
+
+def _lift(board: Board, branch: Branch, kind: str, floor: int) -> None:
+    lift_us = floor * branch.weight - board.tree.usage(branch)
+    if lift_us <= branch.lifts.get(kind, 0):
+        return
+    tenant, user = (branch.name, "") if branch.inner else branch.path[-2:]
+    lift = Lift(tenant=tenant, user=user, kind=kind, faded_us=lift_us)
+    board.set_lift(lift)
+    board.lifted[tenant, user, kind] = lift
+
+
+def _floor(board: Board, parent: Branch, kind: str, new: Collection[Branch]) -> int:
+    """Where newcomers begin: faded usage for a weight of 1."""
+    service = board.services.setdefault((parent, kind), Service())
+    if board.now_s >= service.again_s or service.came >= service.weight:
+        _look(board, parent, kind, service, new)
+    service.came += sum(branch.weight for branch in new)
+    weight = service.weight + service.came
+    pool = board.pools.get(kind)
+    each_s = pool.all_cost if pool is not None else MILLI
+    credit = board.tree.faded(round(board.policy.idle_credit_s * 1e6) * each_s)
+    return unscored(service.level, 1) - credit // weight
+
+
+def _look(
+    board: Board, parent: Branch, kind: str, service: Service, new: Collection[Branch]
+) -> None:
+    """See how well served the others are.
+
+    It is good for a slice, in which nobody gains much, or until as many more have come: so however
+    many are there, to look costs each that comes a few steps.
+    """
+    waiting = set(board.tree.who_waits(parent, kind)).difference(new)
+    holding = _who_holds(board, parent, kind).difference(new)
+    if waiting:
+        seen = min(board.tree.score(branch, kind=kind) for branch in waiting)
+    else:
+        seen = max((board.tree.score(branch, kind=kind) for branch in holding), default=0)
+    service.level = max(service.level, seen)
+    service.weight, service.came = sum(branch.weight for branch in waiting | holding), 0
+    service.again_s = board.now_s + board.policy.slice_max_s
+
+
+def _who_holds(board: Board, parent: Branch, kind: str) -> set[Branch]:
+    """The children of a branch that hold devices of a kind."""
+    found = set[Branch]()
+    for stay in board.stays.values():
+        branch = stay.leaf
+        if stay.lane.kind != kind or branch.path[: parent.depth] != parent.path:
+            continue
+        while branch.parent is not parent and branch.parent is not None:
+            branch = branch.parent
+        found.add(branch)
+    return found
+
+
+def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collection[Branch]]) -> None:
+    """Who holds nothing any more, and wants nothing, leaves its level to those who come."""
+    branch = leaf
+    while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
+        parent = branch.parent
+        came = new.get((parent, kind), ())
+        if all(other in came for other in board.tree.who_waits(parent, kind)):
+            service = board.services.setdefault((parent, kind), Service())
+            service.level = max(service.level, board.tree.score(branch, kind=kind))
+        branch = parent
+
+
+# --- a board made anew ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the next board must know of this one: who was in line, and how well those were served.
+
+    Who held devices counts as in line: it may have been made to let go meanwhile.  A round that was
+    not written down has lifted nobody: who was new in it will be new again.
+    """
+
+    in_line: frozenset[tuple[Path, str]]
+    services: Mapping[tuple[Path, str], Service]
+    since_s: float
+    at_s: float
+
+    @classmethod
+    def of(cls, board: Board) -> Memory:
+        tree = board.tree
+        here = {(b, lane.kind) for b in tree.branches.values() for lane in b.lines}
+        here |= {(b, stay.lane.kind) for stay in board.stays.values() for b in above(stay.leaf)}
+        known = (here | board.gone.keys() | tree.left.keys()) - board.new.keys() - tree.came.keys()
+        return cls(
+            in_line=frozenset((branch.path, kind) for branch, kind in known),
+            services={(branch.path, kind): it for (branch, kind), it in board.services.items()},
+            since_s=board.policy.since_s,
+            at_s=board.now_s,
+        )
+
+
+def recall(board: Board, memory: Memory | None) -> None:
+    """Of those in line on a new board only who was not there before has come.
+
+    Without a memory, or with an old one, nobody has: the scheduler just began to lead its island.
+    """
+    tree = board.tree
+    if memory is None or board.now_s - memory.at_s > FORGOTTEN_S:
+        tree.came.clear()
+        return
+    tree.came = {
+        (branch, kind): None
+        for branch, kind in tree.came
+        if (branch.path, kind) not in memory.in_line
+    }
+    if memory.since_s == board.policy.since_s:
+        board.services = {
+            (tree.branches[path], kind): service
+            for (path, kind), service in memory.services.items()
+            if path in tree.branches
+        }
