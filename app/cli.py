@@ -75,6 +75,7 @@ _REFUSALS = {
     "conflict-state",
     "queue-full",
     "precondition-failed",
+    "gone",
 }
 
 
@@ -391,6 +392,35 @@ def _watch(client: Client, request_id: str, output: Output, waits: _Waits) -> No
     err().print(telling.ended(request))
     if request["state"] != "done":
         raise typer.Exit(JOB_FAILED)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@app.command()
+def checkpoints(
+    ctx: typer.Context,
+    task: Annotated[str, typer.Argument(help="its id (tsk_...)")],
+    output: Format = Output.table,
+) -> None:
+    """List a task's durable images, newest first; to go on from one, name it in a descriptor."""
+    with _client(ctx) as client:
+        found = list(client.items(f"/v1/tasks/{task}/checkpoints"))
+    show(found, output, lambda: table(found, telling.CHECKPOINTS))
+
+
+@app.command()
+def export(
+    ctx: typer.Context,
+    checkpoint: Annotated[str, typer.Argument(help="its id (ckp_...)")],
+    file: Annotated[Path, typer.Argument(help="what to write, e.g. model.safetensors")],
+    name: Annotated[list[str] | None, typer.Option("--name", help="only this tensor")] = None,
+) -> None:
+    """Write a checkpoint's tensors into a safetensors file."""
+    with _client(ctx) as client:
+        path = f"/v1/checkpoints/{checkpoint}/safetensors"
+        size = client.download(path, file, names=name or None)
+    err().print(f"{file}: {size} bytes")
 
 
 # --- change ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -109,6 +110,34 @@ class Client:
             return None
         headers = {"Content-Type": "application/octet-stream"}
         return _body(self._call("PUT", path, content=body, headers=headers))
+
+    def download(self, path: str, file: Path, **params: Any) -> int:
+        """Write what lies at `path` into `file`, which appears whole or not at all; its bytes.
+
+        It is begun anew if it breaks; raises Unreachable after `patience_s` of that.
+        """
+        given = {name: value for name, value in params.items() if value is not None}
+        draft, retries = file.with_name(f".{file.name}.{uuid.uuid4().hex}"), self._retries()
+        try:
+            while True:
+                try:
+                    size = self._receive(path, given, draft)
+                except httpx2.TransportError as error:  # also an answer that ends too early
+                    retries.wait(Unreachable(self.url, error))
+                    continue
+                draft.replace(file)
+                return size
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _receive(self, path: str, params: JSON, draft: Path) -> int:
+        with self._http.stream("GET", path, params=params) as response, draft.open("wb") as out:
+            if response.is_error:
+                response.read()
+                raise _problem(response)
+            for piece in response.iter_bytes():
+                out.write(piece)
+            return out.tell()
 
     # --- how one asks ---
 

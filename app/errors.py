@@ -11,9 +11,10 @@ AppError                 500 internal
 │   └── QueueFull        409 queue-full
 ├── StaleVersion         412 precondition-failed
 ├── VersionNeeded        428 precondition-required
+├── Gone                 410 gone                  the bytes of what is listed are lost
 ├── TooLarge             413 payload-too-large
 ├── WrongMediaType       415 unsupported-media-type
-└── Unavailable          503 unavailable           Postgres does not answer
+└── Unavailable          503 unavailable           Postgres, or the store, does not answer
 """
 
 from __future__ import annotations
@@ -95,6 +96,12 @@ class VersionNeeded(AppError):
     status = 428
     type = "precondition-required"
     title = "Say which version you are changing"
+
+
+class Gone(AppError):
+    status = 410
+    type = "gone"
+    title = "Its bytes are lost"
 
 
 class TooLarge(AppError):

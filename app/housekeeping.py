@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from sqlalchemy import column, delete, func, or_, select, text, true, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Session
 
 from app.core.lifecycle import ENDED
+from app.db import engine, transaction
 from app.models import Bundle, Checkpoint, Cycle, Idempotency, Order, Task, Usage, WebSession
 from app.settings import settings
-from app.store import Store
+from app.store import Store, blob, manifest
+from app.sweeping import Collector, Swept, condemned
 
 FINE_USAGE_KEPT = text("interval '2 days'")
 DECISIONS_KEPT = text("interval '7 days'")
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
-MARKED_CHECKPOINTS_KEPT = text("interval '1 hour'")
+MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 HOUR_S = 3600
-FRESH_BLOB_S = 3600.0  # younger bytes stay: a row that names them may be on its way
+SWEEPING = 0x526F756E64  # an advisory lock: one collector at a time
 
 
 def tidy(session: Session) -> list[str]:
-    """All chores in one transaction; returns the blobs that nothing refers to any more."""
+    """All chores in one transaction; returns the names in the store that nothing refers to now."""
     session.execute(
         delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
     )
@@ -58,7 +60,10 @@ def roll_up(session: Session) -> None:
 
 
 def prune_checkpoints(session: Session) -> None:
-    """Mark those beyond `checkpoint.keep` of a live task, and all of one that ended a while ago."""
+    """Mark those beyond `checkpoint.keep` of a live task, and all of one that ended a while ago.
+
+    The one that a task began from (epoch 0) stays as long as it lives: it has no other beginning.
+    """
     age = func.row_number().over(
         partition_by=Checkpoint.task_id,
         order_by=(Checkpoint.step.desc(), Checkpoint.created_at.desc()),
@@ -66,7 +71,7 @@ def prune_checkpoints(session: Session) -> None:
     good = Checkpoint.damaged_at.is_(None)
     ranked = (
         select(Checkpoint.id, age.label("age"), Checkpoint.task_id)
-        .where(Checkpoint.deleted_at.is_(None), good)
+        .where(Checkpoint.deleted_at.is_(None), good, Checkpoint.epoch > 0)
         .subquery()
     )
     keep = Task.descriptor["checkpoint"]["keep"].as_integer()
@@ -88,36 +93,72 @@ def prune_checkpoints(session: Session) -> None:
 
 
 def forget_checkpoints(session: Session) -> list[str]:
-    """Delete the rows that were marked an hour ago; returns the blobs that nothing names now.
+    """Delete the rows that were marked a while ago; returns the names that nothing refers to now.
 
-    Not at once: an order that offers the checkpoint may be on its way, and bytes that are younger
-    are never freed.
+    Not at once: an order that offers the checkpoint may be on its way.
     """
     old = delete(Checkpoint).where(Checkpoint.deleted_at < func.now() - MARKED_CHECKPOINTS_KEPT)
-    return _unreferenced(session, set(session.scalars(old.returning(Checkpoint.sha256))))
+    gone = session.execute(old.returning(Checkpoint.tenant_id, Checkpoint.sha256)).all()
+    names = [name for tenant, sha256 in gone for name in (manifest(tenant, sha256), blob(sha256))]
+    return sorted(set(names) - named(session, names))
 
 
-def free_blobs(sha256s: Iterable[str]) -> None:
-    """After the commit: what no row names goes, unless somebody has just put it there again."""
-    store = Store(settings().store_folder)
-    for sha256 in sha256s:
-        store.delete(sha256, older_than_s=FRESH_BLOB_S)
+def free(names: Iterable[str]) -> None:
+    """After the commit: what no row names is condemned, and later collected."""
+    store = Store.at(settings().store_address)
+    for name in names:
+        condemned(store, name)
 
 
-def _unreferenced(session: Session, sha256s: set[str]) -> list[str]:
-    """The same bytes may be another checkpoint, an output or a bundle of somebody."""
-    if not sha256s:
-        return []  # else every output of every task would be looked at, for nothing
-    kept = set(
-        session.scalars(
-            select(Checkpoint.sha256).where(
-                Checkpoint.sha256.in_(sha256s), Checkpoint.deleted_at.is_(None)
-            )
-        )
-    )
-    kept |= set(session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(sha256s))))
+def named(session: Session, names: Collection[str]) -> set[str]:
+    """Those of these names of blobs and manifests that a row refers to.
+
+    The same bytes may be another checkpoint, an output or a bundle of somebody.
+    """
+    if not names:
+        return set()  # else every output of every task would be looked at, for nothing
+    digests = {name.rpartition("/")[2] for name in names}
+    rows = select(Checkpoint.tenant_id, Checkpoint.sha256).where(Checkpoint.sha256.in_(digests))
+    found = {name(*row) for row in session.execute(rows) for name in (manifest, _blob)}
+    bundles = session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(digests)))
     output = func.jsonb_each(Task.outputs).table_valued(column("value", JSONB)).lateral()
     digest = output.c.value["sha256"].astext
-    named = select(digest).select_from(Task).join(output, true()).where(digest.in_(sha256s))
-    kept |= set(session.scalars(named))
-    return sorted(sha256s - kept)
+    outputs = select(digest).select_from(Task).join(output, true()).where(digest.in_(digests))
+    found |= {blob(sha256) for sha256 in (*bundles, *session.scalars(outputs))}
+    return found & set(names)
+
+
+def _blob(tenant: str, sha256: str) -> str:
+    return blob(sha256)
+
+
+# --- the store ----------------------------------------------------------------------------------
+
+
+class Sweeper:
+    """The collector, fed from rows; of all that run, one works at a time."""
+
+    def __init__(self) -> None:
+        self.collector = Collector(Store.at(settings().store_address), self._named)
+
+    def sweep(self) -> Swept | None:
+        """None if another one is at it, wherever it runs."""
+        with engine().connect().execution_options(isolation_level="AUTOCOMMIT") as held:
+            if not held.scalar(select(func.pg_try_advisory_lock(SWEEPING))):
+                return None
+            try:
+                return self.collector.sweep()
+            finally:
+                held.execute(select(func.pg_advisory_unlock(SWEEPING)))
+
+    def _named(self, names: Collection[str]) -> set[str]:
+        found: set[str] = set()
+        with transaction() as session:
+            for some in _batches(sorted(names)):
+                found |= named(session, some)
+        return found
+
+
+def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(names), 1000):
+        yield names[start : start + 1000]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -29,7 +29,17 @@ from app.core.descriptor import TIERS, BadDescriptor, Descriptor, Fault, TaskDes
 from app.core.messages import JSON
 from app.db import after_commit
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
-from app.models import Bundle, Device, Event, Idempotency, Need, Request, Task, Tenant
+from app.models import (
+    Bundle,
+    Checkpoint,
+    Device,
+    Event,
+    Idempotency,
+    Need,
+    Request,
+    Task,
+    Tenant,
+)
 
 _SORT_OF = {"job": "class", "function": "function"}
 
@@ -48,10 +58,14 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A descriptor that could run here; `path` are its tenant and all above it."""
+    """A descriptor that could run here; `path` are its tenant and all above it.
+
+    `begun` are the checkpoints from which tasks go on, by the task's name.
+    """
 
     descriptor: Descriptor
     path: Sequence[tree.OnPath]
+    begun: Mapping[str, Checkpoint]
 
     def shown(self) -> JSON:
         """The request with every default filled in."""
@@ -82,11 +96,13 @@ def checked(session: Session, owner: Owner, body: JSON) -> Checked:
     if body.get("tier") is None:
         descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(path)))
     faults = [*graph.check(descriptor), *_entry_faults(session, owner, descriptor)]
-    if faults := [*faults, *_tier_faults(descriptor.tier, path)]:
+    begun = _begun(session, owner, descriptor)
+    descriptor, more = _continued(session, descriptor, begun)
+    if faults := [*faults, *more, *_tier_faults(descriptor.tier, path)]:
         raise _refused(BadInput, faults)
     if faults := [*graph.unsatisfiable(descriptor, _offers(session))]:
         raise _refused(Unsatisfiable, faults)
-    return Checked(descriptor, path)
+    return Checked(descriptor, path, begun)
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:
@@ -143,6 +159,54 @@ def _entry_fault(n: int, task: TaskDescriptor, bundle: Bundle) -> Fault | None:
     return Fault(pointer, told, "unknown-entry-point")
 
 
+def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:
+    """The checkpoints that tasks go on from, of this tenant and still to be had."""
+    wanted = {t.from_checkpoint: t.name for t in descriptor.tasks if t.from_checkpoint is not None}
+    query = select(Checkpoint).where(
+        Checkpoint.id.in_(wanted),
+        Checkpoint.tenant_id == owner.tenant_id,
+        Checkpoint.damaged_at.is_(None),
+        Checkpoint.deleted_at.is_(None),
+    )
+    by_id = {row.id: row for row in session.scalars(query)} if wanted else {}
+    named = ((task.name, by_id.get(task.from_checkpoint or "")) for task in descriptor.tasks)
+    return {name: row for name, row in named if row is not None}
+
+
+def _continued(
+    session: Session, descriptor: Descriptor, begun: Mapping[str, Checkpoint]
+) -> tuple[Descriptor, list[Fault]]:
+    """Tasks that go on from a checkpoint have the parameters that its job was made with."""
+    faults: list[Fault] = []
+    tasks = []
+    for n, task in enumerate(descriptor.tasks):
+        if task.from_checkpoint is not None and task.name in begun:
+            before = session.get_one(Task, begun[task.name].task_id).descriptor
+            faults += _fork_faults(f"/tasks/{n}", task, before)
+            task = replace(task, params=before["params"])
+        elif task.from_checkpoint is not None:
+            told = "your tenant has no such checkpoint (any more)"
+            faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "unknown-checkpoint"))
+        tasks.append(task)
+    return replace(descriptor, tasks=tuple(tasks)), faults
+
+
+def _fork_faults(pointer: str, task: TaskDescriptor, before: JSON) -> Iterator[Fault]:
+    """The objects in a checkpoint were made by that job with those parameters, long ago."""
+    if task.run.kind == "job" and task.run.entry != before["run"].get("job"):
+        told = f"the checkpoint is one of {before['run'].get('job')}"
+        yield Fault(f"{pointer}/run/job", told, "another-job")
+    if task.params and dict(task.params) != before["params"]:
+        told = (
+            "its job was made with other parameters, and goes on with those: leave them out, or"
+            " change what they set in the job's own code"
+        )
+        yield Fault(f"{pointer}/params", told, "other-parameters")
+    if task.world_size != before["world_size"]:
+        told = f"the checkpoint has {before['world_size']} ranks"
+        yield Fault(f"{pointer}/world_size", told, "other-ranks")
+
+
 def _offers(session: Session) -> dict[str, graph.Offer]:
     """What there is of each device kind, whether it is up at this moment or not."""
     query = select(Device.kind, func.count(), func.max(Device.memory_bytes)).group_by(Device.kind)
@@ -163,8 +227,9 @@ def submit(session: Session, owner: Owner, body: JSON) -> Request:
     request = _request(session, owner, descriptor, body)
     ids = {task.name: _new_id("tsk") for task in descriptor.tasks}
     for ordinal, task in enumerate(descriptor.tasks):
-        session.add(_task(request, task, ids[task.name], ordinal))
+        session.add(_task(request, task, ids[task.name], ordinal, found.begun.get(task.name)))
     session.flush()
+    session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
     for name, needs in graph.needs(descriptor).items():
         for need in needs:
             session.add(
@@ -238,7 +303,25 @@ def _request(session: Session, owner: Owner, descriptor: Descriptor, body: JSON)
     return request
 
 
-def _task(request: Request, task: TaskDescriptor, id: str, ordinal: int) -> Task:
+def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
+    """The new task's own first checkpoint: the bytes stay, whatever becomes of the other task."""
+    return Checkpoint(
+        id=_new_id("ckp"),
+        task_id=task_id,
+        tenant_id=begun.tenant_id,
+        epoch=0,
+        step=begun.step,
+        sha256=begun.sha256,
+        size_bytes=begun.size_bytes,
+        took_us=begun.took_us,
+        host=begun.host,
+        key=begun.key,
+    )
+
+
+def _task(
+    request: Request, task: TaskDescriptor, id: str, ordinal: int, begun: Checkpoint | None
+) -> Task:
     not_before_s = task.start.not_before_s
     return Task(
         id=id,
@@ -258,6 +341,7 @@ def _task(request: Request, task: TaskDescriptor, id: str, ordinal: int) -> Task
         hold="user" if task.start.hold else "",
         not_before=None if not_before_s is None else datetime.fromtimestamp(not_before_s, UTC),
         retry_max=task.retry_max,
+        step=0 if begun is None else begun.step,
     )
 
 

@@ -1,92 +1,143 @@
-"""The store: bytes by their SHA-256, in a folder that every host of a deployment sees.
+"""The store: blobs by their SHA-256, manifests by theirs, chunks; in a folder or a bucket.
 
-A blob is written to a temporary name, flushed, and renamed, so a name in the store is always a
-whole blob.  Nothing is ever overwritten.  Both sides use it: the API keeps uploaded bundles here,
-device workers keep checkpoints and outputs.
+Both sides use it: the API keeps uploaded bundles here, device workers keep checkpoints and outputs.
+A blob may be anybody's (equal bytes are kept once); manifests and chunks are one tenant's alone.
+Nothing is ever overwritten, and whatever is read is checked against its name.
+
+How long things stay that nothing refers to is `GRACE_S`: see `app.sweeping`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
+
+from app.chunks import CONDEMNED, Chunks, Damaged, fetched
+from app.core.manifest import BadManifest, Manifest, decode
+from app.places import Bytes, Folder, Missing, Place
+from app.signing import BadSignature, unsealed
 
 PIECE = 1 << 20
+#: What somebody saw in the store stays there for so long, whatever happens to whoever names it.  A
+#: writer relies on half of it, so that is how long writing a checkpoint may take.
+GRACE_S = 3600.0
+
+BLOBS, MANIFESTS = "blobs", "manifests"
+
+__all__ = ["BLOBS", "GRACE_S", "MANIFESTS", "Damaged", "Store", "place_at"]
 
 
-class Damaged(Exception):
-    """A blob's bytes are not those its name promises, or it is not there."""
+def place_at(address: str | Path) -> Place:
+    """A folder's path, or "s3://bucket/prefix"."""
+    if str(address).startswith("s3://"):
+        from app.bucket import Bucket  # an engine of its own: loaded only where it is used
 
-    def __init__(self, sha256: str, found: str) -> None:
-        self.sha256 = sha256
-        super().__init__(f"blob {sha256[:12]}… in the store is damaged: {found}")
+        return Bucket(str(address))
+    return Folder(Path(address))
 
 
 class Store:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, place: Place, *, grace_s: float = GRACE_S) -> None:
+        self.place, self.grace_s = place, grace_s
 
-    def path(self, sha256: str) -> Path:
-        return self.folder / sha256[:2] / sha256
+    @classmethod
+    def at(cls, address: str | Path) -> Store:
+        return cls(place_at(address))
+
+    # --- blobs ---
 
     def has(self, sha256: str) -> bool:
-        return self.path(sha256).exists()
+        return self.place.size(blob(sha256)) is not None
 
-    def put(self, pieces: Iterable[bytes]) -> tuple[str, int]:
+    def put(self, pieces: Iterable[Bytes]) -> tuple[str, int]:
         """Durably keep the bytes; returns their SHA-256 and their number."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         digest, size = hashlib.sha256(), 0
-        handle, name = tempfile.mkstemp(prefix="incoming-", dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as out:
-                for piece in pieces:
-                    digest.update(piece)
-                    size += len(piece)
-                    out.write(piece)
-                out.flush()
-                os.fsync(out.fileno())
-            self._publish(name, digest.hexdigest())
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+
+        def counted() -> Iterator[Bytes]:
+            nonlocal size
+            for piece in pieces:
+                digest.update(piece)
+                size += len(piece)
+                yield piece
+
+        self.place.keep(counted(), lambda: blob(digest.hexdigest()))
         return digest.hexdigest(), size
 
     def put_file(self, source: Path) -> tuple[str, int]:
         with source.open("rb") as file:
             return self.put(_pieces(file))
 
-    def verified(self, sha256: str) -> Path:
-        """The blob's path, after reading it through; raises Damaged."""
-        path = self.path(sha256)
-        if not path.exists():
-            raise Damaged(sha256, "it is not there")
-        with path.open("rb") as file:
+    def open(self, sha256: str) -> IO[bytes]:
+        """A file with the blob's bytes, after reading it through; raises Damaged."""
+        what = f"blob {sha256[:12]}…"
+        try:
+            file = self._opened(blob(sha256))
+        except Missing:
+            raise Damaged(what, "it is not there") from None
+        try:
             digest = hashlib.sha256()
             for piece in _pieces(file):
                 digest.update(piece)
-        if digest.hexdigest() != sha256:
-            raise Damaged(sha256, f"its bytes hash to {digest.hexdigest()[:12]}…")
-        return path
+            if digest.hexdigest() != sha256:
+                raise Damaged(what, f"its bytes hash to {digest.hexdigest()[:12]}…")
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
-    def delete(self, sha256: str, *, older_than_s: float = 0.0) -> None:
-        path = self.path(sha256)
-        if path.exists() and time.time() - path.stat().st_mtime >= older_than_s:
-            path.unlink(missing_ok=True)
+    def _opened(self, name: str) -> IO[bytes]:
+        try:
+            return self.place.open(name)
+        except Missing:
+            return self.place.open(f"{CONDEMNED}/{name}")
 
-    def _publish(self, name: str, sha256: str) -> None:
-        path = self.path(sha256)
-        path.parent.mkdir(exist_ok=True)
-        os.chmod(name, 0o444)
-        os.rename(name, path)
-        for folder in (path.parent, self.folder):
-            handle = os.open(folder, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+    # --- checkpoints ---
+
+    def chunks(self, tenant: str) -> Chunks:
+        return Chunks(self.place, tenant)
+
+    def put_manifest(self, tenant: str, sealed: bytes) -> str:
+        """Durably keep a signed manifest; returns its SHA-256."""
+        sha256 = hashlib.sha256(sealed).hexdigest()
+        self.place.keep([sealed], lambda: manifest(tenant, sha256))
+        return sha256
+
+    def manifest(self, tenant: str, sha256: str, *, key: str) -> Manifest:
+        """The manifest, if it is one of this tenant and `key` signed it; raises Damaged."""
+        what = f"manifest {sha256[:12]}…"
+        try:
+            found = decode(unsealed(self.sealed(tenant, sha256), key=key))
+        except (BadSignature, BadManifest) as error:
+            raise Damaged(what, str(error)) from error
+        if found.about.tenant != tenant or not found.ranks:
+            raise Damaged(what, f"it is one of tenant {found.about.tenant}")
+        return found
+
+    def sealed(self, tenant: str, sha256: str) -> bytes:
+        """A signed manifest as it was put; raises Damaged."""
+        what = f"manifest {sha256[:12]}…"
+        try:
+            sealed = fetched(self.place, manifest(tenant, sha256))
+        except Missing:
+            raise Damaged(what, "it is not there") from None
+        if (digest := hashlib.sha256(sealed).hexdigest()) != sha256:
+            raise Damaged(what, f"its bytes hash to {digest[:12]}…")
+        return sealed
 
 
-def _pieces(file: object) -> Iterator[bytes]:
-    while piece := file.read(PIECE):  # type: ignore[attr-defined]
+def blob(sha256: str) -> str:
+    """The name of a blob in its place."""
+    return f"{BLOBS}/{sha256[:2]}/{sha256}"
+
+
+def manifest(tenant: str, sha256: str) -> str:
+    """The name of a manifest in its place."""
+    return f"{MANIFESTS}/{tenant}/{sha256[:2]}/{sha256}"
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(PIECE):
         yield piece

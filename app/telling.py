@@ -100,6 +100,12 @@ def _request_state(value: JSON) -> Text:
     return state("paused" if value["hold"] else "waiting")
 
 
+def _checkpoint_state(checkpoint: JSON) -> str:
+    if checkpoint["damaged_at"]:
+        return "damaged"
+    return "being deleted" if checkpoint["deleted_at"] else "kept"
+
+
 def _asked(changed: JSON) -> str:
     """What was asked of a request or task and is written down, though perhaps not yet done."""
     tasks = [task for task in changed.get("tasks", [changed]) if task["state"] not in ENDED]
@@ -134,6 +140,16 @@ TASKS = [
     Column("PAUSES", lambda t: t["pauses"], right=True),
     Column("LOST", lambda t: t["lost_steps"], right=True),
     Column("METRICS", lambda t: t["metrics"]),
+]
+
+CHECKPOINTS = [
+    Column("ID", lambda c: c["id"]),
+    Column("STEP", lambda c: c["step"], right=True),
+    Column("SIZE", lambda c: size(c["size_bytes"]), right=True),
+    Column("NEW", lambda c: size(c["new_bytes"]), right=True),
+    Column("HOST", lambda c: c["host"]),
+    Column("WRITTEN", lambda c: ago(c["created_at"])),
+    Column("STATE", lambda c: _checkpoint_state(c)),
 ]
 
 PLACEMENTS = [

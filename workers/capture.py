@@ -5,90 +5,76 @@ refers to; their bytes stay where they are (`context_switch` moves them).  `rebu
 objects around storages that lie ready.
 
 What always holds:
-* two objects that share memory before share it after: tensors, views, tied weights, gradients, an
-  optimizer's binding to its parameters, numpy arrays that look into tensors;
+* two objects that share memory before share it after (`tensors`);
 * the state of the random number generators of torch, numpy and Python belongs to the graph;
-* what cannot be captured (a generator, a lock, a socket, a live autograd graph, ...) is refused
-  with its path, and nothing is captured half.
+* what belongs to the process is found or made again in the next one (`handles`), and the files of
+  the working folder are the job's (`folder`);
+* what cannot be captured (a generator, a socket, a live autograd graph, ...) is refused with its
+  path, and nothing is captured half.
 
 State outside the job's object (module globals, class attributes) is not captured.
+
+A graph is two pickles: the world, and a header that is read first because what it says must be true
+before objects are made; the last eight bytes say where the header begins.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
 import itertools
 import pickle
 import random
-import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 import numpy
 import torch
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
+from workers import folder, handles, loading, tensors
 from workers.accelerator import Accelerator
-from workers.paths import find
+from workers.paths import Refused, Uncapturable, find, named
+from workers.rebuilding import Loading, Surroundings, current, known, rebuilding
 
-#: The module under which an image names the functions below: images outlive our file names, and a
-#: tenant may have a module `workers` of its own.
-FORMAT = "_roundhouse_image_1"
+__all__ = ["Captured", "Surroundings", "Uncapturable", "capture", "rebuilt", "return_to"]
 
-
-class Uncapturable(Exception):
-    """`path` is where the thing is, like "job.data._it"; `what` is its type."""
-
-    def __init__(self, path: str, what: str, advice: str) -> None:
-        self.path, self.what, self.advice = path, what, advice
-        super().__init__(f"{path}: {what} cannot be captured. {advice}")
+NAMES_LIMIT = 10_000
+_TRAILER_BYTES = 8
 
 
-class Refused(Exception):
-    """Raised while pickling, where the path is not known yet."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """`graph` is the pickled object graph; it refers to `storages` by number.
 
-    def __init__(self, obj: object, what: str, advice: str) -> None:
-        self.obj, self.what, self.advice = obj, what, advice
-        super().__init__(what)
-
-
-class Surroundings:
-    """What a job may refer to that is not its own: `named` objects, and its code folder.
-
-    An image refers to them by name, and a restored job finds those of its new process.
+    `tensors` says where each lies that a person would look for, so that it can be read without
+    unpickling: name -> [storage, dtype, shape, stride, offset], the last two in elements.
     """
 
-    def __init__(self, *, code: Path | None = None, scratch: Path | None = None, **named: object):
-        self.code, self.scratch = code, scratch
-        self.named = {
-            "stdin": sys.stdin,
-            "stdout": sys.stdout,
-            "stderr": sys.stderr,
-            **named,
-        }
-        self.names = {id(obj): name for name, obj in self.named.items()}
+    graph: memoryview
+    storages: list[torch.UntypedStorage]
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
 
 
 # --- to bytes ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """`graph` is the pickled object graph; it refers to `storages` by number."""
-
-    graph: memoryview
-    storages: list[torch.UntypedStorage]
-
-
 def capture(
-    job: object, *, around: Surroundings, accelerator: Accelerator, root: str = "job"
+    job: object,
+    *,
+    around: Surroundings,
+    accelerator: Accelerator,
+    root: str = "job",
+    whole: bool = True,
 ) -> Captured:
-    """The graph of `job` and the world's random state; raises Uncapturable."""
-    out = io.BytesIO()
-    pickler = Capture(out, around)
+    """The graph of `job` and the world's random state; raises Uncapturable.
+
+    Not `whole`: a value on its way to another task, without working folder and process groups.
+    """
     world = {
         "job": job,
         "torch": torch.get_rng_state(),
@@ -96,196 +82,213 @@ def capture(
         "random": random.getstate(),
         "numpy": numpy.random.get_state(),
         "default_dtype": torch.get_default_dtype(),
+        "default_device": str(torch.get_default_device()),
+        "gradients": torch.is_grad_enabled(),
     }
+    graph, pickler = _pickled(world, around, root, whole=whole)
+    if pickler.weak:
+        # Those that weak references point to come first, and so each is known when one is met.
+        _must_be_held(pickler, job, root)
+        targets = [target for _, target in pickler.weak]
+        graph, pickler = _pickled(
+            {"targets": targets, **world}, around, root, whole=whole, weakly=True
+        )
+    return Captured(graph=graph, storages=pickler.storages, tensors=_table(job, root, pickler))
+
+
+def _pickled(
+    world: dict[str, Any], around: Surroundings, root: str, *, whole: bool, weakly: bool = False
+) -> tuple[memoryview, Capture]:
+    out = io.BytesIO()
+    pickler, job = Capture(out, around, weakly=weakly), world["job"]
     try:
-        pickler.dump(world)
+        _dump(pickler, world)
         pickler.must_not_overlap()
+        files = folder.listing(pickler) if whole else None
     except Refused as refused:
-        path = find(job, refused.obj, root=root)
-        raise Uncapturable(path, refused.what, refused.advice) from None
-    except Exception as error:
-        # Whatever a tenant's __reduce__ or __getstate__ may raise.
+        place = refused.obj if isinstance(refused.obj, str) else find(job, refused.obj, root=root)
+        raise Uncapturable(place, refused.what, refused.advice) from None
+    except Broken as broken:
         what = type(pickler.last).__name__
-        path = find(job, pickler.last, root=root)
-        raise Uncapturable(path, what, f"{_advice(what)} ({error})") from error
-    return Captured(graph=out.getbuffer(), storages=pickler.storages)
+        place = find(job, pickler.last, root=root)
+        raise Uncapturable(place, what, f"{_advice(what)} ({broken})") from broken.__cause__
+    begins = out.tell()
+    header = {
+        "hooks": RemovableHandle.next_id,
+        "shared": [n for n, storage in enumerate(pickler.storages) if storage.is_shared()],
+        "groups": handles.groups() if whole else [],
+        "files": files,
+    }
+    pickle.dump(header, out, protocol=5)
+    out.write(begins.to_bytes(_TRAILER_BYTES, "big"))
+    return out.getbuffer(), pickler
+
+
+class Broken(Exception):
+    """Something in the graph does not pickle, for whatever reason."""
+
+
+def _dump(pickler: Capture, world: dict[str, Any]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # itertools, from Python 3.12 on
+            pickler.dump(world)
+    except Refused:
+        raise
+    except Exception as error:  # whatever a tenant's __reduce__ or __getstate__ may raise
+        raise Broken(str(error)) from error
+
+
+def _must_be_held(pickler: Capture, job: object, root: str) -> None:
+    """What only a weak reference leads to would be gone after a restore."""
+    reached = pickler.memo.copy()
+    for reference, target in pickler.weak:
+        if id(target) not in reached:
+            what = f"a weak reference to a {type(target).__name__} that the job does not hold"
+            raise Uncapturable(find(job, reference, root=root), what, "Keep the object itself.")
+
+
+def _table(job: object, root: str, pickler: Capture) -> dict[str, list[Any]]:
+    rows, table = pickler.rows, dict[str, list[Any]]()
+    for name, part in itertools.islice(named(job, root=root), NAMES_LIMIT):
+        if (row := rows.get(id(part))) is not None:
+            number, dtype, shape, stride, offset = row
+            said = str(dtype).removeprefix("torch.")
+            table[name] = [number, said, shape, stride, offset]
+    return table
+
+
+Reducer = Callable[["Capture", Any], Any]
 
 
 class Capture(cloudpickle.Pickler):
-    """Pickles a graph but leaves the bytes of storages out; they are in `storages`, by number."""
+    """Pickles a graph but leaves the bytes of storages out; they are in `storages`, by number.
 
-    def __init__(self, out: io.BytesIO, around: Surroundings) -> None:
+    `weakly`: whether weak references are kept; else they are only noted, in `weak`.
+    """
+
+    def __init__(self, out: io.BytesIO, around: Surroundings, *, weakly: bool = False) -> None:
         super().__init__(out, protocol=5)
-        self.around = around
-        self.numbers: dict[tuple[Any, ...], int] = {}
+        self.around, self.weakly = around, weakly
+        self.numbers: dict[tuple[int, int], int] = {}
         self.storages: list[torch.UntypedStorage] = []
+        self.rows: dict[int, tensors.Row] = {}  # id -> where a tensor or an array lies
+        self.weak: list[tuple[object, object]] = []
         self.last: object = None
+        self.mapped: set[str] = set()  # paths of files that are changed through memory
+        self.stateful: dict[int, Any] = {}  # id of an iterator -> its StatefulDataLoader
+        self.unhooked: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._names = {id(obj): name for name, obj in _named_here(around).items()}
+        self._reducers: dict[type, Reducer | None] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         self.last = obj
-        if (name := self.around.names.get(id(obj))) is not None:
-            return named, (name,)
-        if isinstance(obj, torch.Tensor):
-            return self._tensor(obj)
-        for kind, reduce in _REDUCERS:
-            if isinstance(obj, kind):
-                return reduce(self, obj)
+        if (name := self._names.get(id(obj))) is not None:
+            return whats_named, (name,)
+        kind = type(obj)
+        try:
+            reduce = self._reducers[kind]
+        except KeyError:
+            reduce = self._reducers[kind] = _reducer_of(kind)
+        return NotImplemented if reduce is None else reduce(self, obj)
+
+    def as_cloudpickle_does(self, obj: Any) -> Any:
         return super().reducer_override(obj)
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """Of a storage, told apart by where it lies; one without bytes is only like itself."""
+        size = storage.nbytes()
+        key = (storage.data_ptr(), size) if size else (-storage._cdata, 0)
+        number = self.numbers.get(key)
+        if number is None:
+            number = self.numbers[key] = len(self.storages)
+            self.storages.append(storage)
+        return number
 
     def must_not_overlap(self) -> None:
         """Two storages over the same memory would be torn apart by the restore."""
-        host = [s for s in self.storages if s.device.type == "cpu" and s.nbytes()]
-        host.sort(key=lambda storage: storage.data_ptr())
-        for before, after in itertools.pairwise(host):
-            if before.data_ptr() + before.nbytes() > after.data_ptr():
+        for (before, size), later in itertools.pairwise(sorted(self.numbers)):
+            if before + size > later[0] and size:
                 raise Refused(
-                    after,
+                    self.storages[self.numbers[later]],
                     "memory that a tensor and a part of a numpy array share",
                     "Make the tensor from the whole array, or copy the part.",
                 )
 
-    def _storage(self, storage: torch.UntypedStorage) -> Any:
-        return block, (self._number(storage),)
 
-    def _number(self, storage: torch.UntypedStorage) -> int:
-        size = storage.nbytes()
-        # Identity decides what is shared; equal bytes elsewhere are not the same storage.
-        key = (str(storage.device), storage.data_ptr(), size) if size else (storage._cdata,)
-        if key not in self.numbers:
-            self.numbers[key] = len(self.storages)
-            self.storages.append(storage)
-        return self.numbers[key]
-
-    def _typed_storage(self, storage: torch.storage.TypedStorage) -> Any:
-        return make_typed_storage, (storage._untyped_storage, storage.dtype)
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        _must_be_at_rest(tensor)
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        if not plain or tensor.layout is not torch.strided or tensor.device.type == "meta":
-            if tensor.grad is not None:
-                raise Refused(
-                    tensor,
-                    f"a gradient of a {type(tensor).__name__}",
-                    "Call zero_grad(set_to_none=True) at the end of step.",
-                )
-            return super().reducer_override(tensor)
-        arguments = (
-            type(tensor),
-            tensor.untyped_storage(),
-            tensor.dtype,
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.requires_grad,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        return make_tensor, arguments, (tensor.grad, dict(tensor.__dict__)), None, None, set_extras
-
-    def _generator(self, generator: torch.Generator) -> Any:
-        return make_generator, (str(generator.device), generator.get_state())
-
-    def _array(self, array: numpy.ndarray[Any, Any]) -> Any:
-        memory = _memory(array)
-        if type(array) is not numpy.ndarray or memory is None:
-            return super().reducer_override(array)
-        offset = _address(array) - memory.data_ptr()
-        arguments = (memory, array.dtype, array.shape, array.strides, offset, array.flags.writeable)
-        return make_array, arguments
-
-    def _optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
-            return super().reducer_override(optimizer)
-        # The stock state leaves out hooks and whatever else was put on the instance.  A scheduler
-        # wraps `step` only to warn about the order of the very first calls.
-        state = dict(vars(optimizer))
-        if hasattr(state.get("step"), "_wrapped_by_lr_sched"):
-            del state["step"]
-        return make_bare, (type(optimizer),), state
-
-    def _file(self, file: Any) -> Any:
-        place, name = self._place(file)
-        text = isinstance(file, io.TextIOBase)
-        try:
-            position = file.tell()
-        except (OSError, ValueError) as error:
-            raise Refused(file, "an open file", f"Its position cannot be told: {error}.") from error
-        return open_again, (place, name, text and (file.encoding, file.errors), position)
-
-    def _place(self, file: Any) -> tuple[str, str]:
-        if file.closed:
-            raise Refused(file, "a closed file", "Set the attribute to None instead.")
-        bytes_file = file.buffer if isinstance(file, io.TextIOWrapper) else file
-        if not isinstance(getattr(bytes_file, "raw", bytes_file), io.FileIO):
-            advice = "Open it within step, or keep what was read in memory."
-            raise Refused(file, "an open file that is not a plain one", advice)
-        if file.writable() or not isinstance(file.name, str):
-            advice = "Open it where it is written, and close it before step returns."
-            raise Refused(file, "a file open for writing", advice)
-        path = Path(file.name).absolute()
-        if self.around.scratch and path.is_relative_to(self.around.scratch):
-            advice = "The scratch folder does not travel with a job: keep what was read in memory."
-            raise Refused(file, "a file open in the scratch folder", advice)
-        if self.around.code and path.is_relative_to(self.around.code):
-            return "code", str(path.relative_to(self.around.code))
-        return "host", str(path)
+def _reducer_of(kind: type) -> Reducer | None:
+    """The first in the list whose class it is; None where pickle knows the way itself."""
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return tensors.reduce_plain
+    for cls, reduce in _REDUCERS:
+        if issubclass(kind, cls):
+            return reduce
+    return None
 
 
-_REDUCERS: tuple[tuple[Any, Callable[[Capture, Any], Any]], ...] = (
-    (torch.UntypedStorage, Capture._storage),
-    (torch.storage.TypedStorage, Capture._typed_storage),
-    (numpy.ndarray, Capture._array),
-    (torch.Generator, Capture._generator),
-    (torch.optim.Optimizer, Capture._optimizer),
-    ((io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom), Capture._file),
-    (io.FileIO, Capture._file),
+_HOOK_TABLES = frozenset(
+    name for name, table in vars(torch.nn.Module()).items() if type(table) is OrderedDict
 )
 
 
-def _must_be_at_rest(tensor: torch.Tensor) -> None:
-    if not tensor.is_leaf:
-        raise Refused(
-            tensor,
-            "a tensor with a live autograd graph",
-            "Keep tensor.detach() or tensor.item() instead.",
-        )
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-        raise Refused(
-            tensor, "a tensor with a gradient hook", "Use a hook on the module or the optimizer."
-        )
+def _reduce_module(capture: Capture, module: torch.nn.Module) -> Any:
+    """Of a module's many tables of hooks only those that hold any."""
+    cls = type(module)
+    if parametrize.is_parametrized(module) and cls.__module__ == parametrize.__name__:
+        names = tuple(module.parametrizations)  # type: ignore[arg-type]
+        return make_parametrized, (cls.__mro__[1], names), vars(module), None, None, set_module
+    state = vars(module)
+    if cls.__module__ == "torch._dynamo.eval_frame":  # torch's own way forgets its hooks
+        hooks = {name: state[name] for name in _HOOK_TABLES if state.get(name)}
+        return cls, (module._orig_mod, module.dynamo_ctx), hooks, None, None, set_module
+    if cls.__getstate__ is not torch.nn.Module.__getstate__ or _reduces_itself(cls):
+        return NotImplemented
+    empty = tuple([name for name in _HOOK_TABLES if not state.get(name, True)])
+    empty = capture.unhooked.setdefault(empty, empty)  # written once
+    held = {name: part for name, part in state.items() if part or name not in _HOOK_TABLES}
+    return make_module, (cls, empty), held
 
 
-def _memory(array: numpy.ndarray[Any, Any]) -> torch.UntypedStorage | None:
-    """The storage that an array looks into; None for what pickles well by itself."""
-    if array.dtype.hasobject or not array.nbytes:
-        return None
-    root = array
-    while isinstance(root.base, numpy.ndarray):
-        root = root.base
-    if isinstance(root.base, torch.Tensor):
-        return root.base.untyped_storage()
-    if root.base is not None or not root.flags.owndata or not root.flags.writeable:
-        return None
-    whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))  # any order of axes
-    whole._root = root  # and so the storage below keeps it alive
-    return torch.from_numpy(numpy.frombuffer(whole, numpy.uint8)).untyped_storage()
+def _reduce_optimizer(capture: Capture, optimizer: torch.optim.Optimizer) -> Any:
+    cls = type(optimizer)
+    if cls.__getstate__ is not torch.optim.Optimizer.__getstate__ or _reduces_itself(cls):
+        return NotImplemented
+    # The stock state leaves out hooks and whatever else was put on the instance.
+    state = dict(vars(optimizer))
+    if scheduled := hasattr(state.get("step"), "_wrapped_by_lr_sched"):
+        del state["step"]
+    return make_optimizer, (cls, scheduled), state
 
 
-def _address(array: numpy.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+def _reduces_itself(cls: type) -> bool:
+    return cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__
 
+
+def _reduce_generator(capture: Capture, generator: torch.Generator) -> Any:
+    return make_generator, (str(generator.device), generator.get_state())
+
+
+_REDUCERS: tuple[tuple[Any, Reducer], ...] = (
+    (torch.Tensor, tensors.reduce_subclass),
+    (torch.UntypedStorage, tensors.reduce_storage),
+    (torch.storage.TypedStorage, tensors.reduce_typed_storage),
+    *folder.REDUCERS,
+    (numpy.ndarray, tensors.reduce_array),
+    (torch.Generator, _reduce_generator),
+    *loading.REDUCERS,
+    *handles.REDUCERS,
+    (torch.nn.Module, _reduce_module),
+    (torch.optim.Optimizer, _reduce_optimizer),
+    (type, Capture.as_cloudpickle_does),
+)
 
 _ADVICE = {
     "generator": "Write it as a class with __next__ that keeps its own position.",
     "coroutine": "Await it before step returns.",
-    "lock": "Make the lock where it is used; a job runs in one thread.",
-    "RLock": "Make the lock where it is used; a job runs in one thread.",
     "socket": "Open and close it within step.",
-    "weakref": "Keep the object itself.",
-    "ReferenceType": "Keep the object itself.",
-    "_SingleProcessDataLoaderIter": "Draw batches by index, or use torchdata's StatefulDataLoader.",
-    "_MultiProcessingDataLoaderIter": "Draw batches by index, or use StatefulDataLoader.",
+    "reader": "Keep the rows that were read, or split the lines yourself.",
+    "_SingleProcessDataLoaderIter": "Make the DataLoader's iterator in __init__ or in step.",
+    "_MultiProcessingDataLoaderIter": "Make the DataLoader's iterator in __init__ or in step.",
     "RecursiveScriptModule": "Keep the plain module; script it where it is used.",
 }
 
@@ -295,17 +298,19 @@ def _advice(what: str) -> str:
     return _ADVICE.get(what, kept_out)
 
 
+def _named_here(around: Surroundings) -> dict[str, object]:
+    """What images say by name: the surroundings, and this process's own sources of randomness."""
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return {
+        **around.named,
+        "torch.default_generator": torch.default_generator,
+        "random": random._inst,
+        "numpy.random": numpy.random.mtrand._rand,
+        **{f"torch.cuda.default_generators.{n}": it for n, it in enumerate(on_cuda)},
+    }
+
+
 # --- and back -------------------------------------------------------------------------------------
-
-
-class _Loading:
-    """What the functions that an image calls may look up, while one is being restored."""
-
-    def __init__(self, storages: list[torch.UntypedStorage], around: Surroundings) -> None:
-        self.storages, self.around = storages, around
-
-
-_loading: list[_Loading] = []
 
 
 def rebuilt(
@@ -313,116 +318,67 @@ def rebuilt(
 ) -> dict[str, Any]:
     """What was captured, around `storages`: the job under "job", and the random states.
 
-    Only ever inside the tenant's walls: unpickling runs code.
+    The working folder's files are written first.  Only ever inside the tenant's walls: unpickling
+    runs code.
     """
-    _loading.append(_Loading(storages, around))
-    try:
-        world: dict[str, Any] = pickle.loads(graph)
-    finally:
-        _loading.pop()
+    begins = int.from_bytes(graph[-_TRAILER_BYTES:], "big")
+    header = pickle.loads(graph[begins:])
+    RemovableHandle.next_id = max(RemovableHandle.next_id, header["hooks"])
+    for number in header["shared"]:
+        storages[number].share_memory_()
+    if header["files"] is not None:
+        folder.restore(header["files"], storages, around)
+    handles.restore_groups(header["groups"])
+    with rebuilding(Loading(storages, _named_here(around), around)):
+        world: dict[str, Any] = pickle.loads(graph[:begins])
     return world
 
 
 def return_to(world: dict[str, Any], accelerator: Accelerator) -> None:
     """Give this process the random states and the defaults of `world`."""
     torch.set_default_dtype(world["default_dtype"])
+    if str(torch.get_default_device()) != world["default_device"]:
+        torch.set_default_device(world["default_device"])
+    torch.set_grad_enabled(world["gradients"])
     numpy.random.set_state(world["numpy"])
     random.setstate(world["random"])
     accelerator.set_random_state(world["accelerator"])
     torch.set_rng_state(world["torch"])
 
 
-# Every image calls these by name: what they take and do may grow, never change.
+@known
+def whats_named(name: str) -> object:
+    return current().named[name]
 
 
-def block(number: int) -> torch.UntypedStorage:
-    return _loading[-1].storages[number]
+@known
+def make_module(cls: Any, empty: tuple[str, ...]) -> object:
+    module = object.__new__(cls)  # FSDP's classes have a __new__ that builds one anew
+    vars(module).update((name, OrderedDict()) for name in empty)
+    return module
 
 
-def named(name: str) -> object:
-    return _loading[-1].around.named[name]
+@known
+def make_parametrized(cls: Any, names: tuple[str, ...]) -> object:
+    """A module whose class was made for it, with a property for each computed parameter."""
+    module = object.__new__(cls)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
-def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> object:
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+@known
+def set_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    vars(module).update(state)
 
 
-def make_tensor(
-    cls: type,
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    conj: bool,
-    neg: bool,
-) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, shape, stride)
-    tensor = tensor.conj() if conj else tensor
-    tensor = torch._neg_view(tensor) if neg else tensor
-    if cls is torch.nn.Parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
+@known
+def make_optimizer(cls: Any, scheduled: bool) -> object:
+    optimizer = cls.__new__(cls)
+    return handles.with_counted_steps(optimizer) if scheduled else optimizer
 
 
-def set_extras(tensor: torch.Tensor, extras: tuple[torch.Tensor | None, dict[str, Any]]) -> None:
-    """Runs after the tensor is known to the unpickler, so that cycles are safe."""
-    tensor.grad, attributes = extras
-    tensor.__dict__.update(attributes)
-
-
+@known
 def make_generator(device: str, state: torch.Tensor) -> torch.Generator:
     return torch.Generator(device).set_state(state)
-
-
-def make_array(
-    storage: torch.UntypedStorage,
-    dtype: numpy.dtype[Any],
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    offset: int,
-    writeable: bool,
-) -> numpy.ndarray[Any, Any]:
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-    array: numpy.ndarray[Any, Any] = numpy.ndarray(shape, dtype, flat.numpy(), offset, strides)
-    array.flags.writeable = writeable
-    return array
-
-
-def make_bare(cls: Any) -> object:
-    return cls.__new__(cls)
-
-
-def open_again(
-    place: str, name: str, text: tuple[str, str] | bool, position: int
-) -> io.TextIOBase | io.BufferedIOBase:
-    around = _loading[-1].around
-    path = around.code / name if place == "code" and around.code else Path(name)
-    encoding, errors = text if isinstance(text, tuple) else (None, None)
-    file: Any = path.open("r" if text else "rb", encoding=encoding, errors=errors)
-    file.seek(position)
-    return file  # type: ignore[no-any-return]
-
-
-def _known_as(format: str, functions: Iterable[Callable[..., Any]]) -> None:
-    sys.modules[format] = sys.modules[__name__]
-    for function in functions:
-        function.__module__ = format
-
-
-_known_as(
-    FORMAT,
-    (
-        block,
-        named,
-        make_typed_storage,
-        make_tensor,
-        set_extras,
-        make_generator,
-        make_array,
-        make_bare,
-        open_again,
-    ),
-)

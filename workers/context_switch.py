@@ -1,22 +1,27 @@
-"""Take a job off the device and put it back.
+"""Take a value off the device as an image of its own, and put a job or a value back.
 
-`stage` is called at a safe point: it captures the job's graph and makes private copies of all
-storages, so that the image stays what it was while the job goes on.  `restore` builds the same job
-in another process; in the same process nothing needs to be restored, the objects are still there.
-What a graph is, and what cannot be captured, is said in `capture`.
+`stage` makes private copies of all storages: for what leaves a job at its end.  The image of a job
+that goes on is made by `staging`; `restored` builds the same job in another process, out of a slab.
+In the same process nothing needs to be restored, the objects are still there.  What a graph is, and
+what cannot be captured, is said in `capture`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings, capture, rebuilt, return_to
-from workers.checkpoint import Block, Image
+from workers.image import Block, Image
+from workers.layout import Extent, from_json
 from workers.preset import fingerprint
+from workers.slab import Slab
+
+COPIERS = 2  # threads that fill storages: one alone does not fill the memory's bus
 
 # --- off the device -------------------------------------------------------------------------------
 
@@ -26,7 +31,7 @@ def stage(
 ) -> Image:
     """The image of `job` after `step`; raises Uncapturable."""
     accelerator.synchronize()
-    captured = capture(job, around=around, accelerator=accelerator, root=root)
+    captured = capture(job, around=around, accelerator=accelerator, root=root, whole=root == "job")
     return Image(
         step=step,
         fingerprint=fingerprint(),
@@ -65,6 +70,27 @@ def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> 
     return world["job"]
 
 
+def restored(
+    slab: Slab, layout: dict[str, Any], *, around: Surroundings, accelerator: Accelerator
+) -> Any:
+    """The job whose image lies in the slab; raises BadLayout."""
+    placed = from_json(layout, limit_bytes=slab.limit_bytes)
+    with ThreadPoolExecutor(COPIERS) as copiers:
+        copied = copiers.map(lambda part: _out_of(slab, part, accelerator), placed.storages)
+        storages = list(copied)
+    graph = slab.view(placed.graph.offset, placed.graph.size)
+    world = rebuilt(graph, storages, around=around)
+    return_to(world, accelerator)
+    return world["job"]
+
+
+def _out_of(slab: Slab, part: Extent, accelerator: Accelerator) -> torch.UntypedStorage:
+    host = torch.UntypedStorage(part.size)
+    if part.size:  # this lets the other copiers run, as a copy of a view would not
+        ctypes.memmove(host.data_ptr(), slab.address + part.offset, part.size)
+    return _in_place(host, part.device, part.pinned, accelerator)
+
+
 def value(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
     """What was staged, and nothing else: the random number generators stay as they are."""
     return _rebuilt(image, around, accelerator)["job"]
@@ -75,14 +101,15 @@ def _rebuilt(image: Image, around: Surroundings, accelerator: Accelerator) -> di
     return rebuilt(image.graph, storages, around=around)
 
 
-def is_exact(image: Image) -> bool:
-    """Whether this process computes the same bits as the one that staged the image."""
-    return image.fingerprint == fingerprint()
-
-
 def _filled(saved: Block, accelerator: Accelerator) -> torch.UntypedStorage:
     host = torch.UntypedStorage(len(saved.data))
     _bytes(host)[:] = saved.data
-    if saved.pinned and accelerator.kind == "cuda":
+    return _in_place(host, saved.device, saved.pinned, accelerator)
+
+
+def _in_place(
+    host: torch.UntypedStorage, device: str, pinned: bool, accelerator: Accelerator
+) -> torch.UntypedStorage:
+    if pinned and accelerator.kind == "cuda":
         host = host.pin_memory()
-    return host if saved.device == "cpu" else host.to(device=accelerator.device)
+    return host if device == "cpu" else host.to(device=accelerator.device)

@@ -7,6 +7,7 @@ Any number of these may run: who comes second waits, and every chore can be done
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -14,6 +15,7 @@ from celery import Celery
 from sqlalchemy import select
 
 from app import assign, broker, db, housekeeping, outbox
+from app.housekeeping import Sweeper
 from app.models import Island
 from app.settings import settings
 from workers.loop import Loop, keep
@@ -21,6 +23,9 @@ from workers.loop import Loop, keep
 celery: Celery = broker.make_celery("control", settings().redis_url.get_secret_value())
 
 CHORES_S = 60.0
+SWEEP_S = 600.0
+
+log = logging.getLogger(__name__)
 
 
 class Control(Loop):
@@ -28,6 +33,9 @@ class Control(Loop):
         super().__init__("control")
         self.chores_due_s = 0.0
         self.nudged = threading.Event()
+        self.sweeper = Sweeper()
+        self.sweeping: threading.Thread | None = None
+        self.sweep_due_s = 0.0
 
     def nudge(self) -> None:
         self.nudged.set()
@@ -51,7 +59,27 @@ class Control(Loop):
         self.chores_due_s = time.monotonic() + CHORES_S
         with db.transaction() as session:
             freed = housekeeping.tidy(session)
-        housekeeping.free_blobs(freed)
+        housekeeping.free(freed)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Collect what nothing names, in a thread of its own: listing a store takes its time."""
+        if self.sweeping is not None and self.sweeping.is_alive():
+            return
+        if time.monotonic() < self.sweep_due_s:
+            return
+        self.sweep_due_s = time.monotonic() + SWEEP_S
+        self.sweeping = threading.Thread(target=_sweep, args=(self.sweeper,), daemon=True)
+        self.sweeping.start()
+
+
+def _sweep(sweeper: Sweeper) -> None:
+    try:
+        swept = sweeper.sweep()
+    except Exception:
+        log.exception("the store could not be swept; it is tried again")
+    else:
+        log.info("the store: %s", swept or "another control sweeps it")
 
 
 control = Control()

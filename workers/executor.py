@@ -8,8 +8,9 @@ A stage that cannot go on raises `Ending` with the word that is sent up last.  O
 `Wire` and are wishes until the next safe point.  Before every step the trust deadline is read: past
 it nothing steps, whoever hangs.
 
-Bytes of images leave over the `bulk` socket, written by a thread that holds private copies, so that
-the job goes on meanwhile; nothing else runs beside the job.
+Images of the job are copied into its slab, mostly while the next step already runs (`staging`); the
+supervisor is told where they lie, and says when it has kept one.  Outputs leave over the `bulk`
+socket.  Both are done by threads that only copy; nothing else runs beside the job.
 """
 
 from __future__ import annotations
@@ -35,15 +36,22 @@ from typing import Any, NoReturn
 import numpy
 import torch
 
-from workers import checkpoint, context_switch, preset
+from workers import context_switch, loading, preset
+from workers import image as images
+from workers import slab as slabs
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings, Uncapturable, capture
-from workers.checkpoint import Image
+from workers.image import Image
+from workers.layout import Layout
+from workers.slab import Slab
+from workers.staging import Staging, TooLarge
+from workers.watch import Watch
 from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
 SAVES_APART_S = 1.0  # so long after an image left, those of pauses wait on whether they are needed
+LOOK_S = 0.05  # so often somebody off the seat looks whether its image lies there
 REPORT_S = 0.2  # progress and metrics go up at most this often
 DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
@@ -101,6 +109,8 @@ class Work:
     wire: Wire
     bulk: socket.socket
     trust: TrustSeen
+    slab: Slab
+    watch: Watch | None
     spec: JSON = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
     entry: Any = None
@@ -112,11 +122,14 @@ class Work:
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
     saved_s: float = 0.0
+    ending: Ending | None = None  # why no image can be made; told when it is back on the seat
     base_bytes: int = 0
     ctx: Context = None  # type: ignore[assignment]  # filled by load_code
     around: Surroundings = None  # type: ignore[assignment]
     accelerator: Accelerator = None  # type: ignore[assignment]
     outgoing: Outgoing = None  # type: ignore[assignment]
+    images: Images = None  # type: ignore[assignment]
+    _speaking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_function(self) -> bool:
@@ -127,45 +140,101 @@ class Work:
             sys.stdout.flush()
             sys.stderr.flush()
         try:
-            self.wire.send({"is": word, "step": self.step, **said})
+            with self._speaking:
+                self.wire.send({"is": word, "step": self.step, **said})
         except OSError as error:
             raise Abandoned from error
 
 
 class Outgoing:
-    """Images on their way into the store, one after the other; `settled` are the answers."""
+    """Outputs on their way into the store, one after the other; `settled` are the answers."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.waiting: deque[tuple[Image, str]] = deque()
         self.sending = False
         self.settled: dict[str, JSON] = {}
-        self.last_step: int | None = None  # of the newest image that is stored or on its way
-        self.left_s = -math.inf  # when that one left
 
-    def put(self, image: Image, what: str) -> None:
-        """`what` is "image", or "output:NAME"."""
-        self.waiting.append((image, what))
-        self._next()
+    def put(self, image: Image, name: str) -> None:
+        self.waiting.append((image, f"output:{name}"))
+        self.next()
 
     def kept(self, message: JSON) -> None:
         self.sending = False
         self.settled[message["what"]] = message
-        if message["what"] == "image" and message.get("error"):
-            self.last_step = None
-        self._next()
+        self.next()
 
     @property
     def busy(self) -> bool:
         return self.sending or bool(self.waiting)
 
-    def _next(self) -> None:
-        if self.sending or not self.waiting:
+    def next(self) -> None:
+        """Begin with the next one; one thing leaves at a time."""
+        if self.sending or not self.waiting or self.work.images.busy:
             return
         self.sending = True
         image, what = self.waiting.popleft()
         self.work.say("saving", what=what, at_step=image.step, size_bytes=image.size_bytes)
         threading.Thread(target=_write, args=(self.work.bulk, image), daemon=True).start()
+
+
+class Images:
+    """The job's images, one at a time: staged into the slab, told to the supervisor, kept."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.staging = work, Staging(work.slab, work.watch)
+        self.busy = False  # one lies in the slab, or is on its way there
+        self.failed = False  # the last one was not stored; the supervisor says when to try again
+        self.last_step: int | None = None  # of the newest image that is stored or on its way
+        self.left_s = -math.inf  # when that one left
+
+    def put(self) -> None:
+        """Make one of the last finished step; raises Ending."""
+        work, self.failed = self.work, False
+        try:
+            work.accelerator.synchronize()
+            captured = capture(work.job, around=work.around, accelerator=work.accelerator)
+            self.busy, self.last_step, self.left_s = True, work.step, time.monotonic()
+            step, found, tensors = work.step, preset.fingerprint(), captured.tensors
+            self.staging.begin(captured, lambda layout: self._staged(step, found, layout, tensors))
+        except Uncapturable as error:
+            raise _uncapturable(error) from error
+        except TooLarge as error:
+            raise _too_large(error) from error
+
+    def settle(self) -> bool:
+        """Between two steps: what was being staged lies there now, or is spoiled: then False."""
+        self.staging.join()
+        return not self._is_spoiled()
+
+    def kept(self, message: JSON) -> None:
+        self.busy = False
+        if message.get("error"):
+            self.last_step, self.failed = None, True
+        self.work.outgoing.next()
+
+    def look(self) -> None:
+        """Off the seat: notice an image that was spoiled, by whatever still runs there."""
+        if not self.staging.is_copying and self._is_spoiled():
+            self.left_s = time.monotonic()  # soon again, but not without end
+
+    def _is_spoiled(self) -> bool:
+        spoiled, self.staging.spoiled = self.staging.spoiled, False
+        if spoiled:
+            self.busy, self.last_step = False, None
+        return spoiled
+
+    def _staged(self, step: int, found: JSON, layout: Layout, tensors: JSON) -> None:
+        """In the thread that copied the last of it; the slab is not ours until it is kept."""
+        index = {"layout": layout.as_json(), "fingerprint": found, "tensors": tensors}
+        try:
+            size = slabs.write_index(self.work.slab.fd, index)
+            self.work.say("saving", what="image", at_step=step, index_bytes=size)
+        except Abandoned:
+            pass  # the main thread will notice
+        except (OSError, slabs.BadIndex):
+            traceback.print_exc()  # into the job's log; its next image is another attempt
+            self.staging.spoiled = True
 
 
 def _write(bulk: socket.socket, image: Image) -> None:
@@ -177,9 +246,11 @@ def _write(bulk: socket.socket, image: Image) -> None:
 # --- the pipe -------------------------------------------------------------------------------------
 
 
-def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen) -> int:
+def execute(
+    wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab, watch: Watch | None
+) -> int:
     """Live; returns the exit status of the process."""
-    work = Work(wire=wire, bulk=bulk, trust=trust)
+    work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch)
     try:
         for stage in (take_spec, configure, load_code, bring_in, take_seat, build, run, settle):
             stage(work)
@@ -194,7 +265,7 @@ def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen) -> int:
 def take_spec(work: Work) -> None:
     while not work.spec:
         _listen(work, None)
-    work.outgoing = Outgoing(work)
+    work.outgoing, work.images = Outgoing(work), Images(work)
     work.base_bytes = _anonymous_bytes()
 
 
@@ -219,6 +290,7 @@ def load_code(work: Work) -> None:
     )
     work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
     seed()
+    loading.follow()
     try:
         work.entry = load_entry(code, spec["run"].get("job") or spec["run"]["function"])
     except BaseException as error:
@@ -240,11 +312,13 @@ def bring_in(work: Work) -> None:
     if not spec["image"]:
         return
     try:
-        image = _taken_from(work.fds.pop(0))
-        if not context_switch.is_exact(image):
+        index = slabs.read_index(work.slab.fd, spec["image"]["index_bytes"])
+        if preset.impose(index["fingerprint"]):
             work.capabilities = ["pause", "save", "move", "equivalent"]
-        work.job = context_switch.restore(image, around=work.around, accelerator=work.accelerator)
-        work.step = work.outgoing.last_step = image.step
+        work.job = context_switch.restored(
+            work.slab, index["layout"], around=work.around, accelerator=work.accelerator
+        )
+        work.step = work.images.last_step = spec["image"]["step"]
     except BaseException as error:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
 
@@ -268,37 +342,43 @@ def run(work: Work) -> None:
     work.saved_s = time.monotonic()
     checked = work.spec["image"]
     while work.ctx.result is None:
-        safe_point(work)
-        try:
-            if work.is_function:
-                work.ctx.result = call(work.entry, work.ctx)
-                work.metrics = metrics_of(work.ctx.logged)
-            else:
-                work.metrics = take_step(work.job, work.ctx, work.step + 1)
-        except BaseException as error:
-            raise _failed(error) from error
-        work.step += 1
+        one_step(work)
         if not checked and work.ctx.result is None:
             _must_be_capturable(work)
             checked = True
-        if time.monotonic() - work.reported_s >= REPORT_S:
-            _report(work)
+
+
+def one_step(work: Work) -> None:
+    """From one safe point to the next."""
+    safe_point(work)
+    try:
+        if work.is_function:
+            work.ctx.result = call(work.entry, work.ctx)
+            work.metrics = metrics_of(work.ctx.logged)
+        else:
+            work.metrics = take_step(work.job, work.ctx, work.step + 1)
+    except BaseException as error:
+        raise _failed(error) from error
+    work.step += 1
+    if time.monotonic() - work.reported_s >= REPORT_S:
+        _report(work)
 
 
 def settle(work: Work) -> None:
     """Put the outputs into the store, then say that it is finished."""
+    work.images.settle()
     result = dict(work.ctx.result or {})
     for name in work.spec["outputs"]:
         if name not in result:
             told = f"the result has no {name!r}, which the descriptor's `outputs` names"
             raise Ending("failed", cause="exception", message=told, detail="")
-        work.outgoing.put(_staged(work, result.pop(name), root=name), f"output:{name}")
+        work.outgoing.put(_output(work, result.pop(name), root=name), name)
     try:
         said = plain(result, "result")
         _must_be_small(said)
     except (TypeError, ValueError) as error:
         raise _failed(error) from error
-    while work.outgoing.busy:
+    while work.images.busy or work.outgoing.busy:
         _listen(work, None)
     for name in work.spec["outputs"]:
         if why := work.outgoing.settled[f"output:{name}"].get("error"):
@@ -323,6 +403,8 @@ def _must_be_small(result: JSON) -> None:
 def safe_point(work: Work) -> None:
     """Between two steps: hear what is wished, and do it.  Returns when the next step may begin."""
     _listen(work, 0)
+    if not work.images.settle():
+        work.wishes.add("save")
     while True:
         if "cancel" in work.wishes:
             raise Ending("stopped")
@@ -336,16 +418,17 @@ def safe_point(work: Work) -> None:
 
 
 def _pause(work: Work) -> None:
-    """Off the seat.  A function that has not been called yet has no state to keep."""
-    work.wishes -= {"pause", "save"}
-    image = _unsaved(work)
+    """Off the seat.  The process is the state: its image can be made while somebody else sits."""
+    work.wishes -= {"pause"}
     _report(work)
     work.say("paused", has_state=work.job is not None)
-    _wait_for_seat(work, image)
+    _wait_for_seat(work)
     work.saved_s = time.monotonic()
+    if work.ending is not None:
+        raise work.ending
 
 
-def _wait_for_seat(work: Work, image: Image | None = None) -> None:
+def _wait_for_seat(work: Work) -> None:
     """Off the seat: orders are answered, nothing steps.
 
     The image of the pause leaves at once, or when the one before it has been gone for a while: who
@@ -354,30 +437,33 @@ def _wait_for_seat(work: Work, image: Image | None = None) -> None:
     while "go" not in work.wishes:
         if "cancel" in work.wishes:
             raise Ending("stopped")
-        wait_s = None if image is None else work.outgoing.left_s + SAVES_APART_S - time.monotonic()
-        if "save" in work.wishes:
-            work.wishes -= {"save"}
-            _send_out(work, image or _unsaved(work))
-            image = None
-        elif wait_s is not None and wait_s <= 0:
-            _send_out(work, image)
-            image = None  # held until it is stored, no longer
+        wait_s = _save_in_s(work)
+        if wait_s is not None and wait_s <= 0:
+            _save_off_the_seat(work)
         else:
             _listen(work, wait_s)
+            work.images.look()
     work.wishes -= {"go"}
 
 
-def _unsaved(work: Work) -> Image | None:
-    """The image of this step, unless it is stored or on its way already."""
-    if work.job is None or work.outgoing.last_step == work.step:
+def _save_in_s(work: Work) -> float | None:
+    """How long until the image of the pause leaves; None while there is nothing to wait for."""
+    images = work.images
+    if images.staging.is_copying:
+        return LOOK_S
+    if images.busy or work.job is None or work.ending or images.last_step == work.step:
         return None
-    return _staged(work, work.job)
+    if "save" in work.wishes:
+        return 0.0
+    return None if images.failed else images.left_s + SAVES_APART_S - time.monotonic()
 
 
-def _send_out(work: Work, image: Image | None) -> None:
-    if image is not None:
-        work.outgoing.last_step, work.outgoing.left_s = image.step, time.monotonic()
-        work.outgoing.put(image, "image")
+def _save_off_the_seat(work: Work) -> None:
+    work.wishes -= {"save"}
+    try:
+        work.images.put()
+    except Ending as ending:
+        work.ending = ending  # nobody ends without a seat: it is told of when it is back on it
 
 
 def _stand_still(work: Work) -> None:
@@ -389,30 +475,42 @@ def _stand_still(work: Work) -> None:
 
 
 def _save_if_wished(work: Work) -> None:
-    if work.outgoing.busy:
+    if work.images.busy or work.job is None:
         return
     every_s = work.spec["checkpoint_every_s"]
     due = every_s > 0 and time.monotonic() - work.saved_s >= every_s
     if "save" in work.wishes or due:
         work.wishes -= {"save"}
         work.saved_s = time.monotonic()
-        _send_out(work, _unsaved(work))
+        if work.images.last_step != work.step:
+            work.images.put()
 
 
-def _staged(work: Work, job: object, root: str = "job") -> Image:
+def _output(work: Work, value: object, root: str) -> Image:
     try:
         return context_switch.stage(
-            job, step=work.step, around=work.around, accelerator=work.accelerator, root=root
+            value, step=work.step, around=work.around, accelerator=work.accelerator, root=root
         )
     except Uncapturable as error:
         raise _uncapturable(error) from error
 
 
 def _must_be_capturable(work: Work) -> None:
+    """Said after the first step, not at the first pause."""
     try:
-        capture(work.job, around=work.around, accelerator=work.accelerator)
+        captured = capture(work.job, around=work.around, accelerator=work.accelerator)
+        size = work.images.staging.must_fit(captured)
     except Uncapturable as error:
         raise _uncapturable(error) from error
+    except TooLarge as error:
+        raise _too_large(error) from error
+    if work.spec["checkpoint_every_s"] > 0:  # one is sure to come: its memory is made ready
+        threading.Thread(target=work.slab.make_ready, args=(size,), daemon=True).start()
+
+
+def _too_large(error: TooLarge) -> Ending:
+    told = f"The job cannot be saved: {error} (ROUNDHOUSE_HOST_MEMORY_BYTES)."
+    return Ending("failed", cause="uncapturable", message=told, detail="")
 
 
 def _uncapturable(error: Uncapturable) -> Ending:
@@ -434,6 +532,8 @@ def _take(work: Work, message: JSON) -> None:
         case "begin":
             work.spec = message["spec"]
             work.fds, work.wire.fds = work.wire.fds, []
+        case "kept" if message["what"] == "image":
+            work.images.kept(message)
         case "kept":
             work.outgoing.kept(message)
         case wish:
@@ -460,7 +560,7 @@ def _anonymous_bytes() -> int:
 
 def _taken_from(fd: int) -> Image:
     try:
-        return checkpoint.load(fd)
+        return images.load(fd)
     finally:
         os.close(fd)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from app.settings import Settings
+from app.signing import Signer
 from app.store import Store
 
 JSON = dict[str, Any]
@@ -31,6 +32,7 @@ class House:
     kind: str = "cpu"
     threads: int = 1
     memory_bytes: int = 4 * 2**30
+    host_memory_bytes: int = 4 * 2**30  # for images, one of which may take all of it
     residents_max: int = 4
     stop_grace_s: float = 5.0
     lease_margin_s: float = 3.0
@@ -45,11 +47,12 @@ class House:
         return cls(
             device=settings.device,
             island=settings.island,
-            store=Store(settings.store_folder),
+            store=Store.at(settings.store_address),
             run=settings.home / "run",
             kind=settings.device_kind,
             threads=settings.device_threads,
             memory_bytes=settings.device_memory_bytes,
+            host_memory_bytes=settings.host_memory_bytes or settings.device_memory_bytes,
             residents_max=settings.residents_max,
             stop_grace_s=settings.stop_grace_s,
             lease_margin_s=settings.lease_margin_s,
@@ -62,6 +65,11 @@ class House:
         return self.run / self.device
 
     @property
+    def signer(self) -> Signer:
+        """The host's: what it signs, its devices wrote.  Made when first it is asked for."""
+        return Signer.at(self.run / "signing.key")
+
+    @property
     def facts(self) -> JSON:
         return {
             "host": self.device.rpartition(".")[0] or self.device,
@@ -69,6 +77,8 @@ class House:
             "kind": self.kind,
             "threads": self.threads,
             "memory_bytes": self.memory_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
+            "key": self.signer.public,
         }
 
 

@@ -1,4 +1,6 @@
-"""Where in a job something lies, said like code: `job.data._it`."""
+"""Where in a job something lies: of what cannot be captured, said like code (`job.data._it`); of
+tensors, said like a person would look for them (`model.fc1.weight`, `opt.state.0.exp_avg`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,31 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
+import torch
+
 OBJECTS_LIMIT = 200_000
 _NOT_ENTERED = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None))
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # of torch.nn.Module
+
+
+class Uncapturable(Exception):
+    """`path` is where the thing is, like "job.data._it"; `what` is its type."""
+
+    def __init__(self, path: str, what: str, advice: str) -> None:
+        self.path, self.what, self.advice = path, what, advice
+        super().__init__(f"{path}: {what} cannot be captured. {advice}")
+
+
+class Refused(Exception):
+    """Raised while pickling, where the path is not known yet."""
+
+    def __init__(self, obj: object, what: str, advice: str) -> None:
+        self.obj, self.what, self.advice = obj, what, advice
+        super().__init__(what)
+
+
+# --- of what cannot be captured -------------------------------------------------------------------
 
 
 def find(start: object, target: object, *, root: str) -> str:
@@ -78,3 +102,58 @@ def _of_function(obj: types.FunctionType) -> Iterator[tuple[str, object]]:
     for name in obj.__code__.co_names:
         if name in obj.__globals__:
             yield f".<global {name}>", obj.__globals__[name]
+
+
+# --- of tensors -----------------------------------------------------------------------------------
+
+
+def named(job: object, *, root: str) -> Iterator[tuple[str, Any]]:
+    """Every tensor and array with its name, one that is tied under each of its names.
+
+    Modules are entered as their `state_dict` names them, optimizers by the number of the parameter;
+    other objects by attribute, dicts and lists by key, but not those of torch's own classes.
+    """
+    if isinstance(job, torch.Tensor | numpy.ndarray):
+        yield root, job
+    ahead: list[tuple[str, Any, tuple[int, ...]]] = [("", job, ())]
+    for _ in range(OBJECTS_LIMIT):  # what is shared a lot has more names than anybody wants
+        if not ahead:
+            return
+        name, obj, above = ahead.pop()
+        above = (*above, id(obj))
+        for label, part in _entered(obj):
+            if isinstance(part, torch.Tensor | numpy.ndarray):
+                yield name + label, part
+            elif type(part) not in _ATOMS and id(part) not in above:
+                ahead.append((f"{name}{label}.", part, above))
+
+
+_ATOMS = {*_NOT_ENTERED, torch.Size, torch.dtype, torch.device, torch.Generator, types.FunctionType}
+
+
+def _entered(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        yield from ((str(key), part) for key, part in obj.items() if type(key) in (str, int))
+    elif isinstance(obj, list | tuple):
+        yield from ((str(index), part) for index, part in enumerate(obj))
+    elif isinstance(obj, torch.nn.Module):
+        own = vars(obj)
+        for table in _MODULE_TABLES:
+            yield from own[table].items()
+        yield from ((key, part) for key, part in own.items() if key not in _OF_MODULES)
+    elif isinstance(obj, torch.optim.Optimizer):
+        yield "state", _optimizer_state(obj)
+    elif not type(obj).__module__.startswith(("torch.", "numpy")):
+        yield from getattr(obj, "__dict__", {}).items()
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        number: optimizer.state[parameter]
+        for number, parameter in enumerate(order)
+        if parameter in optimizer.state
+    }

@@ -2,23 +2,29 @@
 
 Which parameters there are, and what they may be, is decided in `app.core.preset`; here each is
 applied to this process and read back from torch itself.  A difference is an error, never a
-warning.  What else may change the bits of a result is listed in `fingerprint`.
+warning.
+
+`fingerprint` is all that is known to change the bits of a result; it travels with every image.
+What of it a process can still change, `impose` makes what it was; what is left makes a restored job
+`equivalent` instead of `exact`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from app.core.preset import differences
+from app.core import preset as presets
 
-_FINGERPRINT_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 class NotTaken(Exception):
@@ -76,23 +82,141 @@ def configure(wanted: dict[str, Any]) -> dict[str, Any]:
             found[name] = setting.read()
         except (RuntimeError, TypeError, ValueError) as error:
             found[name] = f"{type(error).__name__}: {error}"
-    if different := differences(wanted, found):
+    if different := presets.differences(wanted, found):
         raise NotTaken(different)
     return found
 
 
+# --- what changes bits ----------------------------------------------------------------------------
+
+
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NPY_DISABLE_CPU_FEATURES",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+)  # read when a process starts; ATEN_CPU_CAPABILITY is told by `cpu_capability`
+
+
+def _flag(of: Any, name: str) -> Setting:
+    return Setting(apply=lambda value: setattr(of, name, value), read=lambda: getattr(of, name))
+
+
+def _attention(name: str) -> Setting:
+    return Setting(
+        apply=getattr(torch.backends.cuda, f"enable_{name}_sdp"),
+        read=getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
+    )
+
+
+_matmul, _cudnn, _mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
+
+#: What a process can change at any time, each as it is said in JSON.  The words for all matrix
+#: products come before those for one kind, which they would overwrite.
+IMPOSABLE = {
+    **SETTINGS,
+    "deterministic": Setting(
+        apply=lambda wanted: torch.use_deterministic_algorithms(
+            wanted != "no", warn_only=wanted == "warn"
+        ),
+        read=lambda: ("no", "warn", "yes")[torch.get_deterministic_debug_mode()],
+    ),
+    "fill_uninitialized_memory": _flag(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "default_dtype": Setting(
+        apply=lambda name: torch.set_default_dtype(getattr(torch, name)),
+        read=lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+    ),
+    "cudnn": _flag(_cudnn, "enabled"),
+    "cudnn_benchmark": _flag(_cudnn, "benchmark"),
+    "cudnn_deterministic": _flag(_cudnn, "deterministic"),
+    "mkldnn": _flag(_mkldnn, "enabled"),
+    "mkldnn_deterministic": _flag(_mkldnn, "deterministic"),
+    "cuda_matmul_fp32": _flag(_matmul, "fp32_precision"),
+    "cudnn_conv_fp32": _flag(_cudnn.conv, "fp32_precision"),
+    "cudnn_rnn_fp32": _flag(_cudnn.rnn, "fp32_precision"),
+    "mkldnn_matmul_fp32": _flag(_mkldnn.matmul, "fp32_precision"),
+    "fp16_reduced_sums": _flag(_matmul, "allow_fp16_reduced_precision_reduction"),
+    "bf16_reduced_sums": _flag(_matmul, "allow_bf16_reduced_precision_reduction"),
+    "flash_attention": _attention("flash"),
+    "memory_efficient_attention": _attention("mem_efficient"),
+    "math_attention": _attention("math"),
+    "cudnn_attention": _attention("cudnn"),
+}
+
+
 def fingerprint() -> dict[str, Any]:
-    """Everything known to change the bits of a result; travels with every image."""
+    """Everything known to change the bits of a result, as JSON; travels with every image."""
+    return {
+        **_of_machine(),
+        **_of_cuda(),
+        **{name: setting.read() for name, setting in IMPOSABLE.items()},
+        **{name: os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+@functools.cache
+def _of_machine() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "flush_denormal": _flushes_denormals(),
-        "environment": {name: os.environ.get(name) for name in _FINGERPRINT_VARIABLES},
     }
+
+
+def _processor() -> str:
+    """Vendor, family and model: libraries choose their kernels by them."""
+    if not _CPUINFO.exists():
+        return platform.processor()
+    pairs = (line.partition(":")[::2] for line in _CPUINFO.read_text().splitlines())
+    first = dict((name.strip(), value.strip()) for name, value in reversed([*pairs]))
+    told = (first.get(name, "") for name in ("vendor_id", "cpu family", "model", "model name"))
+    return " ".join(told).strip() or platform.processor()
+
+
+def _of_cuda() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    return _of_gpu()
+
+
+@functools.cache
+def _of_gpu() -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "gpu_capability": list(torch.cuda.get_device_capability(0)),
+        "driver": torch._C._cuda_getDriverVersion(),
+        "cuda": torch.version.cuda,
+        "cudnn_version": torch.backends.cudnn.version(),
+    }
+
+
+def impose(before: Mapping[str, Any]) -> list[str]:
+    """Make this process compute like the one of a fingerprint; what is left of `differences`."""
+    for name, setting in IMPOSABLE.items():
+        if name in before and setting.read() != before[name]:
+            try:
+                setting.apply(before[name])
+            except (AttributeError, RuntimeError, TypeError, ValueError):
+                continue  # not here, or not any more: a difference
+    return differences(before, fingerprint())
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A sentence for each thing that may change bits and is not what it was; none: `exact`."""
+    return [
+        f"{name}: {_said(before, name)} where the image was made, {_said(now, name)} here"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _said(values: Mapping[str, Any], name: str) -> str:
+    return "not set" if values.get(name) is None else str(values[name])

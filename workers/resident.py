@@ -22,6 +22,8 @@ from typing import Any
 
 from app.core import messages
 from app.core.messages import Event, Launch, LogLines, Order, ResidentView
+from workers import slab
+from workers.checkpoint import Known
 from workers.sandbox import ENVIRONMENT, Room
 from workers.wire import Wire, pair
 
@@ -208,6 +210,7 @@ class Saving:
     sha256: str
     size_bytes: int
     took_us: int = 0
+    new_bytes: int = 0
 
 
 @dataclass
@@ -218,6 +221,7 @@ class Resident:
     task: str
     wire: Wire
     bulk: socket.socket
+    slab: int  # the descriptor of `workers.slab`
     pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
     scratch: Path
     stay: Stay
@@ -231,6 +235,8 @@ class Resident:
     saved: Saving | None = None  # the newest image of it that is durable
     has_state: bool = False  # it has been on the seat, so there is something to lose
     memory_bytes: int = 0
+    slab_bytes: int = 0  # as the kernel says
+    known: Known = field(default_factory=Known)
     paused_us: int = 0
     is_saving: bool = False
     save_again_us: int | None = None  # the last attempt to store its image failed
@@ -248,6 +254,9 @@ class Resident:
     def is_durable(self) -> bool:
         """Nothing is lost if it is ended now."""
         return not self.has_state or (self.saved is not None and self.saved.step == self.step)
+
+    def measure(self) -> None:
+        self.slab_bytes = slab.held_bytes(self.slab)
 
     def send(self, word: str, fds: list[int] | None = None, **said: Any) -> None:
         if self.doom:
@@ -270,8 +279,15 @@ class Resident:
         except (ProcessLookupError, PermissionError):
             return
 
+    def close_stores(self) -> None:
+        """What a thread may be reading from, when none does any more."""
+        self.bulk.close()
+        if self.slab >= 0:
+            os.close(self.slab)
+            self.slab = -1
+
     def close(self) -> None:
-        """All but `bulk`, from which a thread may still be reading."""
+        """All but `bulk` and `slab`, from which a thread may still be reading."""
         self.wire.close()
         for fd in self.pipes:
             os.close(fd)
@@ -337,7 +353,7 @@ def clean(value: Any, depth: int = 0) -> Any:
 def failed(message: JSON) -> JSON:
     """The fields of core.messages.Failed out of a resident's last word."""
     cause = text(message, "cause")
-    if cause not in messages.CAUSES:
+    if cause not in messages.CAUSES or cause == "store":  # of that it knows nothing
         raise Nonsense(f"cause is {cause!r}")
     return {
         "cause": cause,
@@ -380,7 +396,7 @@ class Zygote:
         self.wire.send({"is": "begin", "probe": None if probe is None else _room(probe)})
 
     def spawn(self, id: int, room: Room, walls: list[str], fds: list[int]) -> None:
-        """`fds`: control, bulk, trust, stdout, stderr, house.  The caller closes its copies."""
+        """`fds`: see `wire.FDS_PER_RESIDENT`.  The caller closes its copies."""
         body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls}
         self.wire.send(body, fds)
 

@@ -45,6 +45,7 @@ from app.core.messages import (
 )
 from workers import resident as residents
 from workers import sandbox, transfer
+from workers.checkpoint import Written
 from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
 from workers.house import CannotServe, House, locked
 from workers.resident import Nonsense, Resident, Saving, Stay, Zygote, log_lines
@@ -207,9 +208,9 @@ class Supervisor(threading.Thread):
         self._hands.shutdown(cancel_futures=True)  # whoever they listened to is dead
         for resident in self.residents.values():
             resident.close()
-            resident.bulk.close()
+            resident.close_stores()
         for _, fetched in self.fetched:
-            transfer.close_all(fetched.fds)
+            fetched.close()
         self._selector.close()
         self.trust.close()
         if self._lock_fd >= 0:
@@ -249,7 +250,14 @@ class Supervisor(threading.Thread):
                 f"the sandbox is required, and these walls do not stand here: {', '.join(lacking)}"
                 " (the log says why); allow user namespaces, or set ROUNDHOUSE_SANDBOX=preferred"
             )
-        self.facts = {**self.facts, "sandbox": self.walls, "torch": message["torch"]}
+        if message["unwatched"]:
+            log.warning("images are copied while jobs wait: %s", message["unwatched"])
+        self.facts = {
+            **self.facts,
+            "sandbox": self.walls,
+            "torch": message["torch"],
+            "capabilities": [] if message["unwatched"] else ["overlap"],
+        }
         self.rhythm.happened = True
 
     def _zygote_gone(self) -> None:
@@ -328,7 +336,7 @@ class Supervisor(threading.Thread):
     def _take_fetched(self, stay: Stay, fetched: Fetched | BaseException) -> None:
         if stay.state != "seating":
             if isinstance(fetched, Fetched):
-                transfer.close_all(fetched.fds)
+                fetched.close()
         elif isinstance(fetched, Fetched):
             self.fetched.append((stay, fetched))
         else:
@@ -457,7 +465,7 @@ class Supervisor(threading.Thread):
             stay, fetched = self.fetched[0]
             if stay.state != "seating":
                 self.fetched.pop(0)
-                transfer.close_all(fetched.fds)
+                fetched.close()
             elif self._has_room(stay.launch.memory_bytes):
                 self.fetched.pop(0)
                 self._spawn(stay, fetched)
@@ -470,8 +478,12 @@ class Supervisor(threading.Thread):
         living = [r for r in self.residents.values() if not r.doom]
         if not living:
             return True  # alone: whether it fits at all is not decided here
+        in_slabs = sum(r.slab_bytes for r in living)
         held_bytes = sum(max(r.memory_bytes, r.stay.launch.memory_bytes) for r in living)
+        if self.house.kind == "cpu":  # whose memory is the host's
+            held_bytes += in_slabs
         fits = held_bytes + bytes_wanted <= self.house.memory_bytes
+        fits = fits and in_slabs <= self.house.host_memory_bytes
         return fits and len(living) + places <= self.house.residents_max
 
     def _evict(self) -> bool:
@@ -549,19 +561,22 @@ class Supervisor(threading.Thread):
         writes = [write for _, write in pipes.values()]
         inhabited = os.open(self._house_file, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(inhabited, fcntl.LOCK_SH)
-        given = [control.fileno(), bulk_end.fileno(), self.trust.fd, *writes, inhabited]
+        sockets = [control.fileno(), bulk_end.fileno()]
+        given = [*sockets, self.trust.fd, *writes, inhabited, fetched.slab]
         self.zygote.spawn(self.last_id, room, self.walls, given)
         resident = Resident(
             id=self.last_id,
             task=stay.launch.task,
             wire=wire,
             bulk=bulk,
+            slab=fetched.slab,
             pipes={read: name for name, (read, _) in pipes.items()},
             scratch=room.scratch,
             stay=stay,
             deadline_us=now_us() + PREPARE_US,
             saved=fetched.image,
         )
+        resident.measure()
         transfer.close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
         self.residents[resident.id] = resident
         stay.resident = resident
@@ -588,7 +603,8 @@ class Supervisor(threading.Thread):
             "world_size": launch.world_size,
             "code": str(code),
             "scratch": str(scratch),
-            "image": fetched.image is not None,
+            "image": fetched.image
+            and {"step": fetched.image.step, "index_bytes": fetched.index_bytes},
             "checkpoint_every_s": launch.checkpoint_every_s,
         }
 
@@ -679,6 +695,7 @@ class Supervisor(threading.Thread):
         resident.stay.step = residents.number(message, "step")
         resident.stay.metrics = residents.table(message, "metrics")
         resident.memory_bytes = residents.number(message, "memory_bytes")
+        resident.measure()
         self.rhythm.chatter = True
 
     def _says_still(self, resident: Resident, message: JSON) -> None:
@@ -709,42 +726,62 @@ class Supervisor(threading.Thread):
 
     def _says_saving(self, resident: Resident, message: JSON) -> None:
         what, step = residents.text(message, "what"), residents.number(message, "at_step")
-        size = residents.number(message, "size_bytes")
-        is_output = what.startswith("output:") and what[7:] in resident.stay.launch.outputs
+        launch = resident.stay.launch
+        is_output = what.startswith("output:") and what[7:] in launch.outputs
         if resident.is_saving or not (what == "image" or is_output):
             raise Nonsense(f"it saves {what!r:.100}")
-        if size > 2 * self.house.memory_bytes + 2**30:
-            raise Nonsense(f"an image of {size} bytes")
-        resident.is_saving = True
-        bulk, store, began_us = resident.bulk, self.house.store, now_us()
+        resident.is_saving, began_us = True, now_us()
+        resident.measure()
+        if is_output:
+            self._store_output(resident, what[7:], residents.number(message, "size_bytes"))
+            return
+        size = residents.number(message, "index_bytes")
+        held, known, house = resident.slab, resident.known, self.house
         self._aside(
-            lambda: transfer.store(bulk, size, store),
-            lambda stored: self._stored(resident, what, step, began_us, stored),
+            lambda: transfer.keep(held, size, launch, step, known=known, house=house),
+            lambda written: self._image_stored(resident, step, began_us, written),
         )
 
-    def _stored(
-        self,
-        resident: Resident,
-        what: str,
-        step: int,
-        began_us: int,
-        stored: tuple[str, int] | BaseException,
+    def _store_output(self, resident: Resident, name: str, size: int) -> None:
+        if size > 2 * self.house.memory_bytes + 2**30:
+            raise Nonsense(f"an output of {size} bytes")
+        bulk, store = resident.bulk, self.house.store
+        self._aside(
+            lambda: transfer.store(bulk, size, store),
+            lambda stored: self._output_stored(resident, name, stored),
+        )
+
+    def _image_stored(
+        self, resident: Resident, step: int, began_us: int, written: Written | BaseException
+    ) -> None:
+        resident.is_saving = False
+        if isinstance(written, BaseException):
+            self._not_stored(resident, "image", written)
+        else:
+            resident.send("kept", what="image")
+            resident.saved = Saving(
+                step=step,
+                sha256=written.sha256,
+                size_bytes=written.size_bytes,
+                took_us=now_us() - began_us,
+                new_bytes=written.new_bytes,
+            )
+            self._tell_saved(resident.stay, resident.saved)
+        if resident.is_gone:
+            resident.close_stores()
+
+    def _output_stored(
+        self, resident: Resident, name: str, stored: tuple[str, int] | BaseException
     ) -> None:
         resident.is_saving = False
         if isinstance(stored, BaseException):
-            self._not_stored(resident, what, stored)
+            self._not_stored(resident, f"output:{name}", stored)
         else:
             sha256, size = stored
-            resident.send("kept", what=what)
-            if what == "image":
-                resident.saved = Saving(
-                    step=step, sha256=sha256, size_bytes=size, took_us=now_us() - began_us
-                )
-                self._tell_saved(resident.stay, resident.saved)
-            else:
-                resident.outputs[what[7:]] = {"sha256": sha256, "size_bytes": size}
+            resident.send("kept", what=f"output:{name}")
+            resident.outputs[name] = {"sha256": sha256, "size_bytes": size}
         if resident.is_gone:
-            resident.bulk.close()
+            resident.close_stores()
 
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:
         if resident.is_gone or resident.doom:
@@ -765,6 +802,7 @@ class Supervisor(threading.Thread):
             sha256=saved.sha256,
             size_bytes=saved.size_bytes,
             took_us=saved.took_us,
+            new_bytes=saved.new_bytes,
         )
         # While others take turns here the next of those is told of at once, and this with it.
         self.rhythm.chatter = True
@@ -811,7 +849,7 @@ class Supervisor(threading.Thread):
         del self.residents[resident.id]
         resident.close()
         if not resident.is_saving:
-            resident.bulk.close()
+            resident.close_stores()
         self._hands.submit(shutil.rmtree, resident.scratch, ignore_errors=True)
         if resident.doom in _SILENT or stay.state in ("vanished", "paused"):
             self._vanish(stay, resident.doom)

@@ -1,22 +1,29 @@
 """Bytes between the store and a resident: what a launch names, and what a resident keeps.
 
 It runs beside the supervisor's thread, as disks and hashes take their time.  A resident never sees
-the store: it gets open files, and its images come over a socket.
+the store: it gets open files; its images lie in its slab, and its outputs come over a socket.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.core.manifest import About
 from app.core.messages import Launch
 from app.store import Damaged, Store
+from workers import checkpoint, slab
+from workers import resident as residents
+from workers.checkpoint import BadSlab, Known, Written
 from workers.house import House
-from workers.resident import Saving
+from workers.layout import BadLayout, from_json
+from workers.resident import Nonsense, Saving
+from workers.slab import BadIndex
 from workers.unpack import BadBundle, unpacked
 
 _PIECE = 1 << 20
@@ -24,11 +31,19 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Everything that a launch names, verified: its code, and open files of its blobs."""
+    """Everything that a launch names, verified: its code, open files of its blobs, its image.
+
+    The image lies in `slab`, which is empty where there is none.
+    """
 
     code: Path
     fds: list[int]
-    image: Saving | None
+    slab: int
+    index_bytes: int = 0
+    image: Saving | None = None
+
+    def close(self) -> None:
+        close_all([*self.fds, self.slab])
 
 
 class NotFetched(Exception):
@@ -40,45 +55,96 @@ class NotFetched(Exception):
 
 
 class OutOfStep(Exception):
-    """A resident did not send the bytes that it announced."""
+    """A resident did not give the bytes that it announced."""
 
 
 def fetch(launch: Launch, house: House) -> Fetched:
     """Verify and open what the launch names; raises NotFetched."""
+    held = slab.made(house.host_memory_bytes)
     fds: list[int] = []
     try:
         with _as_cause("bundle"):
             code = house.folder / "code" / launch.bundle
             if not code.is_dir():
-                unpacked(house.store.verified(launch.bundle), code)
+                with house.store.open(launch.bundle) as archive:
+                    unpacked(Path(f"/dev/fd/{archive.fileno()}"), code)
         with _as_cause("exception"):
             for port in sorted(launch.inputs):
                 fds.append(_opened(house.store, launch.inputs[port]["sha256"]))
         if not launch.images:
-            return Fetched(code=code, fds=fds, image=None)
-        newest = launch.images[0]
+            return Fetched(code=code, fds=fds, slab=held)
         with _as_cause("image"):
-            fds.append(_opened(house.store, newest["sha256"]))
-    except NotFetched:
-        close_all(fds)
+            image, index_bytes = _filled(held, launch, house.store)
+    except BaseException:
+        close_all([*fds, held])
         raise
-    size = os.fstat(fds[-1]).st_size
-    saved = Saving(step=newest["step"], sha256=newest["sha256"], size_bytes=size)
-    return Fetched(code=code, fds=fds, image=saved)
+    return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image)
+
+
+def _filled(held: int, launch: Launch, store: Store) -> tuple[Saving, int]:
+    """The newest checkpoint, now in the slab `held`, and how long the index behind it is."""
+    newest = launch.images[0]
+    sha256, key = newest["sha256"], newest["key"]
+    try:
+        found = checkpoint.read(sha256, into=held, tenant=launch.tenant, key=key, store=store)
+    except PermissionError as error:
+        if error.errno != errno.EPERM:
+            raise
+        raise _too_large(held) from error  # it is sealed at its length
+    if found.layout.end > slab.limit_bytes(held):
+        raise _too_large(held)
+    about = found.manifest.about
+    index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
+    saved = Saving(step=newest["step"], sha256=sha256, size_bytes=found.manifest.size_bytes)
+    return saved, slab.write_index(held, index)
+
+
+def _too_large(held: int) -> NotFetched:
+    limit = slab.limit_bytes(held)
+    told = f"its image is larger than the {limit} bytes that this device keeps at most"
+    return NotFetched("exit", f"{told} (ROUNDHOUSE_HOST_MEMORY_BYTES)")
 
 
 @contextlib.contextmanager
 def _as_cause(cause: str) -> Iterator[None]:
     try:
         yield
-    except (Damaged, BadBundle) as error:
+    except (Damaged, BadBundle, BadIndex) as error:
         raise NotFetched(cause, str(error)) from error
-    except OSError as error:
-        raise NotFetched(cause, f"{type(error).__name__}: {error}") from error
+    except OSError as error:  # the store is away: that says nothing about what lies in it
+        raise NotFetched("store", f"{type(error).__name__}: {error}") from error
 
 
 def _opened(store: Store, sha256: str) -> int:
-    return os.open(store.verified(sha256), os.O_RDONLY | os.O_CLOEXEC)
+    with store.open(sha256) as file:
+        return os.dup(file.fileno())
+
+
+def keep(
+    held: int, index_bytes: int, launch: Launch, step: int, *, known: Known, house: House
+) -> Written:
+    """Make the image durable that a resident says lies in its slab; raises OutOfStep, OSError."""
+    try:
+        index = slab.read_index(held, index_bytes)
+        layout = from_json(index.get("layout"), limit_bytes=slab.limit_bytes(held))
+        about = About(
+            tenant=launch.tenant,
+            task=launch.task,
+            epoch=launch.epoch,
+            step=step,
+            fingerprint=residents.table(index, "fingerprint"),
+        )
+        if not isinstance(tensors := index.get("tensors"), dict):
+            raise Nonsense("tensors is no table")
+        return checkpoint.write(
+            *(held, layout, about),
+            tensors=tensors,
+            store=house.store,
+            signer=house.signer,
+            known=known,
+        )
+    except (BadIndex, BadLayout, BadSlab, Nonsense) as error:
+        raise OutOfStep(str(error)) from error
 
 
 def store(bulk: socket.socket, size: int, store: Store) -> tuple[str, int]:

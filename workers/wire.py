@@ -24,7 +24,8 @@ JSON = dict[str, Any]
 LIMIT_BYTES = 4 * 2**20  # the largest frame either side takes
 READS_LIMIT = 128  # at once, so that nobody who writes without end holds up a reader
 FDS_LIMIT = 64
-FDS_PER_RESIDENT = 6  # what a resident is born with: control, bulk, trust, stdout, stderr, house
+#: What a resident is born with: control, bulk, trust, stdout, stderr, house, slab.
+FDS_PER_RESIDENT = 7
 
 _LENGTH = struct.Struct("!I")
 _DEADLINE = struct.Struct("=q")

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from workers import sandbox
 from workers.sandbox import Room
+from workers.watch import Unwatchable, Watch
 from workers.wire import FDS_PER_RESIDENT, Wire
 
 JSON = dict[str, Any]
@@ -64,7 +65,17 @@ def _ready(wire: Wire, torch_version: str) -> None:
     wire.wait()
     probe = wire.receive()[0]["probe"]
     walls, missing = sandbox.try_out(_room(probe)) if probe else ([], {})
-    wire.send({"is": "ready", "torch": torch_version, "walls": walls, "missing": missing})
+    told = {"torch": torch_version, "walls": walls, "missing": missing, "unwatched": _unwatched()}
+    wire.send({"is": "ready", **told})
+
+
+def _unwatched() -> str:
+    """Why writes to memory cannot be seen here; "" where they can."""
+    try:
+        Watch().close()
+    except Unwatchable as why:
+        return str(why)
+    return ""
 
 
 def _room(body: JSON) -> Room:
@@ -158,9 +169,11 @@ def _keep(inner: int, lock_fd: int) -> NoReturn:
 
 def _live(room: Room, walls: list[str], fds: list[int]) -> int:
     from workers import executor
+    from workers.slab import Slab
     from workers.wire import TrustSeen
 
-    _close_all_but({0, 1, 2, *fds[:3], fds[5]})
+    _close_all_but({0, 1, 2, *fds[:3], *fds[5:]})
+    watch = _watch()  # behind the walls nobody can open one
     _, scratch = room.inside(walls)
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()
@@ -169,7 +182,14 @@ def _live(room: Room, walls: list[str], fds: list[int]) -> int:
     sys.dont_write_bytecode = True
     gc.enable()
     control, bulk = (Wire(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1]))
-    return executor.execute(control, bulk, TrustSeen(fds[2]))
+    return executor.execute(control, bulk, TrustSeen(fds[2]), Slab(fds[6]), watch)
+
+
+def _watch() -> Watch | None:
+    try:
+        return Watch()
+    except Unwatchable:
+        return None  # `ready` said so: images are then copied while the job waits
 
 
 def _close_all_but(kept: set[int]) -> None:

@@ -80,7 +80,7 @@ async def _receive(http: HttpRequest, file: IO[bytes]) -> str:
 
 def _take_in(caller: Caller, sha256: str, path: FilePath) -> tuple[dict[str, Any], bool]:
     contents = bundles.inspect(path)
-    store = Store(settings().store_folder)
+    store = Store.at(settings().store_address)
     if not store.has(sha256):
         store.put_file(path)
     values = {

@@ -108,6 +108,11 @@ _TASK = _object(
             "default": 86400.0,
             "description": "of device time, after which it is ended",
         },
+        "from_checkpoint": {
+            "type": ["string", "null"],
+            "description": "a checkpoint of the same job, of your tenant: it goes on from there, as"
+            " a task of its own; `params` are the checkpoint's, and may be left out",
+        },
     },
     ["name", "run"],
 )

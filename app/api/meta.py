@@ -164,6 +164,7 @@ def show_docs() -> str:
 TAGS: list[dict[str, Any]] = [
     {"name": "requests", "description": "Submit work, follow it, change your mind."},
     {"name": "tasks", "description": "The parts of a request, and why each waits."},
+    {"name": "checkpoints", "description": "Durable images of jobs, and the tensors in them."},
     {"name": "bundles", "description": "The code that requests run."},
     {"name": "shares", "description": "Who may hold how much, who waits, who used what."},
     {"name": "simulations", "description": "What would have been, with other shares or devices."},

@@ -74,6 +74,11 @@ MEANINGS = {
         "Wait until some of what waits has started, or cancel what is not needed any more; then "
         "send it again, with the same Idempotency-Key. An administrator can raise the bound.",
     ),
+    "gone": (
+        "The checkpoint is listed, but its bytes in the store are damaged, lost, or already "
+        "collected; `detail` says which.",
+        "Take another checkpoint of the task: GET /v1/tasks/{id}/checkpoints lists them.",
+    ),
     "precondition-failed": (
         "It was changed since you read it (the `If-Match` does not fit any more).",
         "Read it again, look at what changed, and send your change with the new `ETag`.",

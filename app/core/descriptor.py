@@ -38,9 +38,11 @@ _ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _BUNDLE = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _URL = re.compile(r"https?://[^\s/]+\S*")
+_CHECKPOINT = re.compile(r"ckp_[0-9a-f]{32}")
 
 _NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
 _WORD_RULE = "1 to 63 letters, digits and '_', not beginning with a digit"
+_CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,10 @@ class Notify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDescriptor:
-    """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes."""
+    """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
+
+    `from_checkpoint` is the id of a checkpoint of another task, to go on from instead of beginning.
+    """
 
     name: str
     type: str
@@ -128,6 +133,7 @@ class TaskDescriptor:
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     retry_max: int = 0
     max_duration_s: float = 86400.0
+    from_checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +205,10 @@ def _task(fields: _Fields) -> TaskDescriptor:
         checkpoint=_checkpoint(fields.inside("checkpoint")),
         retry_max=_retry(fields.inside("retry")),
         max_duration_s=fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S),
+        from_checkpoint=fields.text("from_checkpoint", None, _CHECKPOINT, _CHECKPOINT_RULE),
     )
+    if task.from_checkpoint is not None and task.run.kind != "job":
+        fields.fault("from_checkpoint", f"only a job goes on from one, not a {task.run.kind}")
     fields.close()
     return task
 
@@ -350,6 +359,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
         "retry": {"max": task.retry_max},
         "max_duration_s": task.max_duration_s,
+        "from_checkpoint": task.from_checkpoint,
     }
 
 

@@ -42,7 +42,8 @@ class Order:
 class Launch(Order):
     """Seat this task: at once if the device is free, else when the one being paused has let go.
 
-    `images` are checkpoints to go on from, newest first, as `{"sha256", "step"}`; a device that
+    `images` are checkpoints to go on from, newest first, as `{"sha256", "step", "key"}`, `key`
+    being the public one of the host that signed it; a device that
     still holds a paused resident of this task at the newest step goes on from that instead.
     `budget_us` is what is left of `max_duration_s`, measured in seat time.
 
@@ -116,11 +117,12 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """A checkpoint at `step` is durable in the store."""
+    """A checkpoint at `step` is durable in the store, which grew by `new_bytes`."""
 
     sha256: str
     size_bytes: int
     took_us: int
+    new_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,7 @@ CAUSES = {
     "preset": False,  # the device did not take the preset
     "bundle": False,  # the code could not be loaded
     "image": True,  # the checkpoint could not be restored; an older one is tried
+    "store": True,  # the store did not answer: tried again, and no attempt is used up
 }
 
 

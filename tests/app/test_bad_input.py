@@ -7,6 +7,7 @@ import json
 import stat
 import tarfile
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -231,7 +232,7 @@ def test_a_bad_bundle_is_refused_and_leaves_nothing(what, as_, rows):
     answer = as_("red.member").put(f"/v1/bundles/{sha256(body)}", content=body)
     problem(answer, 422, UNFIT, pointer)
     assert rows() == before
-    assert not list(settings().store_folder.rglob("*"))
+    assert not list(Path(settings().store_address).rglob("*"))
 
 
 def test_a_bundle_under_another_hash_is_refused_and_leaves_nothing(as_, rows):
@@ -239,7 +240,7 @@ def test_a_bundle_under_another_hash_is_refused_and_leaves_nothing(as_, rows):
     answer = as_("red.member").put(f"/v1/bundles/{'0' * 64}", content=BUNDLE)
     problem(answer, 422, UNFIT, "{sha256}")
     assert rows() == before
-    assert not list(settings().store_folder.rglob("*"))
+    assert not list(Path(settings().store_address).rglob("*"))
 
 
 # --- keys, ids, parameters ----------------------------------------------------------------------

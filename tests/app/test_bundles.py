@@ -44,8 +44,8 @@ class TestPut:
         body = answer.json()
         assert body["entry_points"] == {"train:Train": "class", "train:encode": "function"}
         assert (body["files"], body["size_bytes"]) == (1, len(BUNDLE))
-        stored = Store(settings().store_folder).verified(sha256(BUNDLE))
-        assert stored.read_bytes() == BUNDLE
+        with Store.at(settings().store_address).open(sha256(BUNDLE)) as stored:
+            assert stored.read() == BUNDLE
 
     def test_twice_is_no_error(self, as_):
         first, again = (as_("red.member").put(PUT, content=BUNDLE) for _ in range(2))

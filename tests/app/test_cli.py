@@ -17,12 +17,19 @@ from typing import Any
 import psycopg
 import pytest
 import yaml
+from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 from app import cli
 from app.client import Client
+from app.core.manifest import About
 from app.embedded import embedded_postgres, temporary_home
 from app.settings import settings
+from app.signing import Signer
+from app.store import Store
+from tests.workers.slabs import Slab
+from workers import checkpoint
+from workers.checkpoint import Known
 
 ROOT = Path(__file__).parents[2]
 
@@ -695,3 +702,55 @@ class TestSimulate:
 
     def test_only_a_platform_admin_may_replay_history(self, run):
         assert run("simulate", "history").exit_code == 3
+
+
+# --- checkpoints ---
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def saved(self, service: Service, submitted: str, tmp_path: Path) -> tuple[str, str]:
+        """(task, checkpoint): two tensors over one storage, at step 12."""
+        task_id = service.task_of(submitted)
+        [(tenant,)] = service.sql("select tenant_id from tasks where id = %s", task_id)
+        slab, signer = Slab([24]), Signer.at(tmp_path / "key")
+        slab.fill(0, bytes(range(24)))
+        table = {"model.w": [0, "uint8", [2, 12], [12, 1], 0], "tail": [0, "int16", [2], [3], 8]}
+        written = checkpoint.write(
+            slab.fd, slab.layout, About(tenant=tenant, task=task_id, epoch=1, step=12),
+            tensors=table, store=Store.at(service.home / "store"), signer=signer, known=Known(),
+        )  # fmt: skip
+        id = f"ckp_{task_id[4:]}"
+        service.sql(
+            "insert into checkpoints (id, task_id, tenant_id, epoch, step, sha256, size_bytes,"
+            " took_us, host, key) values (%s, %s, %s, 1, 12, %s, 3024, 1, 'local', %s)",
+            *(id, task_id, tenant, written.sha256, signer.public),
+        )
+        return task_id, id
+
+    def test_they_are_listed_and_exported(self, run, saved, tmp_path):
+        task_id, id = saved
+        listed = run("checkpoints", task_id)
+        assert listed.exit_code == 0, listed.output
+        assert (id in listed.stdout, "kept" in listed.stdout) == (True, True)
+        exported = run("export", id, "model.safetensors")
+        assert exported.exit_code == 0, exported.output
+        with safe_open(tmp_path / "model.safetensors", "np") as file:
+            assert sorted(file.keys()) == ["model.w", "tail"]
+            assert file.get_tensor("model.w").tolist() == [[*range(12)], [*range(12, 24)]]
+            # Elements 8 and 11 of two bytes each, the low one first.
+            assert file.get_tensor("tail").tolist() == [16 + 17 * 256, 22 + 23 * 256]
+
+    def test_one_tensor_by_name_and_none_that_is_not_there(self, run, saved, tmp_path):
+        _, id = saved
+        assert run("export", id, "one.safetensors", "--name", "tail").exit_code == 0
+        with safe_open(tmp_path / "one.safetensors", "np") as file:
+            assert list(file.keys()) == ["tail"]
+        refused = run("export", id, "none.safetensors", "--name", "head")
+        assert refused.exit_code == 2
+        assert "head: the checkpoint has no tensor of this name" in refused.stderr
+        assert not (tmp_path / "none.safetensors").exists()
+
+    def test_of_a_stranger_there_is_nothing(self, run, saved):
+        assert run("--as", "beta", "checkpoints", saved[0]).exit_code == 5
+        assert run("--as", "beta", "export", saved[1], "x").exit_code == 5

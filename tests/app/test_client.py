@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,6 +216,36 @@ def test_a_bundle_is_sent_only_if_it_is_not_there(server: Scripted) -> None:
         ("PUT", b"PK"),
         ("HEAD", b""),
     ]
+
+
+def breaks_off(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b"the beginning")
+    hangs_up(handler)
+
+
+def test_a_download_that_breaks_off_is_begun_anew(server: Scripted, tmp_path: Path) -> None:
+    server.replies = [breaks_off, says(200, {"whole": True})]
+    file = tmp_path / "file"
+    with server.client() as client:
+        assert client.download("/v1/x", file, names=["a", "b"]) == len('{"whole": true}')
+    assert file.read_text() == '{"whole": true}'
+    assert [path for _, path, _, _ in server.seen] == ["/v1/x?names=a&names=b"] * 2
+
+
+@pytest.mark.parametrize("reply", [breaks_off, says(410, {"title": "Its bytes are lost"})])
+def test_a_download_that_fails_leaves_what_was_there(
+    server: Scripted, tmp_path: Path, reply: Reply
+) -> None:
+    server.replies = [reply] * 2
+    file = tmp_path / "file"
+    file.write_text("of before")
+    with server.client(patience_s=0) as client, pytest.raises((Problem, Unreachable)):
+        client.download("/v1/x", file)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert file.read_text() == "of before"
 
 
 # --- streams ---

@@ -9,10 +9,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from sqlalchemy import func, select, update
 
-from app import housekeeping
+from app import db, housekeeping
 from app.models import Checkpoint, Request, Task, Tenant, Usage, User
 from app.settings import settings
-from app.store import Store
+from app.store import Store, manifest
+from app.sweeping import Swept
 
 
 @pytest.fixture
@@ -99,19 +100,19 @@ class TestPruneCheckpoints:
 
 
 class TestForgetCheckpoints:
-    def test_young_bytes_are_freed_by_a_later_round_and_not_forgotten(self, session, task):
-        """A checkpoint a minute: each is marked when its bytes are still too young to go."""
-        store = Store(settings().store_folder)
-        for step in (10, 20, 30):
-            sha256, _ = store.put([str(step).encode()])
+    def test_a_forgotten_manifest_is_condemned_and_the_kept_ones_stay(self, session, task):
+        store = Store.at(settings().store_address)
+        shas = [store.put_manifest("ten_a", str(step).encode()) for step in (10, 20, 30)]
+        for step, sha256 in zip((10, 20, 30), shas, strict=True):
             checkpoint(session, task, step, sha256)
-        oldest = store.path(session.get_one(Checkpoint, "ckp_10").sha256)
-        housekeeping.free_blobs(housekeeping.tidy(session))
-        assert oldest.exists()
+        oldest, *kept = (store.place.path(manifest("ten_a", sha256)) for sha256 in shas)
+        housekeeping.free(housekeeping.tidy(session))
+        assert oldest.exists()  # it is marked, and an order that offers it may be on its way
         an_hour_later(session)
-        os.utime(oldest, (0, time.time() - 3700))
-        housekeeping.free_blobs(housekeeping.tidy(session))
+        housekeeping.free(housekeeping.tidy(session))
         assert not oldest.exists()
+        assert all(path.exists() for path in kept)
+        assert store.sealed("ten_a", shas[0]) == b"10"  # whoever reads it now still can
         assert session.scalar(select(func.count()).select_from(Checkpoint)) == 2
 
     def test_bytes_that_another_checkpoint_or_output_names_stay(self, session, task):
@@ -121,7 +122,35 @@ class TestForgetCheckpoints:
         session.flush()
         housekeeping.prune_checkpoints(session)
         an_hour_later(session)
-        assert housekeeping.forget_checkpoints(session) == []
+        # The blob of that name is an output; no manifest of that name is left.
+        assert housekeeping.forget_checkpoints(session) == [manifest("ten_a", "output")]
+
+    def test_what_a_task_began_from_stays_while_it_lives(self, session, task):
+        for step in (10, 20, 30, 40):
+            checkpoint(session, task, step, f"sha-{step}")
+        session.get_one(Checkpoint, "ckp_10").epoch = 0
+        session.flush()
+        housekeeping.prune_checkpoints(session)
+        assert left(session) == [10, 30, 40]
+
+
+class TestSweeper:
+    def test_it_goes_by_the_rows_and_leaves_what_is_young(self, session, task):
+        store = Store.at(settings().store_address)
+        listed, orphan = (store.put_manifest("ten_a", body) for body in (b"listed", b"orphan"))
+        checkpoint(session, task, 10, listed)
+        sweeper = housekeeping.Sweeper()
+        assert sweeper.sweep() == Swept()
+        for sha256 in (listed, orphan):
+            os.utime(store.place.path(manifest("ten_a", sha256)), (0, time.time() - 90_000))
+        assert sweeper.sweep() == Swept(condemned=1)
+        assert store.place.size(manifest("ten_a", listed)) is not None
+        assert store.place.size(manifest("ten_a", orphan)) is None
+
+    def test_of_two_one_works(self, session):
+        with db.engine().connect() as other:
+            other.execute(select(func.pg_advisory_lock(housekeeping.SWEEPING)))
+            assert housekeeping.Sweeper().sweep() is None
 
 
 class TestRollUp:

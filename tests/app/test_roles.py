@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import delete
 
 from app.main import app
-from app.models import Event, Preset, Request, Task
+from app.models import Checkpoint, Event, Preset, Request, Task
 from tests.app.conftest import BUNDLE, descriptor, sha256
 
 WHO = (
@@ -18,7 +18,8 @@ WHO = (
     "blue.member", "blue.tenant_admin", "root",
 )  # fmt: skip
 
-# {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member
+# {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
+# checkpoint of that task, whose bytes are lost
 TABLE = """
 #                                     nobody viewer other owner admin  stranger,admin  root
 POST   /v1/requests                      401    403   202   202   202    422    422    403
@@ -43,6 +44,9 @@ POST   /v1/tasks/{tsk}/pause             401    403   403   202   202    404    
 POST   /v1/tasks/{tsk}/resume            401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/checkpoint        401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/cancel            401    403   403   202   202    404    404    202
+GET    /v1/checkpoints/{ckp}             401    200   200   200   200    404    404    200
+GET    /v1/checkpoints/{ckp}/tensors     401    410   410   410   410    404    404    410
+GET    /v1/checkpoints/{ckp}/safetensors 401    410   410   410   410    404    404    410
 PUT    /v1/bundles/{sha}                 401    403   200   200   200    201    201    201
 GET    /v1/bundles/{sha}                 401    200   200   200   200    404    404    404
 HEAD   /v1/bundles/{sha}                 401    200   200   200   200    404    404    404
@@ -126,6 +130,7 @@ def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, ses
         tsk=submitted["tasks"][0]["id"],
         sha=sha256(BUNDLE),
         key=world.keys["red.member"].split("_")[1],
+        ckp="ckp_1",
     )
     got = []
     for who in WHO:
@@ -138,11 +143,15 @@ def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, ses
 
 
 def _settle(session, submitted, *, ended):
-    """The task runs, and the preset is there.  A stream is closed if the request has ended.
+    """The task runs and has a checkpoint, and the preset is there.
 
-    Events of a transaction that is still open are not told, so a stream would wait for them.
+    A stream is closed if the request has ended: events of a transaction that is still open are not
+    told, so it would wait for them.
     """
-    session.get_one(Task, submitted["tasks"][0]["id"]).state = "running"
+    task = session.get_one(Task, submitted["tasks"][0]["id"])
+    task.state = "running"
+    whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
+    session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
     if ended:
         session.get_one(Request, submitted["id"]).state = "done"
         session.execute(delete(Event))

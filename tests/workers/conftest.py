@@ -19,7 +19,19 @@ from typing import Any
 
 import pytest
 
-from app.core.messages import Alive, Answer, Cancel, Event, Launch, Pause, Save, decode, encode, key
+from app.core.messages import (
+    Alive,
+    Answer,
+    Cancel,
+    Event,
+    Launch,
+    Pause,
+    Save,
+    Saved,
+    decode,
+    encode,
+    key,
+)
 from app.store import Store
 from workers.house import House
 from workers.supervisor import Supervisor
@@ -62,7 +74,7 @@ class Ground:
     """The island, as far as one device can tell."""
 
     def __init__(self, home: Path, *, lease_s: float = 6.0, **house: Any) -> None:
-        self.store = Store(home / "store")
+        self.store = Store.at(home / "store")
         self.bundle, _ = self.store.put([bundled(CODE)])
         self.lease_s = lease_s
         self.deaf = False
@@ -200,6 +212,10 @@ class Ground:
             return view if view is not None and view.step >= at_least else None
 
         return self.until(there)
+
+    def image(self, saved: Saved) -> dict[str, Any]:
+        """The checkpoint as a Launch names it."""
+        return {"sha256": saved.sha256, "step": saved.step, "key": self.house.signer.public}
 
     def printed(self, task: str, epoch: int = 1) -> list[str]:
         return [text for _, text in self.lines.get(key(task, epoch), [])]

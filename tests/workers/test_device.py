@@ -175,11 +175,10 @@ def test_a_paused_job_goes_on_in_place(ground):
     paused = ground.event(Paused, "t1")
     saved = ground.event(Saved, "t1")
     assert saved.step == paused.step >= 3
-    assert ground.store.has(saved.sha256)
+    kept = ground.store.manifest("ten", saved.sha256, key=ground.house.signer.public)
+    assert kept.about.step == saved.step
     held_us = ground.view("t1").held_us
-    ground.launch(
-        "t1", "jobs:Count", epoch=2, images=[{"sha256": saved.sha256, "step": saved.step}]
-    )
+    ground.launch("t1", "jobs:Count", epoch=2, images=[ground.image(saved)])
     started = ground.event(Started, "t1", 2)
     assert (started.resumed, started.step) == ("resident", paused.step)
     assert started.held_us == 0
@@ -192,31 +191,33 @@ def test_a_newer_checkpoint_beats_an_older_resident(ground):
     ground.steps("t1", 3)
     ground.pause("t1")
     saved = ground.event(Saved, "t1")
-    newer = {"sha256": saved.sha256, "step": saved.step + 1}  # ran elsewhere meanwhile
+    newer = {**ground.image(saved), "step": saved.step + 1}  # ran elsewhere meanwhile
     ground.launch("t1", "jobs:Count", epoch=2, images=[newer])
     assert ground.event(Started, "t1", 2).resumed == "image"
 
 
 def test_a_damaged_image_is_said_to_be_so(ground):
-    ground.launch("t1", "jobs:Count", images=[{"sha256": "1" * 64, "step": 5}])
+    ground.launch("t1", "jobs:Count", images=[{"sha256": "1" * 64, "step": 5, "key": ""}])
     assert ground.event(Failed, "t1").cause == "image"
-    sha256, _ = ground.store.put([b"no image at all, but long enough to be looked at"])
-    ground.launch("t2", "jobs:Count", images=[{"sha256": sha256, "step": 5}])
+    sha256 = ground.store.put_manifest("ten", b"no manifest, but long enough to be looked at")
+    ground.launch("t2", "jobs:Count", images=[{"sha256": sha256, "step": 5, "key": ""}])
     assert ground.event(Failed, "t2").cause == "image"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_disturbed_job_ends_with_the_same_bits(ground, seed):
+@pytest.mark.parametrize(
+    ("entry", "seed"), [("jobs:Everything", 1), ("jobs:Everything", 2), ("large:Large", 3)]
+)
+def test_a_disturbed_job_ends_with_the_same_bits(ground, entry, seed):
     """Paused at random moments, resumed in place or in a fresh process, and checkpointed."""
     dice = random.Random(seed)
     params = {"steps": 60, "nap_s": 0.002}
-    undisturbed = alone("jobs:Everything", params)
+    undisturbed = alone(entry, params)
     assert undisturbed["result"]["whole"]
     images: list[dict[str, object]] = []
     resumed = []
     for epoch in range(1, 8):
         ground.launch(
-            *("t1", "jobs:Everything", epoch),
+            *("t1", entry, epoch),
             params=params,
             images=images,
             checkpoint_every_s=0.05,
@@ -241,7 +242,7 @@ def _paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, o
         there = ground.all(Saved, task, epoch)
         return next((saved for saved in there if saved.step == paused.step), None)
 
-    return [{"sha256": ground.until(saved).sha256, "step": paused.step}]
+    return [ground.image(ground.until(saved))]
 
 
 def test_a_launch_that_is_paused_before_its_seat_is_free_keeps_its_place(ground):
@@ -270,11 +271,60 @@ def test_a_checkpoint_is_written_while_the_job_goes_on(ground):
     ground.steps("t1", saved.step + 2)
     ground.drop.append(["t1", 1])
     ground.until(lambda: not ground.supervisor.residents)
-    ground.launch(
-        "t1", "jobs:Count", epoch=2, images=[{"sha256": saved.sha256, "step": saved.step}]
-    )
+    ground.launch("t1", "jobs:Count", epoch=2, images=[ground.image(saved)])
     assert ground.event(Started, "t1", 2).step == saved.step
     ground.steps("t1", saved.step + 2, epoch=2)
+
+
+def test_a_job_that_goes_on_while_its_image_is_made_computes_the_same(ground):
+    """Launched again as soon as it has paused, many times, each time with its image under way."""
+    params = {"steps": 60}
+    undisturbed = alone("large:Large", params)
+    for epoch in range(1, 12):
+        ground.launch("t1", "large:Large", epoch, params=params)
+        ground.event(Started, "t1", epoch)
+        ground.pause("t1", epoch)
+        ground.until(
+            lambda epoch=epoch: ground.all(Paused, "t1", epoch) or ground.all(Finished, "t1", epoch)
+        )
+        if ground.all(Finished, "t1", epoch):
+            break
+    else:
+        ground.launch("t1", "large:Large", 12, params=params)
+        epoch = 12
+    assert ground.event(Finished, "t1", epoch).result == undisturbed["result"]
+
+
+def test_what_its_images_take_counts_as_its_memory(ground):
+    ground.launch("t1", "jobs:Count", params={"megabytes": 40})
+    ground.steps("t1", 2)
+    ground.pause("t1")
+    ground.event(Saved, "t1")
+    (resident,) = ground.supervisor.residents.values()
+    ground.until(lambda: resident.slab_bytes >= 40 << 20)
+    assert resident.slab_bytes < 42 << 20
+
+
+def test_a_job_whose_image_finds_no_room_is_told_so_after_its_first_step(grounds):
+    ground = grounds(host_memory_bytes=20 << 20)
+    ground.launch("t1", "jobs:Count", params={"megabytes": 40})
+    failed = ground.event(Failed, "t1")
+    assert (failed.cause, failed.step) == ("uncapturable", 1)
+    assert "keeps at most 20971520 (ROUNDHOUSE_HOST_MEMORY_BYTES)" in failed.message
+
+
+def test_an_image_too_large_for_this_device_is_said_to_be_so(grounds):
+    first = grounds()
+    first.launch("t1", "jobs:Count", params={"megabytes": 40})
+    first.steps("t1", 2)
+    first.pause("t1")
+    image = first.image(first.event(Saved, "t1"))
+    first.close()
+    second = grounds(host_memory_bytes=20 << 20)
+    second.launch("t1", "jobs:Count", images=[image])
+    failed = second.event(Failed, "t1")
+    assert failed.cause == "exit"
+    assert "larger than the 20971520 bytes" in failed.message
 
 
 def test_checkpoints_are_written_as_often_as_asked(ground):
@@ -446,7 +496,7 @@ def test_memory_is_bounded_by_what_launches_ask_for(grounds):
 
 def test_what_is_not_durable_is_never_dropped(grounds):
     ground = grounds(residents_max=1)
-    folder = ground.store.folder
+    folder = ground.house.run.parent / "store"
     ground.launch("t1", "jobs:Count")
     ground.steps("t1", 2)
     hidden = folder.rename(folder.with_name("hidden"))
@@ -467,8 +517,7 @@ def test_what_is_not_durable_is_never_dropped(grounds):
 
 
 def _image_of(ground: Ground, task: str) -> list[dict[str, object]]:
-    saved = ground.event(Saved, task)
-    return [{"sha256": saved.sha256, "step": saved.step}]
+    return [ground.image(ground.event(Saved, task))]
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -547,7 +596,9 @@ def test_a_result_that_is_too_large_or_no_json_says_what_to_do(ground):
 
 def test_nonsense_ends_a_resident_and_nothing_else(ground):
     """A tenant can write to the socket of its own process: it only harms itself."""
-    for number, word in enumerate(("garbage", "frame", "paused", "saving", "fd", "stopped")):
+    for number, word in enumerate(
+        ("garbage", "frame", "paused", "saving", "index", "fd", "stopped")
+    ):
         ground.launch(f"t{number}", "jobs:Meddle", params={"word": word})
         failed = ground.event(Failed, f"t{number}")
         assert (failed.cause, ground.supervisor.is_alive()) == ("exit", True), word

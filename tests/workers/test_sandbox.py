@@ -20,10 +20,22 @@ from workers.sandbox import WALLS
 def found(ground):
     """What the job saw; the walls that stand here are in `walls`."""
     walls = set(ground.reports[-1].facts["sandbox"])
-    paths = [str(ground.store.folder), str(ground.house.run), str(ROOT / "app"), "/etc/shadow"]
+    paths = [
+        str(ground.house.run.parent / "store"),
+        str(ground.house.run),
+        str(ROOT / "app"),
+        "/etc/shadow",
+    ]
     ground.launch("t1", "jobs:Look", params={"paths": paths})
     seen = ground.event(Finished, "t1").result
     return {**seen, "walls": walls}
+
+
+def test_its_memory_is_watched_behind_the_walls(ground):
+    if "overlap" not in ground.reports[-1].facts["capabilities"]:
+        pytest.skip("this kernel cannot watch memory")
+    ground.launch("t1", "large:watch_memory")
+    assert ground.event(Finished, "t1").result == {"refused": 0, "before": 0, "after": 1}
 
 
 def test_no_secret_is_in_its_environment(found):

@@ -244,7 +244,8 @@ class Meddle:
             "garbage": b"\xff" * 64,
             "frame": struct.pack("!I", 5) + b"[1,2]",
             "paused": frame({"is": "paused", "step": "many"}),
-            "saving": frame({"is": "saving", "what": "image", "at_step": 1, "size_bytes": 2**60}),
+            "saving": frame({"is": "saving", "what": "image", "at_step": 1, "index_bytes": 2**60}),
+            "index": frame({"is": "saving", "what": "image", "at_step": 1, "index_bytes": 40}),
             "fd": frame({"is": "still"}),
             "stopped": frame({"is": "stopped", "step": 1}),
         }[self.word]

@@ -1,0 +1,111 @@
+"""Checkpoints: which tensors are in one, and those as a safetensors file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Query
+from fastapi.responses import StreamingResponse
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app.api.auth import Authed, Caller
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.reach import of_caller
+from app.api.schemas import CheckpointOut, Page, TensorOut
+from app.core.manifest import Manifest
+from app.db import Db
+from app.errors import BadInput, Gone, NotFound, Unavailable
+from app.export import SAID, Export, Unsayable
+from app.models import Checkpoint
+from app.settings import settings
+from app.store import Damaged, Store
+
+router = v1_router("checkpoints", 404)
+
+Names = Annotated[list[str] | None, Query(description="only these; else all of them")]
+_FILE = {
+    "description": "one safetensors file",
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
+
+
+@router.get("/checkpoints/{id}", response_model=CheckpointOut, summary="Show a checkpoint")
+def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
+    return _visible(session, caller, id)
+
+
+@router.get(
+    "/checkpoints/{id}/tensors",
+    response_model=Page[TensorOut],
+    summary="The tensors in it, by name",
+    responses=declared(410, 503),
+)
+def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """All that its job holds, found by attribute; it is not unpickled for that."""
+    manifest = _manifest(_visible(session, caller, id))
+    tensors = [
+        {
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "size_bytes": tensor.size,
+            "exported": tensor.dtype in SAID,
+        }
+        for tensor in manifest.ranks[0].tensors
+    ]
+    return {"items": tensors, "next_cursor": None}
+
+
+@router.get(
+    "/checkpoints/{id}/safetensors",
+    response_class=StreamingResponse,
+    summary="Its tensors, as a safetensors file",
+    responses={200: _FILE, **declared(410, 503)},
+)
+def export_checkpoint(
+    id: str, caller: Authed, session: Db, names: Names = None
+) -> StreamingResponse:
+    """Every tensor for itself, contiguous, whatever it shared memory with.
+
+    What safetensors has no word for is left out, and named in the file's metadata.  If a chunk
+    turns out to be damaged on the way, the answer ends before its `Content-Length`.
+    """
+    checkpoint = _visible(session, caller, id)
+    chunks = _store().chunks(checkpoint.tenant_id)
+    try:
+        export = Export(_manifest(checkpoint), chunks, names=names)
+    except Unsayable as error:
+        raise BadInput.at("?names", str(error), "unknown-tensor") from error
+    headers = {
+        "Content-Length": str(export.size),
+        "Content-Disposition": f'attachment; filename="{checkpoint.id}.safetensors"',
+        "ETag": f'"{checkpoint.sha256}"',
+    }
+    return StreamingResponse(
+        export.pieces(), media_type="application/octet-stream", headers=headers
+    )
+
+
+def _visible(session: Session, caller: Caller, id: str) -> Checkpoint:
+    query = select(Checkpoint).where(Checkpoint.id == id, of_caller(caller, Checkpoint.tenant_id))
+    found = session.scalar(query)
+    if found is None:
+        raise NotFound("checkpoint", id)
+    return found
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest:
+    if checkpoint.deleted_at is not None:
+        raise Gone("it is beyond what its task keeps (`checkpoint.keep`) and is being deleted")
+    try:
+        return _store().manifest(checkpoint.tenant_id, checkpoint.sha256, key=checkpoint.key)
+    except Damaged as error:
+        raise Gone(str(error)) from error
+    except OSError as error:
+        raise Unavailable(str(error)) from error
+
+
+def _store() -> Store:
+    return Store.at(settings().store_address)

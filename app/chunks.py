@@ -1,0 +1,164 @@
+"""Chunks: pieces of images by the BLAKE3 hash of their bytes, one shelf for each tenant.
+
+A chunk is never shared between tenants: nobody learns from what is there already what another one
+has.  A chunk's first byte says how the rest is written: as it is, or by zstd where a sample of it
+said that this pays.  Its address is that of the bytes themselves, however they are written.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import zstandard
+from blake3 import blake3
+
+from app.places import Batch, Bytes, Missing, Place
+
+PLAIN, ZSTD = b"\x00", b"\x01"
+SAMPLE_BYTES = 16 * 2**10  # from the beginning, the middle and the end
+PAYS = 0.75  # of a sample's size, and less than this: compress it all
+_TENANT = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+CHUNKS = "chunks"
+CONDEMNED = "condemned"  # where names go before they are deleted (`app.sweeping`),
+DAMAGED = "damaged"  # and where chunks go that were found to be
+
+
+class Damaged(Exception):
+    """Bytes in the store are not those that their name promises, or are not there.
+
+    `what` says which, like "chunk ab12cd34ef56..."; `found` what was found instead.
+    """
+
+    def __init__(self, what: str, found: str) -> None:
+        self.what, self.found = what, found
+        super().__init__(f"{what} in the store is damaged: {found}")
+
+
+def fetched(place: Place, name: str) -> bytes:
+    """The bytes under a name, also of one that is condemned; raises Missing.
+
+    Whoever began to read before it was condemned is not to notice.  It may also be moved back while
+    we look, so the first place is asked once more at the end.
+    """
+    for where in (name, f"{CONDEMNED}/{name}"):
+        try:
+            return place.get(where)
+        except Missing:
+            continue
+    return place.get(name)
+
+
+class Chunks:
+    """The chunks of one tenant."""
+
+    def __init__(self, place: Place, tenant: str) -> None:
+        if not _TENANT.fullmatch(tenant):
+            raise ValueError(f"{tenant!r:.120} is no tenant's id")
+        self.place = place
+        self.folder = f"{CHUNKS}/{tenant}"
+
+    def name(self, address: str) -> str:
+        return f"{self.folder}/{address[:2]}/{address}"
+
+    def has(self, address: str) -> bool:
+        """False also for one that is condemned: it is to be put again."""
+        return self.place.size(self.name(address)) is not None
+
+    def get(self, address: str, size: int) -> Bytes:
+        """The chunk's bytes, checked; `size` is how many are promised.  Raises Damaged."""
+        what = f"chunk {address[:16]}…"
+        try:
+            body = unpacked(fetched(self.place, self.name(address)), size)
+        except Missing:
+            raise Damaged(what, "it is not there") from None
+        except ValueError as error:
+            raise Damaged(what, str(error)) from error
+        if (digest := blake3(body).hexdigest()) != address:
+            raise Damaged(what, f"its bytes hash to {digest[:16]}…")
+        return body
+
+    def set_aside(self, address: str) -> None:
+        """Take a chunk that is damaged out of the way, for a while to be looked at."""
+        name = self.name(address)
+        with suppress(Missing):
+            self.place.move(name, f"{DAMAGED}/{name}")
+
+    @contextmanager
+    def writing(self) -> Iterator[Writing]:
+        with self.place.batch() as batch:
+            yield Writing(self, batch)
+
+
+class Writing:
+    """Chunks put together; usable from several threads.  `new_bytes` is what the store grew by."""
+
+    def __init__(self, chunks: Chunks, batch: Batch) -> None:
+        self.chunks, self.batch = chunks, batch
+        self.new_bytes = 0
+        self._claimed: set[str] = set()
+        self._lock = threading.Lock()
+
+    def put(self, address: str, body: Bytes) -> None:
+        """Keep the bytes, unless they are there; they have their name after `settle`."""
+        with self._lock:
+            if address in self._claimed:
+                return
+            self._claimed.add(address)
+        if self.chunks.has(address):
+            return
+        packed = packed_up(body)
+        self.batch.put(self.chunks.name(address), packed)
+        with self._lock:
+            self.new_bytes += sum(len(piece) for piece in packed)
+
+    def settle(self) -> None:
+        self.batch.settle()
+
+
+# --- how they are written -----------------------------------------------------------------------
+
+
+def packed_up(body: Bytes) -> tuple[Bytes, ...]:
+    """The pieces to write: the codec's byte, then the bytes as they are or compressed."""
+    if _pays(memoryview(body)):
+        small = zstandard.ZstdCompressor(level=1).compress(body)
+        if len(small) < len(body):
+            return ZSTD, small
+    return PLAIN, body
+
+
+def unpacked(packed: bytes, size: int) -> Bytes:
+    """The bytes that `packed_up` was given; raises ValueError.
+
+    No more than `size` bytes are ever made, whatever the compressed ones say of themselves.
+    """
+    codec = packed[:1]
+    rest: Bytes = memoryview(packed)[1:]
+    if codec == ZSTD:
+        rest = _decompressed(rest, size)
+    elif codec != PLAIN:
+        raise ValueError(f"it begins with {codec!r}, which is no way of writing one")
+    if len(rest) != size:
+        raise ValueError(f"it has {len(rest)} bytes, and {size} were promised")
+    return rest
+
+
+def _decompressed(packed: Bytes, size: int) -> bytes:
+    try:
+        if (says := zstandard.frame_content_size(packed)) != size:
+            raise ValueError(f"it says that it has {says} bytes, and {size} were promised")
+        return zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"it cannot be decompressed: {error}") from error
+
+
+def _pays(body: memoryview) -> bool:
+    """Whether a sample says so: floats of a trained model hardly shrink, zeros and counts do."""
+    middle = max(0, len(body) // 2 - SAMPLE_BYTES // 2)
+    starts = {0, middle, max(0, len(body) - SAMPLE_BYTES)}
+    sample = b"".join(body[at : at + SAMPLE_BYTES] for at in sorted(starts))
+    return len(zstandard.ZstdCompressor(level=1).compress(sample)) < PAYS * len(sample)

@@ -1,0 +1,219 @@
+"""A checkpoint's tensors as one safetensors file, streamed, without running or unpickling anything.
+
+The table of a manifest says where each tensor's elements lie in its storage.  A tensor that lies in
+one piece goes out chunk by chunk; of any other the bytes between its first and its last element are
+laid into a temporary file and gathered from there.  So memory stays at a few chunks, however large
+the checkpoint is.
+
+Not everything that torch has can be said in safetensors (`STRANGE`); what cannot is left out, and
+the file's metadata names it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from app.chunks import Chunks
+from app.core.manifest import DTYPES, Chunk, Manifest, Tensor
+
+SAID = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
+    "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
+    "float32": "F32", "float64": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+STRANGE = frozenset(DTYPES) - SAID.keys()
+
+_CHUNKS_HELD = 4
+_BLOCK = 2**17  # elements
+_PIECE_BYTES = 2**18  # what is gathered bit by bit goes out in pieces of about this size
+_FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+class Unsayable(Exception):
+    """`name` is no tensor of the checkpoint, or one that safetensors cannot say."""
+
+    def __init__(self, name: str, told: str) -> None:
+        self.name = name
+        super().__init__(f"{name}: {told}")
+
+
+class Export:
+    """One file of `size` bytes, which `pieces` makes; Unsayable is raised for `names` alone."""
+
+    def __init__(
+        self, manifest: Manifest, chunks: Chunks, *, names: Sequence[str] | None = None
+    ) -> None:
+        self.rank = manifest.ranks[0]
+        self.chunks = chunks
+        tensors = {tensor.name: tensor for tensor in self.rank.tensors}
+        if names is not None:
+            _check(tensors, names)
+            tensors = {name: tensors[name] for name in names}
+        said = [tensor for tensor in tensors.values() if tensor.dtype in SAID]
+        # As the format's own writer does, so that wider elements are aligned.
+        self.tensors = sorted(said, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.name))
+        left_out = sorted(tensors.keys() - {tensor.name for tensor in said})
+        self.header = _header(self.tensors, manifest, left_out)
+        self._bytes = _Bytes(self.rank.chunks, chunks)
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(tensor.size for tensor in self.tensors)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Raises app.store.Damaged or OSError on the way, if a chunk is not to be had."""
+        yield self.header
+        for tensor in self.tensors:
+            if tensor.size:
+                yield from _joined(self._elements(tensor))
+
+    def _elements(self, tensor: Tensor) -> Iterator[bytes | memoryview]:
+        width, part = DTYPES[tensor.dtype], tensor.storage + 1
+        start = tensor.offset * width
+        if _contiguous(tensor.shape, tensor.stride):
+            yield from self._bytes.read(part, start, tensor.end)
+            return
+        with tempfile.TemporaryFile(prefix="roundhouse-") as file:
+            for piece in self._bytes.read(part, start, tensor.end):
+                file.write(piece)
+            file.flush()
+            lying = mmap.mmap(file.fileno(), tensor.end - start, prot=mmap.PROT_READ)
+            yield from gathered(memoryview(lying), width, tensor.shape, tensor.stride)
+
+
+def _check(tensors: dict[str, Tensor], names: Iterable[str]) -> None:
+    for name in names:
+        if name not in tensors:
+            raise Unsayable(name, "the checkpoint has no tensor of this name")
+        if tensors[name].dtype in STRANGE:
+            raise Unsayable(name, f"safetensors has no word for {tensors[name].dtype}")
+
+
+def _header(tensors: Sequence[Tensor], manifest: Manifest, left_out: Sequence[str]) -> bytes:
+    about, at = manifest.about, 0
+    told: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "roundhouse.task": about.task,
+            "roundhouse.step": str(about.step),
+            **({"roundhouse.left_out": ", ".join(left_out)} if left_out else {}),
+        }
+    }
+    for tensor in tensors:
+        end = at + tensor.size
+        told[tensor.name] = {
+            "dtype": SAID[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    body = json.dumps(told, separators=(",", ":")).encode()
+    body += b" " * (-len(body) % 8)
+    return struct.pack("<Q", len(body)) + body
+
+
+class _Bytes:
+    """The bytes of an image, by part and offset; the last few chunks are held."""
+
+    def __init__(self, listed: Sequence[Chunk], chunks: Chunks) -> None:
+        self.chunks = chunks
+        self.lying: dict[int, list[tuple[int, int, Chunk, int]]] = {}
+        for chunk in listed:
+            at = 0
+            for span in chunk.spans:
+                where = (span.offset, span.offset + span.size, chunk, at)
+                self.lying.setdefault(span.part, []).append(where)
+                at += span.size
+        for found in self.lying.values():
+            found.sort(key=lambda where: where[0])
+        self.held: OrderedDict[str, memoryview] = OrderedDict()
+
+    def read(self, part: int, start: int, end: int) -> Iterator[memoryview]:
+        """The part's bytes from `start` to `end`, piece by piece."""
+        for lies_from, lies_to, chunk, at in self.lying.get(part, ()):
+            first, last = max(start, lies_from), min(end, lies_to)
+            if first < last:
+                shift = at - lies_from
+                yield self._body(chunk)[first + shift : last + shift]
+
+    def _body(self, chunk: Chunk) -> memoryview:
+        if chunk.address not in self.held:
+            self.held[chunk.address] = memoryview(self.chunks.get(chunk.address, chunk.size))
+            if len(self.held) > _CHUNKS_HELD:
+                self.held.popitem(last=False)
+        return self.held[chunk.address]
+
+
+# --- elements that do not lie in one piece ------------------------------------------------------
+
+
+def _contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return _run(shape, stride)[0] == 0
+
+
+def _run(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+    """(d, n): the dimensions from d on lie in one piece, which has n elements."""
+    dimension, elements = len(shape), 1
+    while dimension and (shape[dimension - 1] == 1 or stride[dimension - 1] == elements):
+        dimension -= 1
+        elements *= shape[dimension]
+    return dimension, elements
+
+
+def gathered(
+    lying: memoryview, width: int, shape: Sequence[int], stride: Sequence[int]
+) -> Iterator[bytes | memoryview]:
+    """The elements, each `width` bytes wide, in the order of their indices.
+
+    `lying` begins with the first one.  Python's own slices of memory do the innermost dimension.
+    """
+    dimension, run = _run(shape, stride)
+    if run > 1 or not dimension:
+        for at in _starts(shape[:dimension], stride[:dimension]):
+            for first, last in _blocks(run):
+                yield lying[(at + first) * width : (at + last) * width]
+        return
+    words: Any = lying[: len(lying) // width * width]
+    typed = words.cast(_FORMATS[width])
+    length, step = shape[dimension - 1], stride[dimension - 1]
+    for at in _starts(shape[: dimension - 1], stride[: dimension - 1]):
+        for first, last in _blocks(length):
+            if step:
+                yield typed[at + first * step : at + (last - 1) * step + 1 : step].tobytes()
+            else:
+                yield typed[at : at + 1].tobytes() * (last - first)
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    """So many elements at a time, however long a row is."""
+    for first in range(0, length, _BLOCK):
+        yield first, min(first + _BLOCK, length)
+
+
+def _starts(shape: Sequence[int], stride: Sequence[int], at: int = 0) -> Iterator[int]:
+    """Where each row begins; one after the other, as there may be more than fit into memory."""
+    if not shape:
+        yield at
+        return
+    for n in range(shape[0]):
+        yield from _starts(shape[1:], stride[1:], at + n * stride[0])
+
+
+def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes, small pieces put together."""
+    some, size = list[bytes | memoryview](), 0
+    for piece in pieces:
+        some.append(piece)
+        size += len(piece)
+        if size >= _PIECE_BYTES:
+            yield piece if len(some) == 1 else b"".join(some)
+            some, size = [], 0
+    if some:
+        yield b"".join(some)

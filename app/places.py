@@ -1,0 +1,285 @@
+"""Where the store's bytes lie, by name: a folder that every host sees, or a bucket (`app.bucket`).
+
+A name is a path like "chunks/ten_1/ab/ab12...".  What always holds, for both:
+* a name that is there is whole and durable: bytes are written where nobody looks, made durable,
+  and only then get their name;
+* bytes under a name never change; putting them once more is harmless;
+* `Missing` says that the store answered and has no such name; an OSError says that it did not
+  answer, or could not do it, and says nothing about the name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+Bytes = bytes | bytearray | memoryview
+
+INCOMING = "incoming"  # bytes without a name; whoever wrote them may have been killed
+
+
+class Missing(Exception):
+    """The store has nothing of this name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"{name} is not in the store")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """`changed_s` is when it was put, by the clock of the store (`Place.now_s`)."""
+
+    name: str
+    size: int
+    changed_s: float
+
+
+class Batch(Protocol):
+    """Bytes that become durable together; usable from several threads."""
+
+    def put(self, name: str, body: Iterable[Bytes]) -> None:
+        """Take the pieces in; they are copied, and need not have their name before `settle`."""
+
+    def settle(self) -> None:
+        """All that was put is durable and has its name when this returns."""
+
+
+class Place(Protocol):
+    hands: int  # how many calls at once it takes to keep it busy
+    is_near: bool  # asking whether a name is there costs next to nothing
+
+    def size(self, name: str) -> int | None:
+        """Bytes under the name, or None if there is no such name."""
+
+    def get(self, name: str) -> bytes:
+        """Raises Missing."""
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file of this host with the bytes, at its beginning; raises Missing."""
+
+    def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
+        """Durably keep the pieces, however many, under the name that `named` gives after them."""
+
+    def batch(self) -> contextlib.AbstractContextManager[Batch]: ...
+
+    def listed(self, prefix: str) -> Iterator[Named]:
+        """All names below the folder `prefix`, in no order."""
+
+    def move(self, name: str, to: str) -> None:
+        """Raises Missing.  What was moved counts as put now."""
+
+    def delete(self, name: str) -> None:
+        """No error if it is not there."""
+
+    def now_s(self) -> float:
+        """The clock by which `Named.changed_s` is told."""
+
+    def tidy(self, *, older_than_s: float) -> int:
+        """Delete what was begun so long ago and never got a name; returns how many."""
+
+
+# --- a folder -----------------------------------------------------------------------------------
+
+
+class Folder:
+    hands = 2
+    is_near = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def size(self, name: str) -> int | None:
+        try:
+            return os.stat(self.path(name)).st_size
+        except FileNotFoundError:
+            return None
+
+    def get(self, name: str) -> bytes:
+        with self.open(name) as file:
+            return file.read()
+
+    def open(self, name: str) -> IO[bytes]:
+        try:
+            return open(self.path(name), "rb", buffering=0)
+        except FileNotFoundError:
+            raise Missing(name) from None
+
+    def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
+        draft = self._draft(pieces, sync=True)
+        try:
+            path = self._publish(draft, named())
+            for folder in (path.parent, path.parent.parent, self.root):
+                _sync(folder)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[Batch]:
+        batch = _FolderBatch(self)
+        try:
+            yield batch
+        finally:
+            batch.drop()
+
+    def listed(self, prefix: str) -> Iterator[Named]:
+        folders = [prefix]
+        while folders:
+            folder = folders.pop()
+            for entry in _entries(self.path(folder)):
+                name = f"{folder}/{entry.name}"
+                if entry.is_dir():
+                    folders.append(name)
+                elif (found := _stat(entry)) is not None:
+                    yield Named(name, found.st_size, found.st_mtime)
+
+    def move(self, name: str, to: str) -> None:
+        path = self.path(to)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # Its age first: whoever is killed between the two leaves a young name, never an old one
+            # in the new place.
+            os.utime(self.path(name))
+            os.rename(self.path(name), path)
+        except FileNotFoundError:
+            raise Missing(name) from None
+
+    def delete(self, name: str) -> None:
+        self.path(name).unlink(missing_ok=True)
+
+    def now_s(self) -> float:
+        with tempfile.NamedTemporaryFile(dir=self._incoming()) as file:
+            return os.fstat(file.fileno()).st_mtime
+
+    def tidy(self, *, older_than_s: float) -> int:
+        before_s = self.now_s() - older_than_s
+        old = [found for found in self.listed(INCOMING) if found.changed_s < before_s]
+        for found in old:
+            self.delete(found.name)
+        return len(old)
+
+    def _incoming(self) -> Path:
+        folder = self.path(INCOMING)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _draft(self, pieces: Iterable[Bytes], *, sync: bool) -> Path:
+        """The pieces in a file without a name, on disk if `sync`."""
+        path = self._incoming() / f"{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+            try:
+                for piece in pieces:
+                    _write(fd, piece)
+                if sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise self._failed(error) from error
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return path
+
+    def _failed(self, error: OSError) -> OSError:
+        told = f"the store in {self.root} could not take it in: {error.strerror or error}"
+        return OSError(error.errno or errno.EIO, told)
+
+    def _publish(self, draft: Path, name: str) -> Path:
+        path = self.path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(draft, path)
+        return path
+
+
+class _FolderBatch:
+    """Many files, and two flushes of the file system for all of them.
+
+    Flushing each file and each of their folders takes five times as long for a gigabyte
+    (docs/benchmarks.md).
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.drafts: list[tuple[Path, str]] = []
+
+    def put(self, name: str, body: Iterable[Bytes]) -> None:
+        self.drafts.append((self.folder._draft(body, sync=False), name))
+
+    def settle(self) -> None:
+        if not self.drafts:
+            return
+        try:
+            _sync_all(self.folder.root)
+            for draft, name in self.drafts:
+                self.folder._publish(draft, name)
+            _sync_all(self.folder.root)
+        except OSError as error:
+            raise self.folder._failed(error) from error
+        self.drafts = []
+
+    def drop(self) -> None:
+        for draft, _ in self.drafts:
+            draft.unlink(missing_ok=True)
+
+
+def _write(fd: int, piece: Bytes) -> None:
+    left = memoryview(piece)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return None  # deleted meanwhile
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+
+
+def _sync_all(folder: Path) -> None:
+    """Flush the whole file system of `folder`; raises OSError if something could not be written."""
+    if _syncfs is None:
+        os.sync()
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _syncfs(fd) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    finally:
+        os.close(fd)

@@ -1,0 +1,70 @@
+"""A host's own signature under what it wrote (Ed25519), so that nothing forged is restored.
+
+A sealed body is the signature in hexadecimal digits, a line's end, and the body.  The private key
+never leaves its host; the public one goes up with each heartbeat, and comes with a launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+_CONTEXT = b"roundhouse checkpoint 1\n"  # so that a signature means nothing anywhere else
+_DIGITS = 128
+
+
+class BadSignature(Exception):
+    """Not signed by whom it should be, or not what was signed."""
+
+
+class Signer:
+    def __init__(self, private: Ed25519PrivateKey) -> None:
+        self._private = private
+        self.public = private.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def at(cls, path: Path) -> Signer:
+        """The key in this file, which is made if it is not there; only its owner can read it.
+
+        Devices of one host may start together: the first file that is whole wins.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(Ed25519PrivateKey.generate().private_bytes_raw())
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+        return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+
+    def sealed(self, body: bytes) -> bytes:
+        return self._private.sign(_CONTEXT + body).hex().encode() + b"\n" + body
+
+
+def unverified(sealed: bytes) -> bytes:
+    """The body, whoever sealed it: for those who only need to know what it names."""
+    return sealed[_DIGITS + 1 :]
+
+
+def unsealed(sealed: bytes, *, key: str) -> bytes:
+    """The body that `key` (a public one, hexadecimal) signed; raises BadSignature."""
+    signature, end, body = sealed[:_DIGITS], sealed[_DIGITS : _DIGITS + 1], sealed[_DIGITS + 1 :]
+    try:
+        public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
+        public.verify(bytes.fromhex(signature.decode("ascii")), _CONTEXT + body)
+    except (InvalidSignature, ValueError) as error:
+        raise BadSignature(f"it was not signed by {key[:16]}…") from error
+    if end != b"\n":
+        raise BadSignature("it does not begin with a signature")
+    return body

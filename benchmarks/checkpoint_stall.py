@@ -1,0 +1,336 @@
+"""How long a job stands still for a checkpoint, and how long until it is durable.
+
+    python -m benchmarks.checkpoint_stall [--quick]
+
+A transformer with AdamW trains on one thread; its parameters and optimizer state are 300 MB and
+1 GB (one tenth of that with --quick).  Every other step is followed by a checkpoint, to the same
+disk, flushed to it.  Each way runs in a process of its own, in turn:
+
+* ours: captured and staged as in a resident, written as chunks by another process as in a device
+  worker; the stall is the time at the safe point and what the optimizer waits for;
+* `torch.save` and fsync; `dcp.save`; `dcp.async_save` (threads, a stager that keeps its buffers),
+  its first call and the later ones.
+
+The figures are medians over all checkpoints but the first of each process, in wall time, all rounds
+together; beside them the CPU time of the job's own thread, which says more on a machine that others
+load, and by how much the next step is longer than one without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from benchmarks import Target, quick, report
+
+WAYS = ("ours", "torch.save", "dcp.save", "dcp.async_save")
+SIZES = {"300 MB": 300_000_000, "1 GB": 1_000_000_000}
+STEP_S = 1.0  # what the bound on the stall is a part of
+WIDTH = 512
+WATCHED_S = 0.6  # of forward and backward in a step, so that there is a step to overlap with
+
+JSON = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--write", type=int, help="the descriptor of a slab")
+    parser.add_argument("--bytes", type=int)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--times", type=int)
+    asked = parser.parse_args()
+    if asked.write is not None:
+        return write_for(asked.write, asked.folder)
+    if asked.way:
+        said = {"rows": train(asked.way, asked.bytes, asked.folder, asked.times)}
+        sys.stdout.write(json.dumps(said) + "\n")
+        return 0
+    return compare()
+
+
+# --- all of them --------------------------------------------------------------------------------
+
+
+def compare() -> int:
+    rounds, times = (1, 4) if quick() else (2, 6)
+    targets: list[Target] = []
+    peers: JSON = {"load average at the start": round(os.getloadavg()[0], 1)}
+    for name, size in SIZES.items():
+        rows: dict[str, list[JSON]] = {way: [] for way in WAYS}
+        firsts: dict[str, list[JSON]] = {way: [] for way in WAYS}
+        for number in range(rounds):
+            for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                first, *later = in_a_process(way, size // 10 if quick() else size, times)
+                firsts[way].append(first)
+                rows[way] += later
+        name = f"{name} / 10" if quick() else name
+        targets += compared(name, rows)
+        for way in WAYS:
+            peers[f"{way}, {name}"] = summed(rows[way])
+            peers[f"{way}, {name}, first"] = summed(firsts[way])
+    return report("checkpoint_stall", targets, peers)
+
+
+def compared(name: str, rows: dict[str, list[JSON]]) -> list[Target]:
+    stall_s = {way: median(rows[way], "stall_s") for way in WAYS}
+    durable_s = {way: median(rows[way], "durable_s") for way in WAYS}
+    best_dcp_s = min(durable_s["dcp.save"], durable_s["dcp.async_save"])
+    ours = stall_s["ours"]
+    figures = [
+        ("stall, part of a 1 s step", 100 * ours / STEP_S, "%", "<=", 1.0),
+        ("stall of torch.save to ours", stall_s["torch.save"] / ours, "times", ">=", 100),
+        ("stall of dcp.async_save to ours", stall_s["dcp.async_save"] / ours, "times", ">=", 10),
+        ("until durable, ours to the faster DCP", durable_s["ours"] / best_dcp_s, "times", "<=", 1),
+    ]
+    return [
+        Target(name=f"{name}: {what}", value=round(value, 3), unit=unit, op=op, bound=bound)
+        for what, value, unit, op, bound in figures
+    ]
+
+
+def summed(rows: list[JSON]) -> JSON:
+    worst = max(row["stall_s"] for row in rows)
+    return {
+        "stall ms": round(1000 * median(rows, "stall_s"), 2),
+        "of it CPU of the job's thread ms": round(1000 * median(rows, "cpu_s"), 2),
+        "worst ms": round(1000 * worst, 2),
+        "durable s": round(median(rows, "durable_s"), 3),
+        "next step slower ms": round(1000 * median(rows, "slower_s"), 1),
+    }
+
+
+def median(rows: list[JSON], what: str) -> float:
+    return statistics.median(row[what] for row in rows)
+
+
+def in_a_process(way: str, size: int, times: int) -> list[JSON]:
+    from workers.sandbox import ENVIRONMENT
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        command = [*(sys.executable, "-m", "benchmarks.checkpoint_stall", "--way", way)]
+        command += ["--bytes", str(size), "--folder", folder, "--times", str(times)]
+        environment = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=environment
+        )
+    rows: list[JSON] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    return rows
+
+
+# --- one of them --------------------------------------------------------------------------------
+
+
+class Training:
+    """A job whose parameters and state take about `size` bytes."""
+
+    def __init__(self, size: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        layer = lambda: torch.nn.TransformerEncoderLayer(  # noqa: E731
+            WIDTH, 8, 4 * WIDTH, batch_first=True, dropout=0.1
+        )
+        each = 3 * 4 * sum(part.numel() for part in layer().parameters())
+        self.net = torch.nn.Sequential(*[layer() for _ in range(max(1, round(size / each)))])
+        self.opt = torch.optim.AdamW(self.net.parameters())
+        self.batch = torch.randn(1, 16, WIDTH)
+        self.took_s = 0.0
+
+    def step(self) -> None:
+        """Forward and backward until there was enough of it, then the optimizer."""
+        began_s = time.perf_counter()
+        while True:
+            self.net(self.batch).square().mean().backward()
+            if time.perf_counter() - began_s >= WATCHED_S:
+                break
+        self.opt.step()
+        self.opt.zero_grad()
+        self.took_s = time.perf_counter() - began_s
+
+    def state(self) -> JSON:
+        return {"net": self.net.state_dict(), "opt": self.opt.state_dict()}
+
+
+def train(way: str, size: int, folder: Path, times: int) -> list[JSON]:
+    job = Training(size)
+    save, waited_s = _WAYS[way](job, folder)
+    for _ in range(2):
+        job.step()
+    rows = []
+    for number in range(times):
+        job.step()
+        alone_s, before_s, began_s = job.took_s, waited_s(), time.perf_counter()
+        cpu_s = time.thread_time()
+        durable = save(number)
+        blocked_s, cpu_s = time.perf_counter() - began_s, time.thread_time() - cpu_s
+        job.step()
+        with_it_s, stall_s = job.took_s, blocked_s + waited_s() - before_s
+        durable_s = durable.result() - began_s
+        rows.append(
+            {
+                "stall_s": stall_s,
+                "cpu_s": cpu_s,
+                "durable_s": durable_s,
+                "slower_s": with_it_s - alone_s,
+            }
+        )
+    return rows
+
+
+Save = Callable[[int], "Future[float]"]  # the instant at which it was durable, by perf_counter
+
+
+def done_now() -> Future[float]:
+    future: Future[float] = Future()
+    future.set_result(time.perf_counter())
+    return future
+
+
+def with_torch_save(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
+    import torch
+
+    def save(number: int) -> Future[float]:
+        with (folder / f"{number}.pt").open("wb") as file:
+            torch.save(job.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        (folder / f"{number - 1}.pt").unlink(missing_ok=True)
+        return done_now()
+
+    return save, lambda: 0.0
+
+
+def with_dcp(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
+    from torch.distributed import checkpoint as dcp
+
+    def save(number: int) -> Future[float]:
+        dcp.save(job.state(), checkpoint_id=folder / str(number), no_dist=True)
+        shutil.rmtree(folder / str(number - 1), ignore_errors=True)
+        return done_now()
+
+    return save, lambda: 0.0
+
+
+def with_dcp_async(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+    def save(number: int) -> Future[float]:
+        durable: Future[float] = Future()
+        written = dcp.async_save(
+            job.state(), checkpoint_id=folder / str(number), async_stager=stager, no_dist=True
+        )
+        assert isinstance(written, Future)
+        written.add_done_callback(lambda _: durable.set_result(time.perf_counter()))
+        shutil.rmtree(folder / str(number - 1), ignore_errors=True)
+        return durable
+
+    return save, lambda: 0.0
+
+
+def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
+    from workers import slab
+    from workers.accelerator import Accelerator
+    from workers.capture import Surroundings, capture
+    from workers.layout import Layout
+    from workers.preset import fingerprint
+    from workers.staging import Staging
+    from workers.watch import Watch
+
+    fd = slab.made(4 << 30)
+    mapped, around, cpu = slab.Slab(fd), Surroundings(), Accelerator("cpu")
+    staging = Staging(mapped, Watch())
+    worker = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "benchmarks.checkpoint_stall"),
+            *("--write", str(fd), "--folder", str(folder)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[fd],
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    said, heard = worker.stdin, worker.stdout
+
+    def save(number: int) -> Future[float]:
+        durable: Future[float] = Future()
+        captured = capture(job, around=around, accelerator=cpu)
+
+        def staged(layout: Layout) -> None:
+            index = {
+                "layout": layout.as_json(),
+                "fingerprint": fingerprint(),
+                "tensors": captured.tensors,
+            }
+            said.write(f"{number} {slab.write_index(fd, index)}\n")
+            said.flush()
+            heard.readline()
+            durable.set_result(time.perf_counter())
+
+        staging.begin(captured, staged)
+        return durable
+
+    return save, lambda: staging.waited_s
+
+
+def write_for(fd: int, folder: Path) -> int:
+    """The device worker's part: keep what lies in the slab whenever a line says so."""
+    from app.core.messages import Launch
+    from app.store import Store
+    from workers import transfer
+    from workers.checkpoint import Known
+    from workers.house import House
+
+    house = House(device="h.0", island="i", store=Store.at(folder / "store"), run=folder / "run")
+    known = Known()
+    nothing: JSON = {
+        "run": {}, "bundle": "", "params": {}, "inputs": {}, "outputs": [], "world_size": 1,
+        "preset": {}, "images": [], "budget_us": 0, "checkpoint_every_s": 0.0, "memory_bytes": 0,
+    }  # fmt: skip
+    launch = Launch(task="t", epoch=1, seq=1, tenant="t", **nothing)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        step, size = map(int, line.split())
+        written = transfer.keep(fd, size, launch, step, known=known, house=house)
+        sys.stdout.write(f"{written.new_bytes}\n")
+        sys.stdout.flush()
+    return 0
+
+
+_WAYS: dict[str, Callable[[Training, Path], tuple[Save, Callable[[], float]]]] = {
+    "ours": with_ours,
+    "torch.save": with_torch_save,
+    "dcp.save": with_dcp,
+    "dcp.async_save": with_dcp_async,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Jobs of the zoo, taken off and put back at any step, each time in a fresh process.
+
+A `Station` is a warm process: it has imported torch and no tenant's code, and forks a process for
+each *leg* of a job's journey, as a zygote does.  A leg builds the job or restores it, steps, pauses
+where it is told to (the job is captured, and goes on as the same objects), and is captured at its
+end.  `undisturbed` is the same job in a process where nothing of this happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JSON = dict[str, Any]
+
+ROOT = Path(__file__).parent.parent.parent
+ZOO = Path(__file__).parent / "zoo"
+PRESET = {
+    "threads": 1,
+    "interop_threads": 1,
+    "deterministic": True,
+    "float32_matmul_precision": "highest",
+    "flush_denormal": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Animal:
+    """A job of the zoo: the module that holds it, and its parameters."""
+
+    module: str
+    params: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.module, *(str(value) for _, value in self.params)])
+
+
+ANIMALS = (
+    *map(Animal, ("mlp", "transformer", "convnet", "rnn", "gan", "rl", "loading", "lora")),
+    Animal("compiled", (("backend", "aot_eager"),)),
+    Animal("ddp"),
+    Animal("ddp", (("sharded", True),)),
+)
+SLOW = (Animal("compiled", (("backend", "inductor"),)),)  # its compiler takes seconds
+
+
+class Station:
+    """Forks legs; use it in a `with`."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="journeys-")
+        self.number = itertools.count()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.journeys"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Station:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()  # type: ignore[union-attr]
+        self.process.stdout.close()  # type: ignore[union-attr]
+        self.process.wait(timeout=60)
+        self.folder.cleanup()
+
+    def leg(self, animal: Animal, until: int, **how: Any) -> JSON:
+        """`how`: see `_leg`.  Raises AssertionError with what the leg's process said last."""
+        scratch = Path(self.folder.name) / f"scratch-{next(self.number)}"
+        scratch.mkdir()
+        wanted = {"module": animal.module, "params": dict(animal.params), "until": until, **how}
+        self.process.stdin.write(json.dumps({**wanted, "scratch": str(scratch)}) + "\n")  # type: ignore[union-attr]
+        self.process.stdin.flush()  # type: ignore[union-attr]
+        said: JSON = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
+        assert "error" not in said, f"{animal.name}, {how}: {said['error']}"
+        return said
+
+    def image(self) -> str:
+        return str(Path(self.folder.name) / f"image-{next(self.number)}")
+
+
+def undisturbed(station: Station, animal: Animal, steps: int) -> JSON:
+    """{"trace", "digest"}: the metrics of each step, and a hash of what the job is at the end."""
+    return station.leg(animal, steps, follow=False)
+
+
+def travelled(
+    station: Station, animal: Animal, steps: int, moves: Iterable[int], pauses: Iterable[int] = ()
+) -> JSON:
+    """The same, put back in a fresh process after the steps `moves`; "times_ms" are of a core."""
+    trace, times, before = list[JSON](), list[JSON](), None
+    for until in [*sorted(moves), steps]:
+        after = station.image() if until < steps else None
+        how = {"pauses": list(pauses), "before": before, "after": after}
+        said = station.leg(animal, until, **how)
+        trace += said["trace"]
+        times.append(said["times_ms"])
+        if before:
+            os.unlink(before)
+        before = after
+    return {"trace": trace, "digest": said["digest"], "times_ms": times}
+
+
+def points(seed: int, steps: int, count: int) -> list[int]:
+    """Steps after which a job is moved, none twice."""
+    return sorted(random.Random(seed).sample(range(1, steps), count))
+
+
+# --- the warm process -----------------------------------------------------------------------------
+
+
+def main() -> None:
+    import torch._dynamo  # noqa: F401  # as in a zygote: it takes a second
+
+    import workers.executor  # noqa: F401
+
+    for line in sys.stdin:
+        read, write = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(read)
+            _live(json.loads(line), write)
+        os.close(write)
+        with os.fdopen(read) as file:
+            said = file.read()
+        _, status = os.waitpid(pid, 0)
+        sys.stdout.write((said or json.dumps({"error": f"the leg ended with {status}"})) + "\n")
+        sys.stdout.flush()
+
+
+def _live(wanted: JSON, write: int) -> None:
+    """In the fork: one leg, what came of it, and the end of the process."""
+    os.dup2(2, 1)
+    try:
+        said = _leg(**wanted)
+    except BaseException:
+        said = {"error": traceback.format_exc()[-4000:]}
+    with os.fdopen(write, "w") as file:
+        file.write(json.dumps(said))
+    os._exit(0)
+
+
+def _leg(
+    *,
+    module: str,
+    params: JSON,
+    scratch: str,
+    until: int,
+    before: str | None = None,
+    after: str | None = None,
+    pauses: Iterable[int] = (),
+    follow: bool = True,
+) -> JSON:
+    """From the image `before`, or the first step, to step `until`, and into the image `after`."""
+    import torch
+
+    from workers import loading, preset
+    from workers.accelerator import Accelerator
+    from workers.capture import Surroundings, capture, rebuilt, return_to
+    from workers.executor import Context, load_entry, seed, take_step
+
+    def captured() -> Any:
+        began_s = time.process_time()
+        found = capture(job, around=around, accelerator=accelerator)
+        times["capture"].append((time.process_time() - began_s) * 1e3)
+        return found
+
+    os.chdir(scratch)
+    accelerator, times = Accelerator("cpu"), {"capture": list[float](), "restore": list[float]()}
+    preset.configure(PRESET)
+    ctx = Context(device=accelerator.device, rank=0, world_size=1, params=params)
+    around = Surroundings(code=ZOO, scratch=Path(scratch), ctx=ctx)
+    seed()
+    if follow:
+        loading.follow()
+    entry = load_entry(ZOO, f"{module}:Train")
+    done, trace = 0, list[JSON]()
+    if before is None:
+        job = entry(ctx, **params)
+    else:
+        done, graph, blocks = pickle.loads(Path(before).read_bytes())
+        began_s = time.process_time()
+        storages = [block_of(block) for block in blocks]
+        world = rebuilt(memoryview(graph), storages, around=around)
+        return_to(world, accelerator)
+        times["restore"].append((time.process_time() - began_s) * 1e3)
+        job = world["job"]
+    while done < until:
+        done += 1
+        trace.append(take_step(job, ctx, done))
+        if done in pauses:
+            captured()
+    if not follow:  # torch's own loaders cannot be captured, and hold no tensor
+        vars(job).pop("batches", None)
+    found = captured()
+    if after is not None:
+        blocks = [bytes_of(storage) for storage in found.storages]
+        Path(after).write_bytes(pickle.dumps((done, bytes(found.graph), blocks)))
+    drawn = [torch.rand(1).item(), random.random()]
+    return {"trace": trace, "digest": [_digest(found), drawn], "times_ms": times}
+
+
+def bytes_of(storage: Any) -> bytes:
+    return bytes((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+
+
+def block_of(data: bytes) -> Any:
+    import torch
+
+    storage = torch.UntypedStorage(len(data))
+    ctypes.memmove(storage.data_ptr(), data, len(data))
+    return storage
+
+
+def _digest(found: Any) -> str:
+    """Of the tensors by name, and of all storages (files too), whatever their order."""
+    blocks = [hashlib.sha256(bytes_of(storage)).hexdigest() for storage in found.storages]
+    named = {name: [blocks[row[0]], *row[1:]] for name, row in found.tensors.items()}
+    whole = json.dumps([named, sorted(blocks)], sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The host memory in which a resident's images lie, shared with its device worker.
+
+A slab is a memfd that the device worker makes before the resident is born.  Its length is the most
+that an image may take; it is sealed at that, and memory is only where something was written.  So
+the kernel keeps the bound, nobody can cut it off under a reader (who would die of SIGBUS), and how
+much it really takes can be asked of the kernel (`held_bytes`), whatever the resident says.
+
+    0          an image, as its `layout` says
+    limit      an index: the layout and what belongs to it, as JSON, of up to INDEX_LIMIT_BYTES
+
+The resident maps it and copies into it at the speed of memory; the device worker reads.  While the
+device worker reads an image, from `saving` to `kept`, the resident leaves it alone; if it does not,
+it spoils its own checkpoint only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+from contextlib import suppress
+from typing import Any
+
+JSON = dict[str, Any]
+
+INDEX_LIMIT_BYTES = 64 * 2**20  # about 200 bytes for a storage, and as many for a tensor
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
+_REMOVE = 9  # MADV_REMOVE
+_STEP = 2**24  # memory is given out in so large pieces, so that nobody waits for long
+
+
+class BadIndex(Exception):
+    """What lies where an index should be is none."""
+
+
+# --- both sides -----------------------------------------------------------------------------------
+
+
+def made(limit_bytes: int) -> int:
+    """A new one, for images of up to `limit_bytes`; its descriptor."""
+    fd = os.memfd_create("slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _pages(limit_bytes) + INDEX_LIMIT_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def limit_bytes(fd: int) -> int:
+    """How long an image in it may be."""
+    return os.fstat(fd).st_size - INDEX_LIMIT_BYTES
+
+
+def held_bytes(fd: int) -> int:
+    """The memory that it takes."""
+    return os.fstat(fd).st_blocks * 512
+
+
+def write_index(fd: int, body: JSON) -> int:
+    """Keep `body` behind the image; its length in bytes.  Raises BadIndex if it is too long."""
+    text = json.dumps(body).encode()
+    if len(text) > INDEX_LIMIT_BYTES:
+        raise BadIndex(f"it has {len(text)} bytes, and {INDEX_LIMIT_BYTES} are allowed")
+    at = 0
+    while at < len(text):
+        at += os.pwrite(fd, memoryview(text)[at:], limit_bytes(fd) + at)
+    return len(text)
+
+
+def read_index(fd: int, size: int) -> JSON:
+    """What was kept, in a copy; raises BadIndex."""
+    if size > INDEX_LIMIT_BYTES:
+        raise BadIndex(f"it has {size} bytes, and {INDEX_LIMIT_BYTES} are allowed")
+    try:
+        body = json.loads(os.pread(fd, size, limit_bytes(fd)))
+    except (ValueError, RecursionError) as error:
+        raise BadIndex(f"it is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadIndex("it is no table")
+    return body
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+# --- the resident's side --------------------------------------------------------------------------
+
+
+class Slab:
+    """A slab, mapped: `address` is where it begins in this process."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.limit_bytes = fd, limit_bytes(fd)
+        self.memory = mmap.mmap(fd, self.limit_bytes) if self.limit_bytes else mmap.mmap(-1, 1)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.used_bytes = 0  # by the longest image that may still lie there
+        with suppress(OSError):
+            self.memory.madvise(mmap.MADV_DONTFORK)  # a job's children have no business in it
+        with suppress(OSError, AttributeError):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)  # where the host allows them for shared memory
+
+    def view(self, offset: int, size: int) -> memoryview:
+        return memoryview(self.memory)[offset : offset + size]
+
+    def make_ready(self, size: int) -> None:
+        """Take the memory for an image of `size` bytes now, so that copying need not."""
+        for start in range(0, min(size, self.limit_bytes), _STEP):
+            with suppress(OSError):  # an older kernel, or none left: then copying takes it
+                self.memory.madvise(_POPULATE_WRITE, start, _pages(min(_STEP, size - start)))
+
+    def used(self, size: int) -> None:
+        """An image of `size` bytes is about to lie here; give back what a much longer one took."""
+        if self.used_bytes > 2 * size + _STEP:
+            start = _pages(size)
+            with suppress(OSError):
+                self.memory.madvise(_REMOVE, start, _pages(self.used_bytes) - start)
+            self.used_bytes = 0
+        self.used_bytes = max(self.used_bytes, size)

@@ -1,0 +1,396 @@
+"""Copy a job's state into its slab while the next step already runs.
+
+`begin` is called at a safe point, and returns when the job may go on; `join` returns when the image
+lies in the slab.  Of what was captured
+
+* what is small, or may change in the next forward (buffers), is copied at once;
+* what only an optimizer writes to (parameters and its state), and gradients, which the next step
+  lets go of, are copied by a thread beside the next forward and backward; no optimizer steps before
+  that thread is done;
+* what has not been written to since it was copied to the same place is not copied again.
+
+The last two are not believed but watched (`watch`): the kernel says whether a page was written to.
+If one was before its copy was done (a weight clipped in forward, an average kept by hand), the
+image is `spoiled`: it is not told of, and the next one copies that storage at once, from then on.
+
+Where memory cannot be watched, everything is copied at once.  Memory of a CUDA device is never
+watched: it is copied within the device first, where that has room for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from workers.capture import Captured
+from workers.layout import Extent, Layout, laid_out
+from workers.slab import Slab
+from workers.watch import PAGE, Range, Watch
+
+WATCHED_BYTES = 64 * 1024  # what is smaller is copied at once: to watch it would take longer
+PIECE_BYTES = 16 * 2**20  # copied without looking whether the storage still lies there
+_GRAPH_ROOM = 64 * 1024  # the graph has room to grow, so that storages keep their places
+
+_copy = ctypes.memmove  # lets other threads run meanwhile
+_copy_small = ctypes.PyDLL(None).memcpy  # does not, which is faster for little
+_copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_copy_small.restype = ctypes.c_void_p
+
+
+class TooLarge(Exception):
+    """The image does not fit into the slab."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A large storage of host memory on its way to `offset` of the slab."""
+
+    storage: torch.UntypedStorage
+    address: int
+    size: int
+    offset: int
+    pages: Range  # whole ones, which nobody else's bytes lie on
+    is_passing: bool = False  # a gradient: its memory will soon be another's
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is remembered of a storage from one image to the next, while it lives.
+
+    `is_copied`: it has been watched since it was last copied.  `is_hot`: it was once written to
+    while it was watched, so watching it is of no use.
+    """
+
+    alive: StorageWeakRef
+    place: tuple[int, int, int]  # address, size, offset in the slab
+    is_copied: bool = False
+    is_hot: bool = False
+    images: int = 0  # in how many it was, counting the one that is being made
+
+    @property
+    def pages(self) -> Range:
+        return Range.inside(self.place[0], self.place[1])
+
+
+@dataclass
+class _Plan:
+    """What is done with each large storage."""
+
+    now: list[Part] = field(default_factory=list)
+    later: list[Part] = field(default_factory=list)
+    again: list[Part] = field(default_factory=list)  # not at all, if it was not written to
+    device: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+
+
+class Staging:
+    """One resident's; everything but the copying itself happens in its main thread."""
+
+    def __init__(self, slab: Slab, watch: Watch | None) -> None:
+        self.slab, self.watch = slab, watch
+        self.spoiled = False
+        self.copied_bytes = 0  # of the last image: those that were moved
+        self.waited_s = 0.0  # in all, by an optimizer or a safe point
+        self._known: dict[int, _Known] = {}
+        self._guarded: set[int] = set()  # of `_known`: watched, and soon written to by an optimizer
+        self._layout = Layout(graph=Extent(offset=0, size=0), storages=())
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], ...]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._done.set()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._process = os.getpid()
+        self._side: Any = None  # the CUDA stream on which copies leave the device
+        self._pinned_bytes = 0
+        register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def begin(self, captured: Captured, then: Callable[[Layout], None]) -> None:
+        """Make an image of it; `then` is called once it lies there whole, by whichever thread.
+
+        It must not raise.  Raises TooLarge.
+        """
+        self.join()
+        self.spoiled = False
+        layout = self._layout = self._fitting(captured)
+        self.slab.used(layout.end)
+        size = layout.graph.size
+        self.slab.view(0, size)[:] = captured.graph
+        self.copied_bytes = size
+        plan = self._planned(captured.storages, layout)
+        event = self._leave_device(plan.device, layout)
+        self._copy_now(plan)
+        if plan.later or event is not None:
+            self._aside(lambda: self._copy_later(plan.later, event), lambda: then(layout))
+        else:
+            then(layout)
+
+    def must_fit(self, captured: Captured) -> int:
+        """Bytes of the slab that its image takes; raises TooLarge."""
+        return self._fitting(captured).end
+
+    def _fitting(self, captured: Captured) -> Layout:
+        layout, limit = self._placed(captured), self.slab.limit_bytes
+        if layout.end > limit:
+            told = f"its image takes {layout.end} bytes, and this device keeps at most {limit}"
+            raise TooLarge(told)
+        return layout
+
+    @property
+    def is_copying(self) -> bool:
+        return not self._done.is_set()
+
+    def join(self) -> None:
+        """Wait until the image lies there, or is spoiled."""
+        if not self._done.is_set():
+            began_s = time.perf_counter()
+            self._done.wait()
+            self.waited_s += time.perf_counter() - began_s
+
+    def _aside(self, copy: Callable[[], None], then: Callable[[], None]) -> None:
+        if self._thread is None:  # one for the resident's life: to start one takes a while
+            self._thread = threading.Thread(target=self._help, name="staging", daemon=True)
+            self._thread.start()
+        self._done.clear()
+        self._work.put((copy, then))
+
+    def _help(self) -> None:
+        while True:
+            copy, then = self._work.get()
+            try:
+                copy()
+            except Exception:
+                traceback.print_exc()  # into the job's log; its next image is another attempt
+                self.spoiled = True
+            spoiled = self.spoiled
+            self._done.set()  # whoever waits need not wait for what is told
+            if not spoiled:
+                then()
+            del copy, then  # and with them the storages that they held
+
+    def _placed(self, captured: Captured) -> Layout:
+        """Storages lie where they lay, as long as there are as many of the same sizes."""
+        graph = Extent(offset=0, size=len(captured.graph))
+        with_cuda = torch.cuda.is_available()
+        sizes = [_extent(storage, with_cuda=with_cuda) for storage in captured.storages]
+        before = self._layout.storages
+        if sizes == [(part.size, part.device, part.pinned) for part in before] and (
+            not before or graph.size <= before[0].offset
+        ):
+            return replace(self._layout, graph=graph)
+        room = _GRAPH_ROOM
+        while room < graph.size:
+            room *= 2
+        return replace(laid_out(room, sizes), graph=graph)
+
+    # --- what is done with each ---
+
+    def _planned(self, storages: Iterable[torch.UntypedStorage], layout: Layout) -> _Plan:
+        """Small ones are copied right here; the large ones are sorted."""
+        plan, known = _Plan(), dict[int, _Known]()
+        stable, passing = self._stable(), self._passing()
+        base, watched = self.slab.address, self.watch is not None
+        for storage, extent in zip(storages, layout.storages, strict=True):
+            size = extent.size
+            if extent.device != "cpu":
+                plan.device.append((storage, extent.offset))
+            elif size < WATCHED_BYTES:
+                _copy_small(base + extent.offset, storage.data_ptr(), size)
+            else:
+                address = storage.data_ptr()
+                part = Part(
+                    storage=storage,
+                    address=address,
+                    size=size,
+                    offset=extent.offset,
+                    pages=Range.inside(address, size),
+                )
+                if not watched:
+                    plan.now.append(part)
+                    continue
+                seen = known[storage._cdata] = self._seen(part)
+                if seen.is_copied:
+                    plan.again.append(part)
+                elif storage._cdata in stable and not seen.is_hot:
+                    plan.later.append(part)
+                elif storage._cdata in passing and not seen.is_hot:
+                    plan.later.append(replace(part, is_passing=True))
+                else:
+                    plan.now.append(part)
+        self._known = known
+        self._guarded &= known.keys()
+        return plan
+
+    def _seen(self, part: Part) -> _Known:
+        place = (part.address, part.size, part.offset)
+        seen = self._known.get(part.storage._cdata)
+        if seen is None or seen.alive.expired():
+            seen = _Known(alive=StorageWeakRef(part.storage), place=place)
+        elif seen.place != place:
+            seen.place, seen.is_copied = place, False
+        seen.images += 1
+        return seen
+
+    def _stable(self) -> set[int]:
+        """Storages that nobody but an optimizer is expected to write to."""
+        found = set[int]()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found.update(_storages(p for p in group["params"] if p.requires_grad))
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    found.update(_storages(state.values()))
+        return found
+
+    def _passing(self) -> set[int]:
+        found = set[int]()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found.update(_storages(p.grad for p in group["params"]))
+        return found
+
+    def _copy_now(self, plan: _Plan) -> None:
+        """All that must be copied before the job goes on; from here on the rest is watched."""
+        if self.watch is not None:
+            written = self.watch.written(part.pages for part in plan.again)
+            for part in plan.again:
+                if part.pages in written:
+                    self._is_hot(part)
+                    plan.now.append(part)
+            cold = [part for part in plan.now if self._may_be_frozen(part)]
+            self.watch.protect(part.pages for part in (*cold, *plan.later))
+            self._guarded.update(p.storage._cdata for p in plan.later if not p.is_passing)
+            for part in cold:
+                self._known[part.storage._cdata].is_copied = True
+            for part in (*plan.later, *plan.again):
+                self._copy_edges(part)
+        for part in plan.now:
+            _copy(self.slab.address + part.offset, part.address, part.size)
+            self.copied_bytes += part.size
+
+    def _may_be_frozen(self, part: Part) -> bool:
+        """Not what lives for a step only: to write where it lay would take faults."""
+        known = self._known[part.storage._cdata]
+        return known.images > 1 and not known.is_hot
+
+    def _copy_edges(self, part: Part) -> None:
+        """What of it lies on pages that others use too."""
+        pages, to = part.pages, self.slab.address + part.offset
+        if before := pages.start - part.address:
+            _copy_small(to, part.address, before)
+        if after := part.address + part.size - pages.end:
+            _copy_small(to + part.size - after, pages.end, after)
+
+    # --- beside the next step ---
+
+    def _copy_later(self, parts: list[Part], event: Any) -> None:
+        assert self.watch is not None or not parts
+        if event is not None:
+            event.synchronize()
+        moved = [part for part in parts if not self._copied(part)]
+        if self.watch is not None and parts:
+            written = self.watch.written(part.pages for part in parts)
+            moved += [part for part in parts if part.pages in written]
+            self.watch.release(part.pages for part in parts if part.is_passing)
+        for part in moved:
+            self._is_hot(part)
+        self.spoiled = bool(moved)
+        if not self.spoiled:
+            for part in parts:
+                self._known[part.storage._cdata].is_copied = not part.is_passing
+
+    def _copied(self, part: Part) -> bool:
+        pages = part.pages
+        to = self.slab.address + part.offset - part.address
+        for at in range(pages.start, pages.end, PIECE_BYTES):
+            if part.storage.data_ptr() != part.address:
+                return False  # it was resized; what lies there now is another's
+            _copy(to + at, at, min(PIECE_BYTES, pages.end - at))
+        self.copied_bytes += part.size
+        return True
+
+    def _is_hot(self, part: Part) -> None:
+        known = self._known[part.storage._cdata]
+        known.is_hot, known.is_copied = True, False
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if os.getpid() != self._process:
+            return  # a child of the job: the thread and the watch are its parent's
+        self.join()
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._guarded |= self._known.keys() & self._stable()
+        if self._guarded and self.watch is not None:
+            # Else the first write to each page would take a fault.
+            guarded = [self._known[number] for number in self._guarded]
+            self.watch.release(known.pages for known in guarded)
+            for known in guarded:
+                known.is_copied = False
+        self._guarded = set()
+
+    # --- from a CUDA device ---
+
+    def _leave_device(self, parts: list[tuple[torch.UntypedStorage, int]], layout: Layout) -> Any:
+        """Copies on a stream of their own; the event that they are done, None if there are none.
+
+        Device memory cannot be watched.  While it has room the state is copied there first, which
+        takes a fiftieth of the time, and leaves from that copy; else the job waits until its state
+        has left.
+        """
+        if not parts:
+            return None
+        self._pin(layout.end)
+        whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
+        size = sum(storage.nbytes() for storage, _ in parts)
+        self.copied_bytes += size
+        free_bytes, _ = torch.cuda.mem_get_info()
+        has_room = free_bytes > 2 * size
+        self._side = self._side or torch.cuda.Stream()
+        sources = [_flat(storage) for storage, _ in parts]
+        if has_room:
+            sources = [source.clone() for source in sources]
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(self._side):
+            for source, (storage, offset) in zip(sources, parts, strict=True):
+                whole[offset : offset + storage.nbytes()].copy_(source, non_blocking=True)
+                source.record_stream(self._side)
+            event = self._side.record_event()
+        if not has_room:
+            event.synchronize()
+        return event
+
+    def _pin(self, size: int) -> None:
+        """Let the device write into the slab by itself, as far as `size`."""
+        if size <= self._pinned_bytes:
+            return
+        runtime = torch.cuda.cudart()
+        if self._pinned_bytes:
+            runtime.cudaHostUnregister(self.slab.address)
+        self._pinned_bytes = -(-size // PAGE) * PAGE
+        failed = runtime.cudaHostRegister(self.slab.address, self._pinned_bytes, 0)
+        if int(failed) != 0:
+            self._pinned_bytes = 0  # then the copies are slower, and hold up the host
+
+
+def _storages(values: Iterable[Any]) -> Iterable[int]:
+    plain = (torch.nn.Parameter, torch.Tensor)
+    return [value.untyped_storage()._cdata for value in values if type(value) in plain]
+
+
+def _extent(storage: torch.UntypedStorage, *, with_cuda: bool) -> tuple[int, str, bool]:
+    kind = storage.device.type
+    return storage.nbytes(), kind, with_cuda and kind == "cpu" and storage.is_pinned()
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
