@@ -1,0 +1,274 @@
+"""N ranks on one device against N times one rank's step: what do turns cost and squashing save?
+
+    python -m benchmarks.splice [--quick]
+
+An ordinary DDP training of a small transformer with AdamW runs with 2 and 4 ranks on one CPU seat,
+in four ways: squashed or not, with or without device memory moved to the host at each switch.
+Interleaved with it: the step of the same code in one process (a world of one under stock gloo),
+times N; the same without DDP; a seat for every rank; stock gloo with N processes.  All share one
+core.  What counts is processor time, summed over all processes, because the machine has other work:
+medians over the rounds, ratios within a round.
+
+Memory: what lies on the device at most (the seat's common copy, and what the rank whose turn it is
+has brought in) over one replica of parameters, gradients and optimizer state; activations are on
+neither side.  `host` is what all processes together really occupy, contributions and parked memory
+included, above what they had before the job was built.
+
+Bits: all ways end with the same parameters, optimizer state and losses as a seat for every rank.
+The long form also runs the rows of the feature matrix that are too slow for `make test`, and 100
+seeded violations: one rank adds 1e-7 to one element of a parameter after a random step.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import Target, quick, report
+from workers.splice import Host
+
+JSON = dict[str, Any]
+
+JOB, MLP, ROWS = "benchmarks.splice:Train", "jobs:Mlp", "features:every"
+ONE = "N x one rank"
+WARM_STEPS = 5  # DDP's buckets settle, the optimizer is watched and squashed
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+WAYS: dict[str, JSON] = {
+    "squashed": {},
+    "plain": {"squash": False},
+    "squashed, moved": {"swap": True},
+    "plain, moved": {"squash": False, "swap": True},
+}
+
+
+# --- the job --------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    def __init__(self, *, width: int, layers: int, words: int) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(words, width), nn.Linear(width, words)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        out: torch.Tensor = self.out(hidden)
+        return out
+
+
+class Train:
+    """A tenant's job: dropout, so every rank draws numbers of its own."""
+
+    def __init__(
+        self,
+        ctx: Any,
+        *,
+        batch: int,
+        bare: bool = False,
+        width: int = 384,
+        layers: int = 6,
+        words: int = 2000,
+    ) -> None:
+        torch.manual_seed(1)
+        self.before = _own_bytes()
+        net = Transformer(width=width, layers=layers, words=words)
+        self.count = sum(p.numel() for p in net.parameters())
+        self.net = net if bare else DistributedDataParallel(net)
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-4)
+        self.batch, self.vocabulary = batch, words
+        self.host = 0
+        torch.manual_seed(100 + ctx.rank)
+
+    def step(self, ctx: Any) -> JSON:
+        tokens = torch.randint(self.vocabulary, (self.batch, 65))
+        out = self.net(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        if ctx.step == 8:
+            self.host = _own_bytes() - self.before
+        return {"loss": loss.item(), "host": self.host, "count": self.count}
+
+
+def _own_bytes() -> int:
+    """This process's part of the memory it uses: shared pages are divided among their users."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel tells no proportional set size")
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measure(host: Host, *, ranks: int, batch: int, steps: int, repeats: int) -> JSON:
+    """Milliseconds of processor time per step of all ranks together, by way; medians."""
+    gang = {
+        "ranks": ranks,
+        "seats": 1,
+        "steps": WARM_STEPS + steps,
+        "measure_from": WARM_STEPS + 1,
+        "params": {"batch": batch},
+    }
+    one = {"ranks": 1, "peers": True}
+    ways = {
+        ONE: one,
+        "N x one rank, without DDP": one | {"params": {"batch": batch, "bare": True}},
+        **WAYS,
+        "a seat for each": {"seats": ranks, "squash": False},
+        "gloo": {"peers": True},
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    stories: dict[str, list[JSON]] = {}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            stories[name] = told = _right(host.run(JOB, **{**gang, **way}))
+            cpu_s = sum(story["cpu_s"] for story in told) * (ranks // len(told))
+            found[name].append(cpu_s / steps * 1000)
+    bits = [[story["hash"] for story in stories[name]] for name in (*WAYS, "a seat for each")]
+    return {
+        "ms": {name: round(statistics.median(values), 1) for name, values in found.items()},
+        "over": {name: _over(values, found[ONE]) for name, values in found.items()},
+        "same_bits": all(hashes == bits[0] for hashes in bits),
+        "moved_mb": {
+            name: round(
+                sum(s["out_bytes"] + s["in_bytes"] for s in stories[name]) / gang["steps"] / 1e6, 1
+            )
+            for name in WAYS
+        },
+    }
+
+
+def _right(stories: list[JSON]) -> list[JSON]:
+    for story in stories:
+        if "error" in story or "killed" in story:
+            raise RuntimeError(story.get("trace", str(story)))
+    return stories
+
+
+def _over(values: list[float], base: list[float]) -> float:
+    """The median of the ratios within each round, minus one."""
+    return round(statistics.median(v / b - 1 for v, b in zip(values, base, strict=True)), 4)
+
+
+def _memory(stories: list[JSON]) -> JSON:
+    """Over what one rank alone holds: parameters, gradients, two moments, and DDP's buckets."""
+    last = [story["losses"][-1] for story in stories]
+    replica = 5 * 4 * last[0]["count"]
+    steady = max(s["common_bytes"] + s["last_bytes"] for s in stories)
+    first = max(s["largest_bytes"] for s in stories)  # before anything is common
+    return {
+        "device": round(max(steady, first) / replica, 3),
+        "host": round(sum(one["host"] for one in last) / replica, 3),
+    }
+
+
+def memory(host: Host, *, ranks: int) -> dict[str, JSON]:
+    gang = {"ranks": ranks, "steps": WARM_STEPS + 4, "params": {"batch": 1}}
+    ways = {name: way for name, way in WAYS.items() if "moved" in name}
+    return {name: _memory(_right(host.run(JOB, **{**gang, **way}))) for name, way in ways.items()}
+
+
+# --- what is too slow for `make test` -------------------------------------------------------------
+
+
+def slow_rows(host: Host) -> dict[str, bool]:
+    """The compilers' rows of the feature matrix: one seat and three seats give the same bits."""
+    found = {}
+    for name in ("compiled_aot", "compiled_inductor"):
+        gang: JSON = {"ranks": 3, "params": {"names": [name]}, "path": "tests/workers/ddp"}
+        one, three = (_right(host.run(ROWS, seats=seats, **gang)) for seats in (1, 3))
+        found[name] = [s["losses"] for s in one] == [s["losses"] for s in three]
+    return found
+
+
+def faults(host: Host, count: int) -> int:
+    """Of so many seeded violations those found at the next step and ended with the right bits."""
+    right = 0
+    for seed in range(count):
+        dice = random.Random(seed)
+        ranks, steps = dice.choice([2, 3, 4]), 8
+        spoil = {
+            "rank": dice.randrange(ranks),
+            "step": dice.randint(3, steps - 1),
+            "at": dice.randrange(2048),
+        }
+        gang: JSON = {"ranks": ranks, "steps": steps, "params": {"spoil": spoil}}
+        gang["path"] = "tests/workers/ddp"
+        squashed, spread = (_right(host.run(MLP, seats=seats, **gang)) for seats in (1, ranks))
+        told = [event for event in squashed[0]["events"] if event["kind"] == "violation"]
+        found = (
+            told[0]["step"] == spoil["step"] + 1 and f"rank {spoil['rank']}: " in told[0]["what"]
+        )
+        right += found and [_bits(s) for s in squashed] == [_bits(s) for s in spread]
+    return right
+
+
+def _bits(story: JSON) -> tuple[str, str]:
+    return story["hash"], str(story["losses"])
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def main() -> int:
+    short = quick()
+    cases = [(2, 1), (4, 1)] if short else [(2, 1), (4, 1), (2, 4), (4, 4)]
+    pinned = Host(before=("taskset", "-c", "0"), **MALLOC)
+    times = {
+        f"{ranks} ranks, batch {batch}": measure(
+            pinned, ranks=ranks, batch=batch, steps=6, repeats=3 if short else 7
+        )
+        for ranks, batch in cases
+    }
+    pinned.close()
+    host = Host()
+    room = memory(host, ranks=4)
+    found = faults(host, 5 if short else 100)
+    rows = {} if short else slow_rows(host)
+    host.close()
+    targets = [target for name, case in times.items() for target in _targets(name, case)]
+    device = room["squashed, moved"]["device"]
+    targets += [
+        Target(name="device memory, 4 ranks", value=device, unit="replicas", op="<=", bound=1.2),
+        Target(
+            name="seeded violations found, with right bits",
+            value=found / (5 if short else 100),
+            unit="",
+            op=">=",
+            bound=1.0,
+        ),
+    ]
+    targets += [
+        Target(name=f"{name}: same bits", value=int(same), unit="", op=">=", bound=1)
+        for name, same in rows.items()
+    ]
+    return report("splice", targets, peers={"times": times, "memory": room})
+
+
+def _targets(name: str, case: JSON) -> list[Target]:
+    over = case["over"]
+    return [
+        Target(
+            name=f"overhead squashed, {name}", value=over["squashed"], unit="", op="<=", bound=0.0
+        ),
+        Target(name=f"overhead plain, {name}", value=over["plain"], unit="", op="<=", bound=0.03),
+        Target(name=f"same bits, {name}", value=int(case["same_bits"]), unit="", op=">=", bound=1),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,532 @@
+"""Meetings: what the ranks of a group bring is put together in rank order, and everybody takes it.
+
+A call has a group and a number in it.  Each member posts its contribution at once, without waiting,
+into shared host memory; the last one's arrival completes the call.  Two kinds:
+
+* *kept*: every contribution stays until all have taken what they need of it (gathering, scattering,
+  broadcasting);
+* *folded*: contributions are combined pairwise as they come, along a binary tree over the members'
+  ranks: ((0+1)+(2+3))+4.  The tree depends on the size of the group and on nothing else, so the
+  bits depend neither on how many seats there are nor on who comes first.  Ranks of one seat are
+  neighbours in the tree, so what a device has to send to another is their sum, mostly one.
+
+What always holds:
+* the members of a group make the same calls in the same order; where two differ the gang fails, and
+  the error names both ranks and both calls;
+* who is ahead by DEPTH calls waits for the slowest;
+* no contribution changes once it is posted, and none is freed before all have taken it.
+
+`Exchange`, `Group` and `Ticket` are all that `collectives` and `squash` know of how bytes travel;
+what crosses hosts will stand behind the same names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from workers.ground import DEPTH, GROUPS, SLOT_WORDS, Ground, aligned
+from workers.turns import Turns, Wait, fail
+
+EVERYBODY, NOBODY = -1, -2  # whose contribution a member waits for, where it is not one member's
+
+_NAME, _SIZE, _CLOSED = 0, 1, 2  # words of a group
+_MEMBERS = 16
+_CALL, _SIGNATURE, _ARRIVED, _TAKEN, _DONE, _GIVEN_UP, _FIRST, _OUTCOME, _OUTCOME_BYTES = range(9)
+_TEXT = 16
+_POSTED, _OFFSET, _BYTES, _MERGED = range(4)
+
+UNUSED_TAKES = 64  # memory that so many contributions did not need goes back to the host
+GIVE_BACK_BYTES = 1 << 20
+
+Fold = Callable[[torch.Tensor, torch.Tensor], object]  # (into, from): changes `into`
+
+
+@cache
+def ascent(size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each leaf the (sibling, parent) pairs on its way to the root of the folding tree.
+
+    Leaves are 0..size-1; the left branch of a node holds the largest power of two of its leaves.
+    """
+    ways: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    fresh = iter(range(size, 2 * size))
+
+    def build(low: int, high: int) -> int:
+        if high - low == 1:
+            return low
+        middle = low + (1 << (high - low - 1).bit_length() - 1)
+        left, right = build(low, middle), build(middle, high)
+        node = next(fresh)
+        for leaf in range(low, high):
+            ways[leaf].append((right if leaf < middle else left, node))
+        return node
+
+    build(0, size)
+    return tuple(map(tuple, ways))
+
+
+@dataclass(slots=True)
+class Group:
+    """Members of a group, by their ranks in the gang; `me` is this rank's place among them."""
+
+    name: str
+    index: int
+    members: tuple[int, ...]
+    me: int
+    calls: int = 0  # made by this member so far
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One member's view of one call."""
+
+    exchange: Exchange
+    group: Group
+    number: int
+    slot: int
+    text: str
+    needs: int
+    shapes: list[tuple[int, torch.dtype]] = field(default_factory=list)
+    taken: bool = False
+
+    def ready(self) -> bool:
+        words = self.exchange.ground.words
+        if self.needs == EVERYBODY:
+            return bool(words[self.slot + _DONE])
+        return self.needs == NOBODY or bool(words[self.exchange.member(self, self.needs)])
+
+    def wait(self, timeout_s: float) -> None:
+        """Until what this member needs has been posted.  Raises GangFailed, TimeoutError."""
+        self.exchange.turns.wait(
+            Wait.CALL,
+            self.group.index,
+            self.number,
+            self.needs,
+            until=self.ready,
+            text=self.described,
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def described(self) -> str:
+        return f"{self.text}, call {self.number + 1} of group {self.group.name!r}"
+
+    def row(self, member: int) -> list[torch.Tensor]:
+        """A kept contribution, as bytes: one tensor per part."""
+        ground = self.exchange.ground
+        at = self.exchange.member(self, member)
+        offset, length = ground.words[at + _OFFSET], ground.words[at + _BYTES]
+        if not length:
+            return []
+        parts = int(ground.at(offset, 8).view(torch.int64))
+        sizes = ground.at(offset, 8 * (parts + 1)).view(torch.int64)[1:].tolist()
+        start, rows = offset + aligned(8 * (parts + 1)), []
+        for size in sizes:
+            rows.append(ground.at(start, size))
+            start += aligned(size)
+        return rows
+
+    def sums(self) -> list[torch.Tensor]:
+        """What was folded, as flat tensors of the parts' types."""
+        way = ascent(self.group.size)[0]
+        if not way:
+            return self.exchange.parts_of(self, 0)
+        holder = self.exchange.ground.words[self.exchange.node(self, way[-1][1])] - 1
+        return self.exchange.parts_of(self, holder)
+
+    def take(self) -> None:
+        """This member needs the call's memory no longer."""
+        if not self.taken:
+            self.taken = True
+            self.exchange.taken(self)
+
+
+class Exchange:
+    """One rank's side of all meetings."""
+
+    def __init__(self, turns: Turns, *, timeout_s: float) -> None:
+        self.turns, self.ground, self.timeout_s = turns, turns.ground, timeout_s
+        self.arena = _Arena(self.ground)
+        self.posted = 0
+        turns.lacking, turns.give_up_vote = self._lacking, self._give_up_vote
+
+    # --- groups ---
+
+    def open(self, name: str, members: Sequence[int]) -> Group:
+        """The group of this name; every member opens it, in any order."""
+        index = self._index(name, members)
+        me = members.index(self.turns.rank)
+        return Group(name=name, index=index, members=tuple(members), me=me)
+
+    def close(self, group: Group) -> None:
+        """The last member to leave makes room for another group."""
+        with self.ground.locked():
+            at = self.ground.group(group.index)
+            self.ground.words[at + _CLOSED] += 1
+            if self.ground.words[at + _CLOSED] == group.size:
+                self.ground.clear_group(group.index)
+
+    def _index(self, name: str, members: Sequence[int]) -> int:
+        key, words = _number(f"{name} {members}"), self.ground.words
+        with self.ground.locked():
+            free = None
+            for index in range(GROUPS):
+                at = self.ground.group(index)
+                if words[at + _NAME] == key:
+                    return index
+                if free is None and not words[at + _NAME]:
+                    free = index
+            if free is None:
+                raise RuntimeError(f"a gang may have {GROUPS} groups at a time; {name!r} is more")
+            at = self.ground.group(free)
+            words[at + _NAME], words[at + _SIZE] = key, len(members)
+            for place, rank in enumerate(members):
+                words[at + _MEMBERS + place] = rank
+        return free
+
+    # --- calls ---
+
+    def post(
+        self,
+        group: Group,
+        text: str,
+        parts: Sequence[torch.Tensor] | None = None,
+        *,
+        fold: Fold | None = None,
+        needs: int = EVERYBODY,
+    ) -> Ticket:
+        """Make the group's next call.  `parts` are flat; they are copied before this returns.
+
+        `text` is the call in words, and must be the same on all members.
+        """
+        ticket = self._enter(group, text, needs)
+        self.posted += 1
+        if fold is not None and parts is not None:
+            ticket.shapes = [(part.numel(), part.dtype) for part in parts]
+            self._fold(ticket, parts, fold)
+        elif parts:
+            self._keep(ticket, parts)
+        with self.turns.board():
+            self._post(ticket)
+        return ticket
+
+    def meet(
+        self,
+        group: Group,
+        text: str,
+        bring: Callable[[bytes | None], bytes],
+        decide: Callable[[list[bytes]], bytes],
+    ) -> bytes | None:
+        """All members bring bytes; the last one decides, and all get its decision.
+
+        `bring` is given what the first one brought, or None if we are the first.  Returns None if
+        the meeting was given up because nothing else could move, or because members meant different
+        things: a vote, unlike a collective, may fail without harm.
+        """
+        ticket = self._enter(group, text, EVERYBODY, vote=True)
+        words, slot = self.ground.words, ticket.slot
+        if words[slot + _CALL] != ticket.number + 1 or words[slot + _GIVEN_UP]:
+            return None
+        first = words[slot + _FIRST]
+        payload = bring(None if first == group.me else self._payload(ticket, first))
+        self.ground.write(self._own_land(ticket, len(payload)), payload)
+        with self.turns.board():
+            last = words[slot + _ARRIVED] == group.size - 1
+            if not last:
+                self._post(ticket)
+        if last:
+            rows = [self._payload(ticket, member) for member in range(group.size)]
+            self._set_outcome(ticket, decide(rows))
+        else:
+            self.turns.wait(
+                Wait.VOTE,
+                group.index,
+                ticket.number,
+                until=lambda: bool(words[slot + _DONE] or words[slot + _GIVEN_UP]),
+                text=ticket.described,
+                timeout_s=self.timeout_s,
+            )
+        return self._outcome(ticket)
+
+    def _payload(self, ticket: Ticket, member: int) -> bytes:
+        at = self.member(ticket, member)
+        return self.ground.read(self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES])
+
+    def _set_outcome(self, ticket: Ticket, outcome: bytes) -> None:
+        words, offset = self.ground.words, self.arena.take(ticket, len(outcome))
+        self.ground.write(offset, outcome)
+        words[ticket.slot + _OUTCOME] = offset
+        words[ticket.slot + _OUTCOME_BYTES] = len(outcome)
+        with self.turns.board():
+            self._post(ticket)
+            self.turns.ready(Wait.VOTE, ticket.group.index, ticket.number)
+
+    def _outcome(self, ticket: Ticket) -> bytes | None:
+        words = self.ground.words
+        if words[ticket.slot + _GIVEN_UP]:
+            return None
+        offset, size = words[ticket.slot + _OUTCOME], words[ticket.slot + _OUTCOME_BYTES]
+        outcome = self.ground.read(offset, size)
+        ticket.take()
+        return outcome
+
+    def _give_up_vote(self, index: int, number: int) -> None:
+        self.ground.words[self.ground.slot(index, number) + _GIVEN_UP] = 1
+        self.turns.ready(Wait.VOTE, index, number)
+
+    # --- entering and posting ---
+
+    def _enter(self, group: Group, text: str, needs: int, *, vote: bool = False) -> Ticket:
+        number = group.calls
+        group.calls += 1
+        slot = self.ground.slot(group.index, number)
+        ticket = Ticket(self, group, number, slot, text, needs)
+        self.turns.check()
+        while not self._claimed(ticket, vote):
+            self.turns.wait(
+                Wait.ROOM,
+                group.index,
+                number % DEPTH,
+                until=lambda: self._is_free(ticket),
+                text=f"{ticket.described}: {DEPTH} calls before it are still being read",
+                timeout_s=self.timeout_s,
+            )
+        return ticket
+
+    def _is_free(self, ticket: Ticket) -> bool:
+        words, slot = self.ground.words, ticket.slot
+        unused = not words[slot + _CALL] or words[slot + _CALL] == ticket.number + 1
+        over = words[slot + _TAKEN] == ticket.group.size or words[slot + _GIVEN_UP]
+        return bool(unused or over)
+
+    def _claimed(self, ticket: Ticket, vote: bool) -> bool:
+        """Be the first in this call's slot, or find that we mean what the first one meant."""
+        words, slot, signature = self.ground.words, ticket.slot, _number(ticket.text)
+        with self.turns.board():
+            if vote and words[slot + _CALL] > ticket.number + 1:
+                return True
+            if words[slot + _CALL] != ticket.number + 1:
+                if not self._is_free(ticket):
+                    return False
+                self.ground.clear_slot(slot)
+                words[slot + _CALL], words[slot + _SIGNATURE] = ticket.number + 1, signature
+                words[slot + _FIRST] = ticket.group.me
+                self.ground.write_text(slot + _TEXT, ticket.text)
+                return True
+            same = words[slot + _SIGNATURE] == signature
+            if vote and not same:
+                self._give_up_vote(ticket.group.index, ticket.number)
+        if not same and not vote:
+            self._mismatch(ticket)
+        return True
+
+    def _mismatch(self, ticket: Ticket) -> None:
+        first = ticket.group.members[self.ground.words[ticket.slot + _FIRST]]
+        theirs = self.ground.read_text(ticket.slot + _TEXT)
+        told = (
+            f"mismatched collectives: as call {ticket.number + 1} of group {ticket.group.name!r} "
+            f"rank {first} called {theirs}, rank {self.turns.rank} called {ticket.text}"
+        )
+        fail(self.ground, told)
+        self.turns.check()
+
+    def _post(self, ticket: Ticket) -> None:
+        """Under the lock: we have come, and whoever waited for that may go on."""
+        words, slot, group = self.ground.words, ticket.slot, ticket.group
+        words[self.member(ticket, group.me) + _POSTED] = 1
+        words[slot + _ARRIVED] += 1
+        if words[slot + _ARRIVED] == group.size:
+            words[slot + _DONE] = 1
+            if group.size == self.ground.ranks:
+                self.turns.regroup_here()
+            self.turns.ready(Wait.CALL, group.index, ticket.number)
+        else:
+            self.turns.ready(Wait.CALL, group.index, ticket.number, group.me)
+
+    def has_come(self, channel: Group) -> bool:
+        """Whether the first member has made the call that this member makes next."""
+        words, slot = self.ground.words, self.ground.slot(channel.index, channel.calls)
+        posted = words[slot + SLOT_WORDS + _POSTED]
+        return words[slot + _CALL] == channel.calls + 1 and bool(posted)
+
+    def taken(self, ticket: Ticket) -> None:
+        words = self.ground.words
+        with self.turns.board():
+            words[ticket.slot + _TAKEN] += 1
+            if words[ticket.slot + _TAKEN] == ticket.group.size:
+                self.turns.ready(Wait.ROOM, ticket.group.index, ticket.number % DEPTH)
+
+    # --- contributions ---
+
+    def member(self, ticket: Ticket, member: int) -> int:
+        return ticket.slot + SLOT_WORDS + 4 * member
+
+    def node(self, ticket: Ticket, node: int) -> int:
+        return ticket.slot + SLOT_WORDS + 4 * self.ground.ranks + node
+
+    def parts_of(self, ticket: Ticket, member: int) -> list[torch.Tensor]:
+        """The typed parts of a folded contribution, where they lie in the land."""
+        start, parts = self.ground.words[self.member(ticket, member) + _OFFSET], []
+        for count, dtype in ticket.shapes:
+            size = count * dtype.itemsize
+            parts.append(self.ground.at(start, size).view(dtype))
+            start += aligned(size)
+        return parts
+
+    def _keep(self, ticket: Ticket, parts: Sequence[torch.Tensor]) -> None:
+        sizes = [part.numel() * part.element_size() for part in parts]
+        table = torch.tensor([len(sizes), *sizes], dtype=torch.int64).view(torch.uint8)
+        length = aligned(len(table)) + sum(map(aligned, sizes))
+        start = self._own_land(ticket, length)
+        self.ground.at(start, len(table)).copy_(table)
+        start += aligned(len(table))
+        for part, size in zip(parts, sizes, strict=True):
+            if size:
+                self.ground.at(start, size).view(part.dtype).copy_(part)
+            start += aligned(size)
+
+    def _own_land(self, ticket: Ticket, length: int) -> int:
+        offset = self.arena.take(ticket, length)
+        at = self.member(ticket, ticket.group.me)
+        self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = offset, length
+        return offset
+
+    def _fold(self, ticket: Ticket, parts: Sequence[torch.Tensor], fold: Fold) -> None:
+        """Up the tree as far as the other branches have come; what we then hold waits there.
+
+        Only who comes second to a node combines there, so no two ever write to the same sum.
+        """
+        words, me = self.ground.words, ticket.group.me
+        way = ascent(ticket.group.size)[me]
+        at, holder = me, -1  # the node that we are at, and the member in whose land its sum lies
+        for sibling, parent in (*way, (-1, -1)):
+            other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
+            if other < 0:
+                if holder < 0:
+                    holder = self._copied_in(ticket, parts)
+                other = self._leave_at(ticket, at, holder, sibling, parent)
+            if other < 0:
+                return
+            holder = self._combine(ticket, parts, holder, other, fold)
+            at = parent
+
+    def _copied_in(self, ticket: Ticket, parts: Sequence[torch.Tensor]) -> int:
+        self._own_land(ticket, sum(aligned(p.numel() * p.element_size()) for p in parts))
+        for place, part in zip(self.parts_of(ticket, ticket.group.me), parts, strict=True):
+            place.copy_(part)
+        return ticket.group.me
+
+    def _leave_at(self, ticket: Ticket, at: int, holder: int, sibling: int, parent: int) -> int:
+        """Put our sum down at its node, unless the other branch has just come: then its holder."""
+        words = self.ground.words
+        with self.ground.locked():
+            other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
+            if other < 0:
+                words[self.node(ticket, at)] = holder + 1
+        return other
+
+    def _combine(
+        self, ticket: Ticket, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: Fold
+    ) -> int:
+        """Our sum and theirs become one; returns in whose land it lies."""
+        into = self.parts_of(ticket, theirs)
+        mine = parts if ours < 0 else self.parts_of(ticket, ours)
+        for target, part in zip(into, mine, strict=True):
+            fold(target, part if part.device == target.device else part.to(target.device))
+        if ours >= 0:
+            self.ground.words[self.member(ticket, ours) + _MERGED] = 1
+        return theirs
+
+    def _lacking(self, index: int, number: int) -> list[int]:
+        """The ranks that have not made a call that somebody waits in."""
+        words, slot, at = (
+            self.ground.words,
+            self.ground.slot(index, number),
+            self.ground.group(index),
+        )
+        if words[slot + _CALL] != number + 1:
+            return []
+        return [
+            words[at + _MEMBERS + member]
+            for member in range(words[at + _SIZE])
+            if not words[slot + SLOT_WORDS + 4 * member + _POSTED]
+        ]
+
+
+class _Arena:
+    """This rank's own land for contributions: the same memory again and again.
+
+    A piece is free again when all members have taken the call that it belongs to, or when it was
+    folded into another's.
+    """
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground = ground
+        self.in_use: deque[tuple[Ticket, int, int]] = deque()
+        self.free: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # size -> (offset, the take it was freed at)
+        self.takes = 0
+
+    def take(self, ticket: Ticket, size_bytes: int) -> int:
+        self.takes += 1
+        self._reclaim()
+        if self.takes % UNUSED_TAKES == 0:
+            self._give_back()
+        size = _rounded(size_bytes)
+        pieces = self.free.get(size)
+        if pieces:
+            offset, _ = pieces.pop()
+        else:
+            with self.ground.locked():
+                offset = self.ground.take_land(size)
+        self.in_use.append((ticket, offset, size))
+        return offset
+
+    def _reclaim(self) -> None:
+        for _ in range(len(self.in_use)):
+            piece = self.in_use.popleft()
+            if self._is_over(*piece[:2]):
+                self.free.setdefault(piece[2], []).append((piece[1], self.takes))
+            else:
+                self.in_use.append(piece)
+
+    def _is_over(self, ticket: Ticket, offset: int) -> bool:
+        words, slot, group = self.ground.words, ticket.slot, ticket.group
+        if words[slot + _CALL] != ticket.number + 1 or words[slot + _GIVEN_UP]:
+            return True
+        if words[slot + _TAKEN] == group.size:
+            return True
+        at = ticket.exchange.member(ticket, group.me)
+        return bool(words[at + _MERGED]) and words[at + _OFFSET] == offset
+
+    def _give_back(self) -> None:
+        for size, pieces in self.free.items():
+            if size < GIVE_BACK_BYTES:
+                continue
+            for index, (offset, since) in enumerate(pieces):
+                if 0 <= since < self.takes - UNUSED_TAKES:
+                    self.ground.give_back(offset, size)
+                    pieces[index] = (offset, self.takes)
+
+
+def _rounded(size_bytes: int) -> int:
+    """Few sizes, each at most an eighth too large."""
+    size = max(size_bytes, 512)
+    step = 1 << max(size.bit_length() - 4, 6)
+    return -(-size // step) * step
+
+
+def _number(text: str) -> int:
+    """A text as a word that is not 0."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1

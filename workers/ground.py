@@ -1,0 +1,206 @@
+"""The memory that the ranks of one gang share on one host: words, land, a lock, bells, lifelines.
+
+    board   words of 64 bits with a fixed layout, written under the lock
+    land    bytes without end (a sparse file): regions are taken once and never moved
+    bells   one eventfd per rank, to sleep on
+    lock    one byte of a file, held by whoever writes to the board; further bytes are lifelines
+
+A lock of this kind belongs to a process and goes with it, however it ends.  So the board is never
+left locked, and a rank that holds the lock on its own byte all its life is known to be dead by
+whoever finds that byte free: no supervisor is needed for it.
+
+Everything is reached by file descriptors, which a fork inherits and a socket can carry; nothing
+has a name in the file system.  Nothing here knows what the words mean to turns and meetings; of
+the head only one is ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import select
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LAND_BYTES = 1 << 42  # of addresses; memory is only where something was written
+ALIGN_BYTES = 64  # as torch aligns its own, so that the same kernels compute the same bits
+GROUPS = 256
+DEPTH = 256  # calls of one group that may be under way before its fastest member has to wait
+TEXT_WORDS = 32  # of a text on the board
+
+HEAD_WORDS = 512
+RANK_WORDS = 32 + TEXT_WORDS
+SEAT_WORDS = 8
+SLOT_WORDS = 16 + TEXT_WORDS
+
+_LAND_TAKEN = 8  # the word of the head that counts it
+_PUNCH_HOLE_KEEP_SIZE = 3
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handles:
+    """What a rank's process is given: file descriptors."""
+
+    ranks: int
+    board: int
+    land: int
+    lock: int
+    bells: tuple[int, ...]
+
+
+def make(ranks: int) -> Handles:
+    """Fresh shared memory for a gang of `ranks`; whoever holds a descriptor keeps it alive."""
+    board = os.memfd_create("gang-board")
+    os.ftruncate(board, _Layout(ranks).words * 8)
+    land = os.memfd_create("gang-land")
+    os.ftruncate(land, LAND_BYTES)
+    lock = os.memfd_create("gang-lock")
+    bells = tuple(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks))
+    return Handles(ranks=ranks, board=board, land=land, lock=lock, bells=bells)
+
+
+def close(handles: Handles) -> None:
+    for fd in (handles.board, handles.land, handles.lock, *handles.bells):
+        os.close(fd)
+
+
+class _Layout:
+    """Where things lie on the board, in words."""
+
+    def __init__(self, ranks: int) -> None:
+        self.rank = HEAD_WORDS
+        self.seat = self.rank + ranks * RANK_WORDS
+        self.group = self.seat + ranks * SEAT_WORDS
+        self.slot_words = SLOT_WORDS + 6 * ranks
+        self.group_words = 16 + ranks + DEPTH * self.slot_words
+        self.words = self.group + GROUPS * self.group_words
+
+
+class Ground:
+    """One process's view of the shared memory."""
+
+    def __init__(self, handles: Handles) -> None:
+        self.ranks, self.handles = handles.ranks, handles
+        self._layout = _Layout(handles.ranks)
+        self._board = mmap.mmap(handles.board, self._layout.words * 8)
+        self._thread_lock = threading.Lock()
+        self._polls: dict[int, Any] = {}
+        self.words = memoryview(self._board).cast("q")
+        self._land = mmap.mmap(handles.land, LAND_BYTES)
+        self.land = torch.frombuffer(self._land, dtype=torch.uint8)
+
+    # --- places on the board, as indices into `words` ---
+
+    def rank(self, rank: int) -> int:
+        return self._layout.rank + rank * RANK_WORDS
+
+    def seat(self, seat: int) -> int:
+        return self._layout.seat + seat * SEAT_WORDS
+
+    def group(self, index: int) -> int:
+        return self._layout.group + index * self._layout.group_words
+
+    def slot(self, index: int, sequence: int) -> int:
+        inside = 16 + self.ranks + sequence % DEPTH * self._layout.slot_words
+        return self.group(index) + inside
+
+    def clear(self, place: int, words: int) -> None:
+        self.words[place : place + words] = memoryview(bytes(words * 8)).cast("q")
+
+    def clear_slot(self, place: int) -> None:
+        self.clear(place, self._layout.slot_words)
+
+    def clear_group(self, index: int) -> None:
+        self.clear(self.group(index), self._layout.group_words)
+
+    def write_text(self, place: int, text: str, words: int = TEXT_WORDS) -> None:
+        data = text.encode(errors="replace")[: words * 8]
+        self._board[place * 8 : place * 8 + words * 8] = data.ljust(words * 8, b"\0")
+
+    def read_text(self, place: int, words: int = TEXT_WORDS) -> str:
+        data = self._board[place * 8 : place * 8 + words * 8]
+        return data.rstrip(b"\0").decode(errors="replace")
+
+    # --- the lock, and who is alive ---
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone on the board.  Not to be entered twice by the same thread."""
+        with self._thread_lock:
+            fcntl.lockf(self.handles.lock, fcntl.LOCK_EX, 1, 0)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.handles.lock, fcntl.LOCK_UN, 1, 0)
+
+    def hold_lifeline(self, rank: int) -> None:
+        fcntl.lockf(self.handles.lock, fcntl.LOCK_EX, 1, 1 + rank)
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether the process that held this rank's lifeline is gone.  Not for one's own rank."""
+        try:
+            fcntl.lockf(self.handles.lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
+        except BlockingIOError:
+            return False
+        fcntl.lockf(self.handles.lock, fcntl.LOCK_UN, 1, 1 + rank)
+        return True
+
+    # --- bells ---
+
+    def ring(self, rank: int) -> None:
+        os.eventfd_write(self.handles.bells[rank], 1)
+
+    def sleep(self, rank: int, timeout_s: float) -> None:
+        """Until the bell of `rank` rings, or so long."""
+        poll = self._polls.get(rank)
+        if poll is None:
+            poll = self._polls[rank] = select.poll()
+            poll.register(self.handles.bells[rank], select.POLLIN)
+        if poll.poll(timeout_s * 1000):
+            os.eventfd_read(self.handles.bells[rank])
+
+    # --- land ---
+
+    def take_land(self, size_bytes: int) -> int:
+        """The offset of fresh, empty land.  Under the lock."""
+        start = max(self.words[_LAND_TAKEN], mmap.PAGESIZE)
+        pages = -(-size_bytes // mmap.PAGESIZE)
+        self.words[_LAND_TAKEN] = start + pages * mmap.PAGESIZE
+        if self.words[_LAND_TAKEN] > LAND_BYTES:
+            raise MemoryError(f"a gang's land of {LAND_BYTES} bytes is used up")
+        return start
+
+    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Bytes of the land as a tensor, shared with all ranks."""
+        return self.land[offset : offset + size_bytes]
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        return self._land[offset : offset + size_bytes]
+
+    def write(self, offset: int, data: bytes) -> None:
+        self._land[offset : offset + len(data)] = data
+
+    def private(self, offset: int, size_bytes: int) -> mmap.mmap:
+        """A mapping that shows the land and keeps what is written to it to itself."""
+        pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self.handles.land, pages, mmap.MAP_PRIVATE, rights, offset=offset)
+
+    def give_back(self, offset: int, size_bytes: int) -> None:
+        """The memory behind a region that nobody uses any more; its address is not used again."""
+        pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if _libc.fallocate(self.handles.land, _PUNCH_HOLE_KEEP_SIZE, offset, pages):
+            raise OSError(ctypes.get_errno(), "the memory of a region could not be given back")
+
+
+def aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

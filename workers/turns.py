@@ -1,0 +1,508 @@
+"""Seats and turns: N ranks on M seats, one rank running on each seat at a time.
+
+A rank's turn ends where it would block: in a collective, on a store key, asleep; at the end of a
+step when its slice is used up; and when it is done.  It then gives its seat to the next rank that
+can go on, and sleeps until what it waits for has come *and* its seat is free.  No process stands
+between them: whoever makes a wait come true marks the rank as ready, and whoever leaves a seat
+picks who is next.
+
+What always holds:
+* a rank between two turns has its device memory out of the way (`leave`, `enter`);
+* every wait has a deadline, and ends with an error if a rank dies, if another rank fails, or if
+  nobody is left that could end it: then the error says where every rank stands;
+* the map from ranks to seats changes only while nobody else runs (`_regroup`), at the boundary
+  between two steps that all ranks reach, or where all of them are parked anyway.
+
+What a rank computes does not depend on any of this: results are put together in rank order
+(`workers/exchange`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from workers.ground import Ground
+
+if TYPE_CHECKING:
+    import torch
+
+# Words of the board's head; further ones belong to `exchange` and `collectives`.
+FAILED, GENERATION, SEATS, WISH, BOUNDARY = 0, 1, 2, 3, 4
+_FAILED_TEXT, _FAILED_WORDS = 64, 448
+
+# Words of a rank.
+STATE, SEAT, STEP, KIND, ABOUT, NUMBER, PART, TURNS, ON_SEAT_NS, PROCESS, SPACE = range(11)
+_TEXT = 32
+
+_HOLDER = 0  # of a seat: the rank that runs there, plus one
+
+LOOK_EVERY_S = 0.25  # so often a sleeping rank looks whether the others are alive
+IDLE_S = 1.0  # who has a seat and sleeps so long, waits for something that we do not know of
+LOG_LENGTH = 10_000
+
+
+class State(IntEnum):
+    NEW = 0  # its process has not come yet
+    READY = 1  # could run, and waits for its seat
+    RUNNING = 2
+    WAITING = 3  # for something that another rank does
+    AWAY = 4  # waits for something outside the gang, without a seat
+    DONE = 5
+
+
+class Wait(IntEnum):
+    """What a rank waits for; `about`, `number` and `part` say which."""
+
+    NOTHING = 0
+    CALL = 1  # group, sequence, whose part (or EVERYBODY)
+    VOTE = 2  # group, sequence: given up when nothing else can move
+    ROOM = 3  # group, sequence: its slot is still being read
+    STORE = 4
+    MESSAGE = 5  # from any rank to this one
+    BOUNDARY = 6
+
+
+#: A tensor whose content need not go to the host: its copy there, or None where it is about to be
+#: overwritten anyway.
+Spared = tuple["torch.Tensor", "torch.Tensor | None"]
+
+
+class GangFailed(RuntimeError):
+    """Why the ranks of this gang cannot go on.  Every one of them gets the same text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn as it was: for the log."""
+
+    seat: int
+    begun_ns: int
+    ended_ns: int
+    ended_by: str
+
+
+def seat_of(rank: int, ranks: int, seats: int) -> int:
+    """Neighbours share a seat, and the first seats take one more if it does not divide."""
+    size, more = divmod(ranks, seats)
+    wide = (size + 1) * more
+    return rank // (size + 1) if rank < wide else more + (rank - wide) // size
+
+
+def seat_all(ground: Ground, seats: int) -> None:
+    """Before the first rank comes."""
+    words = ground.words
+    words[SEATS] = seats
+    for rank in range(ground.ranks):
+        words[ground.rank(rank) + SEAT] = seat_of(rank, ground.ranks, seats)
+
+
+def wish(ground: Ground, seats: int) -> None:
+    """Ask for another number of seats; it comes true at the next boundary that all ranks reach."""
+    if not 1 <= seats <= ground.ranks:
+        raise ValueError(f"{ground.ranks} ranks take 1 to {ground.ranks} seats, not {seats}")
+    with ground.locked():
+        ground.words[WISH] = seats
+
+
+def fail(ground: Ground, text: str) -> None:
+    """End the gang: every rank gets this text at its next call, or at once if it waits."""
+    with ground.locked():
+        _fail(ground, text)
+    for rank in range(ground.ranks):
+        ground.ring(rank)
+
+
+def _fail(ground: Ground, text: str) -> None:
+    if not ground.words[FAILED]:
+        ground.write_text(_FAILED_TEXT, text, _FAILED_WORDS)
+        ground.words[FAILED] = 1
+
+
+class Turns:
+    """One rank's hold on its seat."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        rank: int,
+        *,
+        slice_s: float = 1.0,
+        leave: Callable[[list[Spared]], None] | None = None,
+        enter: Callable[[], None] | None = None,
+    ) -> None:
+        self.ground, self.rank, self.slice_s = ground, rank, slice_s
+        self.words, self.me = ground.words, ground.rank(rank)
+        self.leave, self.enter = leave, enter
+        self.log: deque[Turn] = deque(maxlen=LOG_LENGTH)
+        # `exchange` fills these in: who has not come to a call, and giving up a vote.
+        self.lacking: Callable[[int, int], list[int]] = lambda about, number: []
+        self.give_up_vote: Callable[[int, int], None] = lambda about, number: None
+        self.spared: list[Callable[[], list[Spared]]] = []  # who knows what need not be moved
+        self._idle: tuple[tuple[int, ...], float] = (), 0.0  # what was seen of a holder, since when
+        self._out = False  # our device memory is out of the way
+        self._begun_ns = 0
+        self._bells: list[int] = []
+
+    # --- a rank's life ---
+
+    def join(self) -> None:
+        """Come alive and wait for the first turn."""
+        self.ground.hold_lifeline(self.rank)
+        with self.board():
+            self.words[self.me + PROCESS], self.words[self.me + SPACE] = os.getpid(), _space()
+            self.words[self.me + STATE] = State.READY
+            self._seat_next(self.seat)
+        self._sleep_until_running()
+
+    def finish(self) -> None:
+        """This rank has nothing more to do."""
+        with self.board():
+            self._get_up("end")
+            self.words[self.me + STATE] = State.DONE
+            self._seat_next(self.seat)
+            self._regroup_at_boundary()
+            self._must_not_be_stuck()
+
+    @property
+    def seat(self) -> int:
+        return self.words[self.me + SEAT]
+
+    @property
+    def generation(self) -> int:
+        """How often the map of seats has changed."""
+        return self.words[GENERATION]
+
+    def seatmates(self) -> list[int]:
+        """The ranks of this seat that are not done, this one among them."""
+        return [rank for rank in self.on_my_seat() if self._of(rank, STATE) != State.DONE]
+
+    def on_my_seat(self) -> list[int]:
+        """All ranks of this seat, whatever they do."""
+        return [rank for rank in range(self.ground.ranks) if self._of(rank, SEAT) == self.seat]
+
+    # --- ends of a turn ---
+
+    def wait(
+        self,
+        kind: Wait,
+        about: int = 0,
+        number: int = 0,
+        part: int = 0,
+        *,
+        until: Callable[[], bool],
+        text: str,
+        timeout_s: float,
+    ) -> None:
+        """Give the seat away until `until()`, which whoever makes it true announces by `ready`.
+
+        Raises GangFailed, or TimeoutError past `timeout_s` of this rank's share of the seat: where
+        three ranks take turns a wait may last three times as long.
+        """
+        self.check()
+        self._come_back()
+        if until():
+            return
+        self._move_out()
+        with self.board():
+            came = until()
+            if not came:
+                self._wait_for(kind, about, number, part, text)
+        if came:
+            self._move_in()
+        else:
+            crowd = math.ceil(self.ground.ranks / max(1, self.words[SEATS]))
+            self._sleep_until_running(timeout_s * crowd)
+
+    def _wait_for(self, kind: Wait, about: int, number: int, part: int, text: str) -> None:
+        at, words = self.me, self.words
+        words[at + KIND], words[at + ABOUT], words[at + NUMBER] = kind, about, number
+        words[at + PART] = part
+        self.ground.write_text(at + _TEXT, text)
+        self._get_up("wait")
+        words[at + STATE] = State.WAITING
+        self._seat_next(self.seat)
+        self._regroup_at_boundary()
+        self._must_not_be_stuck()
+
+    @contextmanager
+    def away(self, text: str) -> Iterator[None]:
+        """While this rank waits for something outside the gang, others run."""
+        self._move_out()
+        with self.board():
+            self.ground.write_text(self.me + _TEXT, text)
+            self._get_up("away")
+            self.words[self.me + STATE] = State.AWAY
+            self._seat_next(self.seat)
+        try:
+            yield
+        finally:
+            with self.board():
+                self.words[self.me + STATE] = State.READY
+                self._seat_next(self.seat)
+            self._sleep_until_running()
+
+    def boundary(self, step: int, timeout_s: float) -> None:
+        """Before step `step` begins: the place where the map of seats may change.
+
+        All ranks agree on the boundary without a message: the first one that sees the wish names
+        one that nobody has passed.
+        """
+        self.check()
+        self._come_back()
+        words = self.words
+        with self.board():
+            if words[WISH] and not words[BOUNDARY]:
+                begun = [self._of(rank, STEP) for rank in range(self.ground.ranks)]
+                words[BOUNDARY] = max(begun) + 1
+        if words[BOUNDARY] == step:
+            generation = self.generation
+            text = f"the boundary before step {step}, where the seats change"
+            self.wait(
+                Wait.BOUNDARY,
+                until=lambda: self.generation != generation,
+                text=text,
+                timeout_s=timeout_s,
+            )
+        elif time.monotonic_ns() - self._begun_ns > self.slice_s * 1e9:
+            self._yield_seat()
+        words[self.me + STEP] = step
+
+    def _yield_seat(self) -> None:
+        """The slice is used up: to the end of the row, if anybody stands there."""
+        others = [rank for rank in self.seatmates() if self._of(rank, STATE) == State.READY]
+        if not others:
+            return
+        self._move_out()
+        with self.board():
+            self._get_up("slice")
+            self.words[self.me + STATE] = State.READY
+            self._seat_next(self.seat)
+        self._sleep_until_running()
+
+    # --- what others do for those who wait; under the lock, within `board` ---
+
+    @contextmanager
+    def board(self) -> Iterator[None]:
+        """Alone on the board; whom it concerns is rung up afterwards."""
+        with self.ground.locked():
+            yield
+            bells, self._bells = self._bells, []
+        for rank in bells:
+            self.ground.ring(rank)
+
+    def ready(self, kind: Wait, about: int = 0, number: int = 0, part: int | None = None) -> None:
+        """What these waited for has come."""
+        for rank in range(self.ground.ranks):
+            at = self.ground.rank(rank)
+            if (
+                self.words[at + STATE] == State.WAITING
+                and self.words[at + KIND] == kind
+                and self.words[at + ABOUT] == about
+                and self.words[at + NUMBER] == number
+                and (part is None or self.words[at + PART] == part)
+            ):
+                self.words[at + STATE] = State.READY
+                self._seat_next(self._of(rank, SEAT))
+
+    def regroup_here(self) -> None:
+        """For a script without steps: all others wait in the call that this rank completes."""
+        words = self.words
+        if words[WISH] and not words[self.me + STEP] and not self._runs_beside_me():
+            self._regroup()
+
+    def check(self) -> None:
+        """Raises GangFailed once any rank has failed."""
+        if self.words[FAILED]:
+            raise GangFailed(self.ground.read_text(_FAILED_TEXT, _FAILED_WORDS))
+
+    def standing(self) -> str:
+        """Where every rank stands, in a sentence."""
+        return "; ".join(self._standing(rank) for rank in range(self.ground.ranks))
+
+    # --- inside ---
+
+    def _of(self, rank: int, word: int) -> int:
+        return self.words[self.ground.rank(rank) + word]
+
+    def _move_out(self) -> None:
+        if self.leave is not None and not self._out and len(self.seatmates()) > 1:
+            self.leave([pair for known in self.spared for pair in known()])
+            self._out = True
+
+    def _move_in(self) -> None:
+        if self._out and self.enter is not None:
+            self._out = False
+            self.enter()
+
+    def _get_up(self, why: str) -> None:
+        seat = self.ground.seat(self.seat)
+        if self.words[seat + _HOLDER] == self.rank + 1:
+            self.words[seat + _HOLDER] = 0
+        now_ns = time.monotonic_ns()
+        self.words[self.me + ON_SEAT_NS] += now_ns - self._begun_ns
+        turn = Turn(seat=self.seat, begun_ns=self._begun_ns, ended_ns=now_ns, ended_by=why)
+        self.log.append(turn)
+
+    def _seat_next(self, seat: int) -> None:
+        """Whoever is ready and comes next in rank order, if the seat is free."""
+        place = self.ground.seat(seat) + _HOLDER
+        if self.words[place]:
+            return
+        ranks = self.ground.ranks
+        for rank in ((self.rank + n) % ranks for n in range(1, ranks + 1)):
+            if self._of(rank, SEAT) == seat and self._of(rank, STATE) == State.READY:
+                self.words[place] = rank + 1
+                self.words[self.ground.rank(rank) + STATE] = State.RUNNING
+                self.words[self.ground.rank(rank) + TURNS] += 1
+                self._bells.append(rank)
+                return
+
+    def _sleep_until_running(self, timeout_s: float = math.inf) -> None:
+        end_s = time.monotonic() + timeout_s
+        while self.words[self.me + STATE] != State.RUNNING:
+            self.ground.sleep(self.rank, LOOK_EVERY_S)
+            self.check()
+            if self.words[self.me + STATE] == State.RUNNING:
+                break
+            self._must_be_alive()
+            if self.words[self.me + STATE] == State.READY:
+                self._take_idle_seat()
+            if time.monotonic() > end_s and self.words[self.me + STATE] == State.WAITING:
+                self._too_late(timeout_s)
+        self._begun_ns = time.monotonic_ns()
+        self._move_in()
+
+    def _take_idle_seat(self) -> None:
+        """Who holds our seat sleeps, in a lock or a socket perhaps, and may be waiting for us."""
+        place = self.ground.seat(self.seat) + _HOLDER
+        holder = self.words[place] - 1
+        if holder < 0 or self._of(holder, SPACE) != self._of(self.rank, SPACE):
+            return
+        used = _processor_ticks_asleep(self._of(holder, PROCESS))
+        seen = (holder, self._of(holder, TURNS), used)
+        if used < 0 or seen != self._idle[0]:
+            self._idle = seen, time.monotonic()
+        elif time.monotonic() - self._idle[1] >= IDLE_S:
+            with self.board():
+                if (self.words[place] - 1, self._of(holder, TURNS)) == seen[:2]:
+                    at = self.ground.rank(holder)
+                    self.ground.write_text(at + _TEXT, "it sleeps in something of its own")
+                    self.words[at + STATE], self.words[place] = State.AWAY, 0
+                    self._seat_next(self.seat)
+
+    def _come_back(self) -> None:
+        """If our seat was taken while we slept: for another turn to the end of the row."""
+        if self.words[self.me + STATE] != State.AWAY:
+            return
+        with self.board():
+            self.words[self.me + STATE] = State.READY
+            self._seat_next(self.seat)
+        self._sleep_until_running()
+
+    def _too_late(self, timeout_s: float) -> None:
+        """Take the wait back and say so; who asked decides what it means."""
+        with self.board():
+            if self.words[self.me + STATE] != State.WAITING:
+                return
+            told = f"no end of it within {timeout_s:.1f} s: {self.standing()}"
+            self.words[self.me + STATE] = State.READY
+            self._seat_next(self.seat)
+        self._sleep_until_running()
+        raise TimeoutError(told)
+
+    def _must_be_alive(self) -> None:
+        for rank in range(self.ground.ranks):
+            state = self._of(rank, STATE)
+            if rank == self.rank or state in (State.NEW, State.DONE):
+                continue
+            if self.ground.is_dead(rank) and self._of(rank, STATE) != State.DONE:
+                fail(self.ground, f"rank {rank} has died: {self.standing()}")
+                self.check()
+
+    # --- stuck, and regrouped ---
+
+    def _runs_beside_me(self) -> bool:
+        """Whether any other rank could move by itself."""
+        still = (State.WAITING, State.DONE)
+        states = (self._of(rank, STATE) for rank in range(self.ground.ranks) if rank != self.rank)
+        return any(state not in still for state in states)
+
+    def _must_not_be_stuck(self) -> None:
+        """Everybody waits: change the seats if that is wished, give up votes, or fail."""
+        mine = self.words[self.me + STATE]
+        if mine not in (State.WAITING, State.DONE) or self._runs_beside_me():
+            return
+        waiting = [
+            rank for rank in range(self.ground.ranks) if self._of(rank, STATE) == State.WAITING
+        ]
+        if any(self._of(rank, KIND) == Wait.BOUNDARY for rank in waiting):
+            self._regroup()  # all are parked, which is all that a change of seats needs
+        elif votes := [rank for rank in waiting if self._of(rank, KIND) == Wait.VOTE]:
+            for rank in votes:
+                self.give_up_vote(self._of(rank, ABOUT), self._of(rank, NUMBER))
+        elif waiting:
+            _fail(self.ground, f"the ranks wait for each other: {self.standing()}")
+            self._bells += range(self.ground.ranks)
+
+    def _regroup_at_boundary(self) -> None:
+        """The last one has come to the boundary, or will never come because it is done."""
+        live = [r for r in range(self.ground.ranks) if self._of(r, STATE) != State.DONE]
+        waiting = [r for r in live if self._of(r, STATE) == State.WAITING]
+        there = [r for r in waiting if self._of(r, KIND) == Wait.BOUNDARY]
+        if there and there == live:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        """A new map of seats.  Nobody runs but perhaps this rank."""
+        words, ground = self.words, self.ground
+        seats, words[WISH], words[BOUNDARY] = words[WISH], 0, 0
+        words[SEATS] = seats
+        words[GENERATION] += 1
+        for rank in range(ground.ranks):
+            words[ground.seat(rank) + _HOLDER] = 0
+            words[ground.rank(rank) + SEAT] = seat_of(rank, ground.ranks, seats)
+        if words[self.me + STATE] == State.RUNNING:
+            words[ground.seat(self.seat) + _HOLDER] = self.rank + 1
+        self.ready(Wait.BOUNDARY)
+        for seat in range(seats):
+            self._seat_next(seat)
+
+    def _standing(self, rank: int) -> str:
+        state = State(self._of(rank, STATE))
+        text = self.ground.read_text(self.ground.rank(rank) + _TEXT)
+        if state == State.WAITING:
+            for_whom = self._lacked_by(rank)
+            return f"rank {rank} waits in {text}{for_whom}"
+        if state == State.AWAY:
+            return f"rank {rank} is away ({text})"
+        names = {State.NEW: "has not come", State.READY: "is ready to run", State.DONE: "has ended"}
+        return f"rank {rank} {names.get(state, 'runs')}"
+
+    def _lacked_by(self, rank: int) -> str:
+        if self._of(rank, KIND) not in (Wait.CALL, Wait.VOTE):
+            return ""
+        lacking = self.lacking(self._of(rank, ABOUT), self._of(rank, NUMBER))
+        return f", which rank {', '.join(map(str, lacking))} has not called" if lacking else ""
+
+
+def _space() -> int:
+    """The world of process ids that this process lives in."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _processor_ticks_asleep(process: int) -> int:
+    """What a process that sleeps has used so far; -1 if it runs, or cannot be seen."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] == "R" else int(fields[11]) + int(fields[12])
