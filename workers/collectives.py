@@ -704,10 +704,12 @@ class SharedStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = timeout.total_seconds() if timeout is not None else self.timeout_s
-        text = f"store.wait({', '.join(keys)})"
+        text, end_s = f"store.wait({', '.join(keys)})", time.monotonic() + limit_s
+        until = partial(self.check, keys)
         try:
-            until = partial(self.check, keys)
-            self.turns.wait(Wait.STORE, until=until, text=text, timeout_s=limit_s)
+            while not until():  # every change wakes all who wait, whatever they wait for
+                left_s = max(0.0, end_s - time.monotonic())
+                self.turns.wait(Wait.STORE, until=until, text=text, timeout_s=left_s)
         except TimeoutError as error:
             raise dist.DistStoreError(f"{text} timed out: {error}") from error
 

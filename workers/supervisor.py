@@ -87,6 +87,7 @@ class Supervisor(threading.Thread):
         self.facts = house.facts
         self.walls: list[str] = []
         self.residents: dict[int, Resident] = {}
+        self.read_from: list[Resident] = []  # gone, but a thread still stores what they left
         self.stays: dict[tuple[str, int], Stay] = {}
         self.newest: dict[str, int] = {}  # task -> the highest epoch ever launched here
         self.fetched: list[tuple[Stay, Fetched]] = []  # wait for room
@@ -208,6 +209,7 @@ class Supervisor(threading.Thread):
         self._hands.shutdown(cancel_futures=True)  # whoever they listened to is dead
         for resident in self.residents.values():
             resident.close()
+        for resident in (*self.residents.values(), *self.read_from):
             resident.close_stores()
         for _, fetched in self.fetched:
             fetched.close()
@@ -767,7 +769,11 @@ class Supervisor(threading.Thread):
                 new_bytes=written.new_bytes,
             )
             self._tell_saved(resident.stay, resident.saved)
+        self._close_if_gone(resident)
+
+    def _close_if_gone(self, resident: Resident) -> None:
         if resident.is_gone:
+            self.read_from.remove(resident)
             resident.close_stores()
 
     def _output_stored(
@@ -780,8 +786,7 @@ class Supervisor(threading.Thread):
             sha256, size = stored
             resident.send("kept", what=f"output:{name}")
             resident.outputs[name] = {"sha256": sha256, "size_bytes": size}
-        if resident.is_gone:
-            resident.close_stores()
+        self._close_if_gone(resident)
 
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:
         if resident.is_gone or resident.doom:
@@ -848,7 +853,9 @@ class Supervisor(threading.Thread):
         resident.is_gone = True
         del self.residents[resident.id]
         resident.close()
-        if not resident.is_saving:
+        if resident.is_saving:
+            self.read_from.append(resident)
+        else:
             resident.close_stores()
         self._hands.submit(shutil.rmtree, resident.scratch, ignore_errors=True)
         if resident.doom in _SILENT or stay.state in ("vanished", "paused"):

@@ -401,7 +401,7 @@ def test_nobody_sits_before_the_island_has_confirmed_it(ground):
 
 
 def test_a_successor_prepares_meanwhile_and_sits_when_the_other_has_let_go(ground):
-    ground.launch("t1", "jobs:Stamp", params={"nap_s": 3.0})
+    ground.launch("t1", "jobs:Stamp", params={"nap_s": 6.0})
     ground.steps("t1", 1)
     ground.pause("t1")  # in the midst of the second
     ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01})

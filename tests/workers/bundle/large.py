@@ -1,5 +1,7 @@
 """A job large enough that its memory is watched, and that does what watching is there for."""
 
+import time
+
 import torch
 from jobs import digest
 
@@ -14,9 +16,10 @@ class Large:
         )
         self.opt = torch.optim.AdamW(self.net.parameters(), 1e-3)
         self.average = [p.detach().clone() for p in self.net.parameters()]
-        self.steps, self.clip = steps, clip
+        self.steps, self.nap_s, self.clip = steps, nap_s, clip
 
     def step(self, ctx):
+        time.sleep(self.nap_s)
         if self.clip and ctx.step % 5 == 0:
             self.net[0].weight.data.clamp_(-0.05, 0.05)
         loss = self.net(self.base(torch.randn(16, 200))).square().mean()
