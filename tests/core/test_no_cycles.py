@@ -17,6 +17,7 @@ from app.core.island import Policy
 from app.core.lifecycle import Move
 from app.core.simulate import Arrival, Costs, Report, simulate
 from benchmarks.no_cycles import Tables, Unruly, fits, island, judge
+from tests.core.stays import stays
 
 REAL = Costs(start_s=0.05, pause_s=0.01, image_s=0.02, resume_s=0.02, save_s=0.5)
 SLOW = Costs(start_s=1, pause_s=0.2, image_s=0.1, resume_s=0.1, save_s=3)
@@ -59,7 +60,7 @@ def test_random_islands_end_all_their_work_as_time_passes(first: int) -> None:
         if missing:
             raise Unruly(seed, f"{missing} of {len(arrivals)} tasks never ended")
         _check_limits(seed, report, arrivals)
-        for launched_s, paused_s in _stays(report):
+        for launched_s, paused_s in stays(report):
             assert paused_s - launched_s >= policy.slice_min_s - 1e-6
 
 
@@ -114,14 +115,3 @@ def _check_limits(seed: int, report: Report, arrivals: list[Arrival]) -> None:
             assert over is None, f"seed {seed}: at {at_s} s {id} exceeds a limit of {over}"
             tables.hold(task, 1)
             holding.add(id)
-
-
-def _stays(report: Report) -> list[tuple[float, float]]:
-    launched: dict[str, float] = {}
-    stays = []
-    for line in report.timeline:
-        if line.decision.move == Move.Launch:
-            launched[line.decision.task] = line.at_s
-        elif line.decision.move == Move.Pause:
-            stays.append((launched[line.decision.task], line.at_s))
-    return stays

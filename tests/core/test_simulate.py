@@ -23,6 +23,7 @@ from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant
 from app.core.lifecycle import Move
 from app.core.simulate import Arrival, Broken, Costs, Report, World, check, simulate
 from tests.core.pictures import NOW_S, island, moves
+from tests.core.stays import stays
 
 REAL = Costs(start_s=0.05, pause_s=0.01, save_s=0.5)
 
@@ -234,20 +235,8 @@ def test_random_islands_keep_all_invariants_and_finish(dice: random.Random) -> N
     assert set(report.finished) == {arrival.task for arrival in arrivals}
     work_s = sum(arrival.work_s for arrival in arrivals)
     assert sum(report.device_s.values()) == pytest.approx(work_s, abs=0.001)  # nothing is lost
-    for launch, pause in _stays(report):
+    for launch, pause in stays(report):
         assert pause - launch >= policy.slice_min_s - 1e-6
-
-
-def _stays(report: Report) -> list[tuple[float, float]]:
-    """(launched, told to pause) of every stay that ended with a pause."""
-    launched: dict[str, float] = {}
-    stays = []
-    for line in report.timeline:
-        if line.decision.move == Move.Launch:
-            launched[line.decision.task] = line.at_s
-        elif line.decision.move == Move.Pause:
-            stays.append((launched[line.decision.task], line.at_s))
-    return stays
 
 
 CELLS = [".", "x", "#", "a", "a'", "a*", "a/", "a!", "b", "b'", "b#", "c", "c2", "a2"]
