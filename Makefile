@@ -15,7 +15,7 @@ up: setup  ## the same system, kept running until Ctrl-C
 	$(BIN)/python -m app.up
 
 test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not long"
 
 check: setup  ## form, types, who imports whom, and that the migrations give the models' schema
 	$(BIN)/ruff format --check .
@@ -24,12 +24,14 @@ check: setup  ## form, types, who imports whom, and that the migrations give the
 	$(BIN)/lint-imports
 	$(BIN)/python -m app.embedded sh -c "$(BIN)/alembic upgrade head && $(BIN)/alembic check"
 
-bench: setup  ## every benchmark; QUICK=--quick for the short form
-	status=0; for file in $$(ls benchmarks/*.py | grep -v __init__); do \
+bench: setup  ## every benchmark and the long tests; QUICK=--quick for the short form
+	status=0; test -n "$(QUICK)" || $(BIN)/python -m pytest -m long || status=1; \
+	for file in $$(ls benchmarks/*.py | grep -v __init__); do \
 	    $(BIN)/python -m benchmarks.$$(basename $$file .py) $(QUICK) || status=1; done; exit $$status
 
-gpu: setup  ## the tests that need a CUDA device
+gpu: setup  ## what needs a CUDA device: the tests (first, whether the driver may checkpoint), then figures
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.context_switch
 
 setup: $(STAMP)
 

@@ -123,12 +123,12 @@ class Writing:
 
 
 def packed_up(body: Bytes) -> tuple[Bytes, ...]:
-    """The pieces to write: the codec's byte, then the bytes as they are or compressed."""
+    """The pieces to write: the bytes as they are or compressed, then the codec's byte."""
     if _pays(memoryview(body)):
         small = zstandard.ZstdCompressor(level=1).compress(body)
         if len(small) < len(body):
-            return ZSTD, small
-    return PLAIN, body
+            return small, ZSTD
+    return body, PLAIN
 
 
 def unpacked(packed: bytes, size: int) -> Bytes:
@@ -136,12 +136,13 @@ def unpacked(packed: bytes, size: int) -> Bytes:
 
     No more than `size` bytes are ever made, whatever the compressed ones say of themselves.
     """
-    codec = packed[:1]
-    rest: Bytes = memoryview(packed)[1:]
+    codec = packed[-1:]
+    rest: Bytes = memoryview(packed)[:-1]
     if codec == ZSTD:
         rest = _decompressed(rest, size)
     elif codec != PLAIN:
-        raise ValueError(f"it begins with {codec!r}, which is no way of writing one")
+        told = f"of its {len(packed)} bytes the last, {codec!r}, is no way of writing one"
+        raise ValueError(told)
     if len(rest) != size:
         raise ValueError(f"it has {len(rest)} bytes, and {size} were promised")
     return rest

@@ -444,6 +444,21 @@ def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> N
     _wish(ctx, ids, {"requests": "release", "tasks": "resume"}, output)
 
 
+@app.command()
+def migrate(
+    ctx: typer.Context,
+    id: Which,
+    to: Annotated[str | None, typer.Option("--to", help="a device; none: any free one")] = None,
+    output: Format = Output.table,
+) -> None:
+    """Move it to another device while it runs; it loses no step."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        tasks = [id] if kind == "tasks" else [task["id"] for task in _open_tasks(client, id)]
+        moved = [client.post(f"/v1/tasks/{task}/migrate", {"to": to}) for task in tasks]
+    show(moved, output, lambda: table(moved, telling.WISHED))
+
+
 def _wish(ctx: typer.Context, ids: list[str], verbs: dict[str, str], output: Output) -> None:
     """All of them are tried; the first problem is the one that is told in the end."""
     done, first = [], None

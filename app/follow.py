@@ -55,7 +55,8 @@ class News:
     """What there is to read: in which tables something changed, and what time has brought.
 
     `horizon` is the oldest transaction that may still bring more.  `due` are blocked tasks whose
-    time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save.
+    time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save, and
+    `moves` moves that are under way or asked for.
     """
 
     horizon: int
@@ -65,6 +66,7 @@ class News:
     users: bool
     due: bool
     saves: bool
+    moves: bool
     next_due_s: float | None
 
 
@@ -139,6 +141,8 @@ class Follower:
         self.locked = True
         board = Board.of(snapshot.without_line(session, self.island, now_s=now_s), now_s=now_s)
         self._take_in(session, board, self._beginnings())
+        if news.moves:
+            self._take_in(session, board, self._moving())
         self._mark_longer(session, board)
         self._unlock(session, board)
         recall(board, self.memory)
@@ -159,6 +163,12 @@ class Follower:
             .select_from(LineRow)
             .join(line, text("true"))
             .where(LineRow.island == self.island, LineRow.waiting > 0)
+        )
+
+    def _moving(self) -> Select[Any]:
+        """Who is on the way between two devices, wherever in its line it stands."""
+        return snapshot.tasks().where(
+            TaskRow.island == self.island, TaskRow.move_to.is_not(None), TaskRow.state == "waiting"
         )
 
     def _mark_longer(self, session: Session, board: Board) -> None:
@@ -280,7 +290,8 @@ class Follower:
         for task in snapshot.tasks_of(session, rows, now_s=board.now_s).values():
             if task.state == State.blocked:
                 self.blocked.add(task.id)
-            if task.state == State.waiting and task.user in board.users and board.beyond(task):
+            beyond = task.state == State.waiting and task.user in board.users
+            if beyond and not task.stops and board.beyond(task):
                 board.drop_task(task.id)
             elif task.user in board.users:
                 board.set_task(task)
@@ -344,6 +355,7 @@ _NEWS = text(
             and state = 'blocked') <= to_timestamp(:now_s), false) as due,
         exists (select from tasks where save_asked and state = 'running' and island = :island)
             as saves,
+        exists (select from tasks where move_to is not null and island = :island) as moves,
         (select extract(epoch from min(not_before)) from tasks where island = :island
             and state = 'blocked' and not_before > to_timestamp(:now_s)) as next_due_s
     from cast(:since as xid8) as since

@@ -25,7 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -36,11 +36,12 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app import db, launch, ledger
-from app.core import lifecycle, messages
+from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
 from app.core.lifecycle import ENDED, Move
 from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
+from app.core.migration import ANYWHERE, Moving
 from app.core.record import as_json
 from app.models import (
     Checkpoint,
@@ -185,7 +186,8 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
 def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, Move.Pause)
     desk.open[task.id].leaving = True
-    _order(session, task, "Pause", successor=decision.against or "")
+    moves = decision.rule == "move"
+    _order(session, task, "Pause", successor=decision.against or "", moves=moves)
     # Not for whom: that may be another tenant's task.
     tell(session, task, "task.pausing", decision.because, rule=decision.rule)
 
@@ -228,6 +230,21 @@ def order_saves(session: Session, island: str) -> None:
     for task in session.scalars(free.execution_options(populate_existing=True)):
         task.save_asked = False
         _order(session, task, "Save")
+
+
+def order_round(session: Session, task: Task, moving: Moving) -> None:
+    """One more checkpoint of a task that is being moved, while it runs."""
+    task.moving = migration.as_json(replace(moving, asked=len(moving.rounds) + 1))
+    _order(session, task, "Save")
+
+
+def break_off(session: Session, task: Task, because: str) -> None:
+    """Its move has failed: it stays what it is, and where it is."""
+    to = task.move_to if task.move_to != ANYWHERE else "another device"
+    stays = f"it goes on on {task.seat}" if task.seat else "it goes on when its turn comes"
+    told = f"It is not moved to {to}: {because}. No step is lost; {stays}."
+    tell(session, task, "task.move_failed", told, to=task.move_to)
+    task.move_to = task.moving = None
 
 
 def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
@@ -337,6 +354,7 @@ def _record(
             here = _confirm(session, house, view)
             (keep if here else drop).append([view.task, view.epoch])
         changed |= _miss(session, house, alive)
+        changed |= _look_ahead(house, alive)
         answer = Answer(
             device=device.id,
             incarnation=alive.incarnation,
@@ -346,6 +364,7 @@ def _record(
             logged=_store_logs(session, house, alive.logs),
             keep=keep,
             drop=drop,
+            expect=launch.ahead(session, _coming(house)),
         )
         return answer, changed
 
@@ -361,8 +380,10 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
         open_[placement.device_id].append(placement)
     named = {view.task for alive in alives for view in alive.residents}
     named |= {event.task for alive in alives for event in alive.events}
+    named |= {image["task"] for alive in alives for image in alive.ahead}
     named |= {placement.task_id for placements in open_.values() for placement in placements}
-    tasks = _locked(session, or_(Task.id.in_(named), Task.image_on.in_(ids)))
+    here = or_(Task.id.in_(named), Task.image_on.in_(ids), Task.move_to.in_(ids))
+    tasks = _locked(session, here)
     unanswered = defaultdict[str, list[Order]](list)
     if tasks:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
@@ -468,7 +489,7 @@ def _take_in(
         task.event_seq = event.seq
         if placement.ended_at is None or isinstance(event, messages.Saved):
             placement.last_step = event.step
-            ledger.note(session, placement, event.held_us)
+            _note(session, placement, event)
             if careful:
                 _apply(session, task, placement, event)
             else:
@@ -523,6 +544,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
         "fresh": f"Started on {task.seat}",
         "resident": f"Went on on {task.seat} after step {event.step}, in place",
         "image": f"Went on on {task.seat} after step {event.step}, from its checkpoint",
+        "folder": f"Began again on {task.seat} in its working folder as of step {event.step}",
     }[event.resumed]
     tell(
         session,
@@ -534,14 +556,59 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
         lost_steps=lost,
         switch_us=event.switch_us,
     )
+    if task.moving is not None and task.seat == task.moving["to"]:
+        _moved(session, task, lost)
+
+
+def _moved(session: Session, task: Task, lost: int) -> None:
+    """It runs where it was to be moved; how long it stood still is by our clock."""
+    moving = migration.from_json(task.moving or {})
+    stood = select(Placement.ended_at).where(
+        Placement.task_id == task.id, Placement.epoch == moving.epoch
+    )
+    ended_at, now = session.scalar(stood), db.now(session)
+    downtime_us = 0 if ended_at is None else round((now - ended_at).total_seconds() * 1e6)
+    rounds = len(moving.rounds)
+    times = "once" if rounds == 1 else f"{rounds} times"
+    tell(
+        session,
+        task,
+        "task.moved",
+        f"Moved from {moving.source} to {moving.to}: copied {times} while it ran, then it "
+        f"stood still for {downtime_us / 1e6:.2f} s; {lost} steps are lost.",
+        to=moving.to,
+        source=moving.source,
+        rounds=rounds,
+        last_bytes=moving.rounds[-1].fetched_bytes if rounds else 0,
+        downtime_us=downtime_us,
+        lost_steps=lost,
+    )
+    task.move_to = task.moving = None
 
 
 def _saved(session: Session, task: Task, placement: Placement, event: messages.Saved) -> None:
     _keep_checkpoint(session, task, event)
+    if task.moving is not None:
+        _count_round(session, task, placement, event)
     if task.image_on is not None and event.step == task.step:
         task.saved = True
     told = f"Checkpoint at step {event.step} is durable ({event.size_bytes} bytes)."
     tell(session, task, "task.saved", told, step=event.step, sha256=event.sha256)
+
+
+def _count_round(session: Session, task: Task, placement: Placement, event: messages.Saved) -> None:
+    moving = migration.from_json(task.moving or {})
+    if event.epoch != moving.epoch:
+        return
+    wrote = session.get_one(Device, placement.device_id)
+    done = migration.Round(
+        sha256=event.sha256,
+        key=wrote.facts.get("key", ""),
+        step=event.step,
+        size_bytes=event.size_bytes,
+        wrote_us=event.took_us,
+    )
+    task.moving = migration.as_json(moving.saved(done))
 
 
 def _keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> None:
@@ -577,7 +644,8 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     task.step = event.step
     if task.state == "stopping":
         return  # it was cancelled meanwhile; the device goes on to end it
-    _close(session, task, placement, "paused")
+    stops_to_move = task.moving is not None and task.moving["stopping"]
+    _close(session, task, placement, "moved" if stops_to_move else "paused")
     task.image_on, task.saved = device, False
     task.pauses += 1
     told = f"Paused after step {event.step} on {device}; no step is lost."
@@ -673,12 +741,19 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
         return task.image_on == house.device.id
     placement = house.placement(task)
     placement.last_step = view.step
-    ledger.note(session, placement, view.held_us)
+    _note(session, placement, view)
     task.held_us = placement.held_us
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
     _sample(session, task, view)
     return True
+
+
+def _note(
+    session: Session, placement: Placement, said: messages.Event | messages.ResidentView
+) -> None:
+    ledger.note(session, placement, said.held_us)
+    placement.staged_us = max(placement.staged_us, said.staged_us)
 
 
 def _sample(session: Session, task: Task, view: ResidentView) -> None:
@@ -709,6 +784,31 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
             task.image_on = None
             gone.add((task.id, task.epoch))
     return bool(gone)
+
+
+def _coming(house: _House) -> list[Task]:
+    """Who is being moved to this device."""
+    here = house.device.id
+    return [
+        task
+        for task in house.tasks.values()
+        if task.move_to == here and task.moving is not None and task.seat != here
+    ]
+
+
+def _look_ahead(house: _House, alive: Alive) -> bool:
+    """What has been fetched of those who are being moved here."""
+    there = {image["task"]: image for image in alive.ahead}
+    changed = False
+    for task in _coming(house):
+        if task.id not in there:
+            continue
+        before, image = migration.from_json(task.moving or {}), there[task.id]
+        now = before.fetched(image["sha256"], int(image["bytes"]), int(image["us"]))
+        if now != before:
+            task.moving = migration.as_json(now)
+            changed = True
+    return changed
 
 
 def _store_logs(session: Session, house: _House, logs: Iterable[LogLines]) -> dict[str, int]:
@@ -817,6 +917,7 @@ def _close(session: Session, task: Task, placement: Placement, end: str) -> None
 
 def _end(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
     task.ended_at, task.image_on = db.now(session), None
+    task.move_to = task.moving = None
     tell(session, task, type_, message, **data)
 
 

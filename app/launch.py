@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from app.core import preset
+from app.core import migration, preset
 from app.core.messages import JSON
+from app.core.migration import Moving
 from app.models import Checkpoint, Device, Need, Preset, Request, Task
 from app.settings import settings
 
@@ -37,7 +38,7 @@ class Shelf:
         return {
             "tenant": task.tenant_id,
             "run": wanted["run"],
-            "bundle": self.bundles[task.id],
+            "bundle": self.bundles[task.id],  # "" for a command without one
             "params": wanted.get("params", {}),
             "inputs": self.inputs.get(task.id, {}),
             "outputs": list(wanted.get("outputs", [])),
@@ -72,6 +73,30 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
     )
 
 
+def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
+    """What can be fetched of tasks that are being moved, before they are launched."""
+    if not tasks:
+        return []
+    bundles = _bundles(session, [task.id for task in tasks])
+    return [
+        {
+            "task": task.id,
+            "epoch": task.epoch,
+            "tenant": task.tenant_id,
+            "bundle": bundles[task.id],
+            "image": _newest(migration.from_json(task.moving or {})),
+        }
+        for task in tasks
+    ]
+
+
+def _newest(moving: Moving) -> JSON | None:
+    if not moving.rounds:
+        return None
+    newest = moving.rounds[-1]
+    return {"sha256": newest.sha256, "step": newest.step, "key": newest.key}
+
+
 def _sure_s() -> float:
     """How long after a device was heard nothing that was launched on it goes elsewhere.
 
@@ -85,7 +110,7 @@ def _bundles(session: Session, ids: Sequence[str]) -> dict[str, str]:
     digest = Request.descriptor["bundle"].astext
     query = select(Task.id, digest).join(Request, Request.id == Task.request_id)
     found = session.execute(query.where(Task.id.in_(ids)))
-    return {id: named.removeprefix("sha256:") for id, named in found}
+    return {id: (named or "").removeprefix("sha256:") for id, named in found}
 
 
 def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON]]:

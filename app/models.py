@@ -273,7 +273,10 @@ class Task(Base):
     `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
     recorded and the last order written in this epoch.  `seat` is the device held or about to be
     held; `image_on` the device in whose host memory a paused image at `step` lies, and `saved`
-    whether that image is durable too.  `cost_milli` is what a second in this epoch costs, if it is
+    whether that image is durable too.  `move_to` is the device that it is to be moved to ("*": any
+    other), and `moving` how far that is (`core.migration.Moving`).
+
+    `cost_milli` is what a second in this epoch costs, if it is
     charged by its memory and not by its device.  `waited_us` is the sum of all waits that ended;
     `away` those [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
     """
@@ -299,6 +302,8 @@ class Task(Base):
     save_asked: Mapped[bool] = mapped_column(server_default=text("false"))
     cancel_asked_at: Mapped[datetime | None]
     not_before: Mapped[datetime | None]
+    move_to: Mapped[str | None]
+    move_asked_at: Mapped[datetime | None]
     # state, written by the journal
     state: Mapped[str] = mapped_column(server_default="blocked")
     epoch: Mapped[int] = mapped_column(server_default="0")
@@ -307,6 +312,7 @@ class Task(Base):
     saved: Mapped[bool] = mapped_column(server_default=text("true"))
     seat: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
     image_on: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
+    moving: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     step: Mapped[int] = mapped_column(BigInteger, server_default="0")
     launched_at: Mapped[datetime | None]
     started_at: Mapped[datetime | None]
@@ -373,6 +379,7 @@ class Task(Base):
             postgresql_where=text("state = 'blocked' and not_before is not null"),
         ),
         Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
+        Index("ix_tasks_move_to", "move_to", postgresql_where=text("move_to is not null")),
         Index("ix_tasks_save_asked", "id", postgresql_where=text("save_asked")),
         {"postgresql_with": {"fillfactor": "70"}},
     )
@@ -404,8 +411,9 @@ class Line(Base):
 class Placement(Base):
     """One epoch of one task on one device: the ledger's source, one row a launch.
 
-    `held_us` is what the device measured from taking the seat to letting go.  `leaving` is set
-    when the device was told to let go: from then on the seat may be promised to the next task.
+    `held_us` is what the device measured from taking the seat to letting go; for `staged_us` of it
+    the job stood still, because its state was copied.  `leaving` is set when the device was told to
+    let go: from then on the seat may be promised to the next task.
     """
 
     __tablename__ = "placements"
@@ -423,6 +431,7 @@ class Placement(Base):
     ended_at: Mapped[datetime | None]
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)

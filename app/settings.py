@@ -51,6 +51,7 @@ class Settings(BaseSettings):
     slice_max_s: float = 60.0
     order_resend_s: float = 2.0
     usage_bucket_s: int = 10
+    move_deadline_s: float = Field(600.0, gt=0)  # by then a task must have been copied elsewhere
 
     # leases (reliability: TTL 10, margin 3, beat 2)
     lease_s: float = 10.0

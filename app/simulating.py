@@ -49,6 +49,9 @@ PauseCost = Annotated[
 ResumeCost = Annotated[
     float | None, typer.Option(min=0, help="so does going on, before it steps; 60 for a list")
 ]
+ResizeCost = Annotated[
+    float | None, typer.Option(min=0, help="and a resize; half of both together if not given")
+]
 
 
 # --- a list, here -------------------------------------------------------------------------------
@@ -86,7 +89,7 @@ def setup_of(trace: Trace, asked: Asked) -> Setup:
         devices=imagined(devices),
         tenants=_tenants(trace, asked),
         policy=Policy(half_life_s=half_life_s, slice_min_s=slice_s, slice_max_s=slice_s),
-        costs=Costs(image_s=pause_s, resume_s=resume_s),
+        costs=Costs(image_s=pause_s, resume_s=resume_s, resize_s=asked.resize_s),
         until_s=until_s,
     )
 
@@ -286,6 +289,7 @@ class Asked:
     slice_s: float | None
     pause_s: float | None
     resume_s: float | None
+    resize_s: float | None
     tier: str
     unknown: bool
     until_s: float | None
@@ -309,6 +313,7 @@ def simulate(
     ] = None,
     pause_s: PauseCost = None,
     resume_s: ResumeCost = None,
+    resize_s: ResizeCost = None,
     tier: Annotated[str, typer.Option(help="of jobs that name none")] = "basic",
     unknown: Annotated[
         bool, typer.Option("--unknown-durations", help="the scheduler knows no durations")
@@ -332,6 +337,7 @@ def simulate(
         slice_s=slice_s,
         pause_s=pause_s,
         resume_s=resume_s,
+        resize_s=resize_s,
         tier=_one_of("tier", tier, TIERS),
         unknown=unknown,
         until_s=None if until is None else until * DAY_S,
@@ -373,6 +379,7 @@ def ask(who: login.Login, asked: Asked) -> JSON:
         "slice_max_s": asked.slice_s,
         "pause_s": asked.pause_s,
         "resume_s": asked.resume_s,
+        "resize_s": asked.resize_s,
     }
     body = {name: value for name, value in given.items() if value not in (None, {})}
     with Client(who.url, who.key, timeout_s=ANSWER_S) as client:

@@ -54,17 +54,22 @@ class WhatIf:
     half_life_s: float | None = None
     slice_min_s: float | None = None
     slice_max_s: float | None = None
+    grow_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """An arrival that somebody made up; `tenant` is a name, known or new."""
+    """An arrival that somebody made up; `tenant` is a name, known or new.
+
+    It needs `width` devices and can use `width_max`; `work_s` is on all of these.
+    """
 
     at_s: float
     tenant: str
     work_s: float
     user: str = "all"
     width: int = 1
+    width_max: int = 0
     kind: str = "cpu"
     memory_bytes: int = 0
     priority: int = 0
@@ -204,6 +209,7 @@ def of_made(session: Session, island: str, made: Sequence[Made], *, durations_kn
             user=f"{ids[one.tenant]}/{one.user}",
             work_s=one.work_s,
             width=one.width,
+            width_max=one.width_max if one.width_max > one.width else 0,
             kind=one.kind,
             memory_bytes=one.memory_bytes,
             priority=one.priority,
@@ -277,7 +283,7 @@ def _changed(as_is: Setup, what_if: WhatIf) -> Setup:
 def _policy(policy: Policy, what_if: WhatIf) -> Policy:
     numbers = {
         name: value
-        for name in ("half_life_s", "slice_min_s", "slice_max_s")
+        for name in ("half_life_s", "slice_min_s", "slice_max_s", "grow_after_s")
         if (value := getattr(what_if, name)) is not None
     }
     changed = replace(policy, **numbers)

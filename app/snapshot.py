@@ -17,8 +17,19 @@ from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app import ledger
-from app.core.island import Conditions, Device, Lift, Policy, Snapshot, Task, Tenant, User
+from app.core.island import (
+    RESTARTS,
+    Conditions,
+    Device,
+    Lift,
+    Policy,
+    Snapshot,
+    Task,
+    Tenant,
+    User,
+)
 from app.core.lifecycle import ENDED, ON_A_DEVICE
+from app.core.migration import MOVABLE
 from app.models import Account, Host, LedgerBase, Need
 from app.models import Device as DeviceRow
 from app.models import Lift as LiftRow
@@ -137,8 +148,9 @@ _COLUMNS = (
     TaskRow.hold, TaskRow.not_before, TaskRow.seat, TaskRow.launched_at, TaskRow.started_at,
     TaskRow.held_us, TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
-    TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli,
-    cast(TaskRow.away, Text).label("away"),
+    TaskRow.devices_max, TaskRow.island,
+    TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
+    cast(TaskRow.away, Text).label("away"), TaskRow.capabilities,
 )  # fmt: skip
 
 
@@ -151,13 +163,37 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
     """Values of rows of `tasks`, with what blocked ones wait for."""
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
+    splicing = _splicing(session, rows)
     return {
-        row.id: _task(row, waits_for.get(row.id, ()), broken.get(row.id, ()), now_s=now_s)
+        row.id: _task(
+            row,
+            waits_for.get(row.id, ()),
+            broken.get(row.id, ()),
+            elastic=(row.island, row.kind) in splicing,
+            now_s=now_s,
+        )
         for row in rows
     }
 
 
-def _task(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, now_s: float) -> Task:
+def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str, str]]:
+    """(island, kind) of which every device says in its facts that ranks can share it ("splice").
+
+    Here alone it is decided whether tasks are elastic, and may be given more devices than they
+    need.  No device worker says so yet, so on a live island every task has a fixed width.
+    """
+    if all(row.devices_max <= row.devices_min for row in rows):
+        return frozenset()
+    can = func.coalesce(DeviceRow.facts["splice"].astext == "true", False)
+    query = select(DeviceRow.island, DeviceRow.kind).group_by(DeviceRow.island, DeviceRow.kind)
+    return frozenset(
+        (island, kind) for island, kind in session.execute(query.having(func.bool_and(can)))
+    )
+
+
+def _task(
+    row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, elastic: bool, now_s: float
+) -> Task:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
     accrued_us = 0
     if started_s is not None:
@@ -179,7 +215,11 @@ def _task(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, now
         waited_s=row.waited_us / 1e6,
         away=() if row.away == "[]" else tuple(tuple(one) for one in json.loads(row.away)),
         width=row.devices_min,
+        width_max=row.devices_max if elastic else 0,
         tier=row.tier,
+        movable=MOVABLE in row.capabilities,
+        moves_to=_moves_to(row),
+        stops=row.moving is not None and row.moving["stopping"],
         seats=(row.seat,) if row.seat is not None else (),
         launched_s=_seconds(row.launched_at) or 0.0,
         started_s=started_s,
@@ -187,6 +227,7 @@ def _task(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, now
         held_us=row.held_us + accrued_us,
         image_on=row.image_on,
         saved=row.saved,
+        restarts=RESTARTS in row.capabilities,
         switch_us=row.switch_us,
         cost=row.cost_milli,
         cancel_asked=row.cancel_asked_at is not None,
@@ -194,6 +235,12 @@ def _task(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, now
         retry_max=row.retry_max,
         retry_at_s=_seconds(row.retry_at) or 0.0,
     )
+
+
+def _moves_to(row: Row[Any]) -> str | None:
+    if row.move_to is None:
+        return None
+    return row.moving["to"] if row.moving is not None else ""
 
 
 _FREE = Conditions()

@@ -107,9 +107,13 @@ class Store:
 
     def manifest(self, tenant: str, sha256: str, *, key: str) -> Manifest:
         """The manifest, if it is one of this tenant and `key` signed it; raises Damaged."""
-        what = f"manifest {sha256[:12]}…"
+        return self.manifest_in(self.sealed(tenant, sha256), tenant, key=key)
+
+    def manifest_in(self, sealed: bytes, tenant: str, *, key: str) -> Manifest:
+        """The manifest in these bytes, likewise, wherever they are from; raises Damaged."""
+        what = f"manifest {hashlib.sha256(sealed).hexdigest()[:12]}…"
         try:
-            found = decode(unsealed(self.sealed(tenant, sha256), key=key))
+            found = decode(unsealed(sealed, key=key))
         except (BadSignature, BadManifest) as error:
             raise Damaged(what, str(error)) from error
         if found.about.tenant != tenant or not found.ranks:

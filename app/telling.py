@@ -170,6 +170,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("name", value["name"]),
             ("state", _task_state(value)),
             ("device", value["seat"]),
+            ("moves to", _where_to(value)),
             ("image in the memory of", value["image_on"]),
             ("needs", [need["task"] for need in value["needs"]] or None),
             ("step", value["step"]),
@@ -205,6 +206,11 @@ def _task_state(task: JSON) -> Text:
     name = "paused" if task["state"] == "waiting" and task["step"] else task["state"]
     asked = _asked(task)
     return words(f"{name}, {asked}", "yellow") if asked else state(name)
+
+
+def _where_to(task: JSON) -> str | None:
+    to = task.get("move_to")
+    return "any other device" if to == "*" else to
 
 
 def _steps(stay: JSON) -> str:
@@ -251,7 +257,8 @@ def _explained(task: JSON) -> Text:
     place = f", place {task['place']} in line" if task["place"] else ""
     text = Text.assemble(words(task["task"], "bold"), " is ", state(task["state"]), place)
     if not task["reasons"]:
-        return text.append("\n  ").append_text(words(task["message"]))
+        text.append("\n  ").append_text(words(task["message"]))
+        return text.append("\n  ").append_text(_time_spent(task["time"]))
     for reason in task["reasons"]:
         text.append("\n  ").append_text(words(f"{reason['code']}  ", "dim"))
         text.append_text(words(reason["message"]))
@@ -260,7 +267,15 @@ def _explained(task: JSON) -> Text:
         text.append("\n  ").append_text(
             words(f"To end first: {task['nearest']['message']}", "bold")
         )
-    return text.append("\n  ").append_text(words(_starts(task), "bold"))
+    text.append("\n  ").append_text(words(_starts(task), "bold"))
+    return text.append("\n  ").append_text(_time_spent(task["time"]))
+
+
+def _time_spent(time: JSON) -> Text:
+    """In a line, the longest first."""
+    parts = sorted(time.items(), key=lambda part: -part[1])
+    told = ", ".join(f"{name.removesuffix('_s')} {seconds(part_s * 1e6)}" for name, part_s in parts)
+    return words(f"So far: {told}.", "dim")
 
 
 def _starts(task: JSON) -> str:

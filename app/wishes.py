@@ -1,4 +1,4 @@
-"""What people ask for after they submitted: cancel, hold, release, save, another priority.
+"""What people ask for after they submitted: cancel, hold, release, save, move, another priority.
 
 A wish is written down and answered at once; the island acts on it and writes the state.  Asking
 twice changes nothing more.  Each wish that changes something leaves an event that says who asked.
@@ -18,7 +18,8 @@ from sqlalchemy.orm import Session
 
 from app import outbox
 from app.changes import changes
-from app.core.lifecycle import ENDED, ON_A_DEVICE
+from app.core.lifecycle import ENDED, ON_A_DEVICE, State
+from app.core.migration import ANYWHERE, MOVABLE
 from app.db import after_commit
 from app.errors import Conflict, Forbidden
 from app.models import Event, Request, Task
@@ -95,6 +96,38 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
         raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
     if _one(session, task, lambda task: _set(task, "save_asked", True)):
         _tell(session, task, task, "task.save_asked", f"{by} asked for a checkpoint.")
+
+
+def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
+    """To the device `to`, or ANYWHERE else; raises Conflict if it cannot be moved."""
+    _check_live(task)
+    if task.state not in ON_A_DEVICE or task.state == State.stopping:
+        raise Conflict(f"it is {task.state}; only a task on a device can be moved")
+    if task.devices_min > 1:
+        raise Conflict("it holds several devices at once, and only one can be moved")
+    if task.state == State.running and MOVABLE not in task.capabilities:
+        raise Conflict("its state cannot be captured, so it cannot be moved")
+    if _one(session, task, lambda task: _wish_move(task, to)):
+        where = "any other device" if to == ANYWHERE else to
+        _tell(session, task, task, "task.move_asked", f"{by} asked to move it to {where}.")
+
+
+def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
+    """What is on them is to be moved elsewhere.  Who cannot be is paused by the island."""
+    on_them = Task.seat.in_(list(devices)) & Task.state.in_([State.starting, State.running])
+    query = select(Task).where(on_them, Task.devices_min == 1).order_by(Task.id)
+    fresh = query.with_for_update().execution_options(populate_existing=True)
+    for task in session.scalars(fresh).all():
+        if _wish(session, [task], lambda task: _wish_move(task, ANYWHERE)):
+            told = f"{by} drains {task.seat}: it moves to another device if one is free."
+            _tell(session, task, task, "task.move_asked", told)
+
+
+def _wish_move(task: Task, to: str) -> bool:
+    if task.move_to == to or (to == ANYWHERE and task.move_to is not None):
+        return False
+    task.move_to, task.move_asked_at = to, func.now()
+    return True
 
 
 def _check_live(wished_of: Request | Task) -> None:

@@ -15,7 +15,9 @@ the other half a slice has its length: there no task is paused twice at an insta
 as the clock goes on, twice within a slice.
 
 From seed TIGHT on islands are *tight*: one kind of device, and most tenants have guarantees, often
-for more than there is.  They are a fifth of all, and most likely to break a rule.
+for more than there is.  They are a sixth of all, and most likely to break a rule.  From seed
+ELASTIC on many tasks are *elastic*, on loose islands and on tight ones: they can use more devices
+than they need, and some hold them already.  They are another sixth.
 
 The same function, `judge(seed)`, is run for some thousand seeds by tests/core/test_no_cycles.py.
 """
@@ -34,18 +36,19 @@ from itertools import pairwise
 from app.core.board import Board, been_away
 from app.core.decide import cycle, decide
 from app.core.fairshare import FIXED_POINT_BITS
-from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.island import Decision, Device, Plan, Policy, Snapshot, Task, Tenant, User
 from app.core.lifecycle import Move
 from benchmarks import Target, quick, report
 
 SCENARIOS, QUICK = 1_000_000, 20_000
-TIGHT = 1 << 32
+TIGHT, ELASTIC = 1 << 32, 1 << 33
 CHUNK = 1000
 NOW_S = 10_000.0
 ROUNDS = 40  # at one instant; more is no standstill
 STEP_S = 0.5
 SECOND = 1_000_000
 PATIENCE_S = 500.0
+GROW_AFTER_S = 2.0
 
 
 class Unruly(Exception):
@@ -60,21 +63,29 @@ class Unruly(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """Kinds of devices, and what part of the tenants has a guarantee, a limit, a count of tasks."""
+    """Kinds of devices, what part of the tenants has a guarantee, a limit, a count of tasks, and
+    what part of the tasks is elastic."""
 
     kinds: tuple[str, ...]
     guaranteed: float
     limited: float
     counted: float
+    elastic: float = 0.0
 
 
 LOOSELY = Odds(("cpu", "cpu", "cpu", "cuda"), 0.4, 0.3, 0.2)
 TIGHTLY = Odds(("cpu",), 0.7, 0.2, 0.3)
 
 
+def _odds(seed: int) -> Odds:
+    if seed < ELASTIC:
+        return TIGHTLY if seed >= TIGHT else LOOSELY
+    return replace(TIGHTLY if seed % 4 > 1 else LOOSELY, elastic=0.6)
+
+
 def island(seed: int, *, timeless: bool) -> Snapshot:
     """The island of a seed; nobody is above a limit at first."""
-    dice, odds = random.Random(seed), TIGHTLY if seed >= TIGHT else LOOSELY
+    dice, odds = random.Random(seed), _odds(seed)
     tenants, leaves = _tenants(dice, odds)
     users = {
         id: User(
@@ -102,6 +113,7 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
         slice_min_s=0.0 if timeless else 1.0,
         slice_max_s=0.0 if timeless else 3.0,
         patience_s=PATIENCE_S,
+        grow_after_s=0.0 if timeless else GROW_AFTER_S,
     )
     snapshot = Snapshot(
         island="random", policy=policy, tenants=tenants, users=users, devices=devices, tasks={}
@@ -153,7 +165,7 @@ def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Tas
         task = _task(dice, odds, f"t{n:02}", dice.choice(sorted(snapshot.users)))
         fitting = [id for id in free if fits(snapshot.devices[id], task)]
         if dice.random() < 0.6 and len(fitting) >= task.width and not tables.over(task):
-            seats = tuple(fitting[: task.width])
+            seats = tuple(fitting[: _seats(dice, tables, task)])
             free = [id for id in free if id not in seats]
             task = _seated(dice, task, seats)
             tables.hold(task, 1)
@@ -161,9 +173,19 @@ def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Tas
     return tasks
 
 
+def _seats(dice: random.Random, tables: Tables, task: Task) -> int:
+    """How many it holds, or tries to: more than it needs if it can use them, and may have them."""
+    if not task.elastic:
+        return task.width
+    more = dice.randint(0, task.width_max - task.width)
+    while more and tables.over(task, grown=more):
+        more -= 1
+    return task.width + more
+
+
 def _task(dice: random.Random, odds: Odds, id: str, user: str) -> Task:
     ran = dice.random() < 0.4
-    return Task(
+    task = Task(
         id=id,
         request=id,
         tenant=user.split(":")[0],
@@ -181,6 +203,9 @@ def _task(dice: random.Random, odds: Odds, id: str, user: str) -> Task:
         waiting_since_s=NOW_S - dice.choice([1, 5]) if ran else None,
         switch_us=dice.choice([0, 0, 40_000]),
     )
+    if odds.elastic and dice.random() < odds.elastic:
+        task = replace(task, width_max=task.width + dice.choice([1, 2, 6]))
+    return task
 
 
 def _seated(dice: random.Random, task: Task, seats: tuple[str, ...]) -> Task:
@@ -193,6 +218,7 @@ def _seated(dice: random.Random, task: Task, seats: tuple[str, ...]) -> Task:
         held_us=held_us,
         accrued_us=held_us,
         started_s=NOW_S - held_us / SECOND,
+        resized_s=NOW_S - held_us / SECOND if len(seats) > task.width else None,
     )
 
 
@@ -218,7 +244,7 @@ class Shop:
     def _measured(self, task: Task) -> Task:
         if task.started_s is None:
             return task
-        held_us = round((self.now_s - task.started_s) * SECOND)
+        held_us = round((self.now_s - (task.held_since_s or 0.0)) * SECOND)
         return replace(task, held_us=held_us, accrued_us=held_us)
 
     def later(self, by_s: float) -> None:
@@ -230,6 +256,8 @@ class Shop:
         for decision in plan.decisions:
             if decision.move == Move.Pause:
                 self._pause(self._measured(self.tasks[decision.task]))
+            elif decision.move == Move.Splice:
+                self._splice(self._measured(self.tasks[decision.task]), decision)
         for decision in plan.decisions:
             if decision.move == Move.Launch:
                 self._start(self.board.tasks[decision.task])
@@ -240,15 +268,33 @@ class Shop:
             away = been_away(away, task.waiting_since_s, self.now_s, window_s=window_s)
         self._tell(replace(task, state="running", started_s=self.now_s, away=away))
 
+    def _charge(self, task: Task) -> None:
+        user, rate = self.users[task.user], task.cost or 1000 * len(task.seats)
+        charge = (task.accrued_us * rate << FIXED_POINT_BITS) // 1000
+        self.users[user.id] = replace(user, faded_us=user.faded_us + charge)
+
+    def _splice(self, task: Task, decision: Decision) -> None:
+        self._charge(task)
+        self._tell(
+            replace(
+                task,
+                seats=decision.devices,
+                cost=decision.cost,
+                resized_s=self.now_s,
+                held_us=0,
+                accrued_us=0,
+            )
+        )
+
     def _pause(self, task: Task) -> None:
-        user, charge = self.users[task.user], task.accrued_us * len(task.seats)
-        self.users[user.id] = replace(user, faded_us=user.faded_us + (charge << FIXED_POINT_BITS))
+        self._charge(task)
         self._tell(
             replace(
                 task,
                 state="waiting",
                 seats=(),
                 started_s=None,
+                resized_s=None,
                 held_us=0,
                 accrued_us=0,
                 waiting_since_s=self.now_s,
@@ -265,10 +311,14 @@ class Shop:
 
 @dataclass(slots=True)
 class Tables:
-    """Who holds what, by name: (tenant, kind) -> devices, and tenant -> tasks."""
+    """Who holds what, by name: (tenant, kind) -> devices, and tenant -> tasks.
+
+    `held` are those that tasks need, `grown` what elastic ones hold beyond that.
+    """
 
     snapshot: Snapshot
     held: Counter[tuple[str, str]] = field(default_factory=Counter)
+    grown: Counter[tuple[str, str]] = field(default_factory=Counter)
     running: Counter[str] = field(default_factory=Counter)
 
     def above(self, tenant: str) -> list[str]:
@@ -284,9 +334,14 @@ class Tables:
             self.held[tenant, task.kind] += sign * task.width
             self.held[tenant, "*"] += sign * task.width
             self.running[tenant] += sign
+            for kind in (task.kind, "*"):
+                self.grown[tenant, kind] += sign * beyond(task)
 
-    def over(self, task: Task, more: int = 1) -> str | None:
-        """The lowest tenant whose limits would be exceeded by one more such task."""
+    def over(self, task: Task, more: int = 1, *, grown: int = 0) -> str | None:
+        """The lowest tenant whose limits would be exceeded by one more such task.
+
+        `grown` are devices more that this task holds beyond what it needs.
+        """
         for id in self.above(task.tenant):
             tenant = self.snapshot.tenants[id]
             most = tenant.most_running
@@ -294,7 +349,8 @@ class Tables:
                 return id
             for kind in (task.kind, "*"):
                 most = tenant.limit.get(kind)
-                if most is not None and self.held[id, kind] + more * task.width > most:
+                held = self.held[id, kind] + self.grown[id, kind] + grown
+                if most is not None and held + more * task.width > most:
                     return id
         return None
 
@@ -302,6 +358,12 @@ class Tables:
         """Does it hold so many more than it is guaranteed?"""
         guarantee = self.snapshot.tenants[id].guarantee
         return not guarantee or self.held[id, kind] - width >= guarantee.get(kind, 0)
+
+    def spares(self, id: str, kind: str) -> bool:
+        """Does it hold more than it is guaranteed, with what its tasks hold beyond their need?"""
+        guarantee = self.snapshot.tenants[id].guarantee
+        held = self.held[id, kind] + self.grown[id, kind]
+        return not guarantee or held > guarantee.get(kind, 0)
 
     def owed(self, id: str, task: Task) -> bool:
         """Would it be within its guarantee with the task?"""
@@ -323,6 +385,11 @@ class Tables:
         return [id for id in mine if id not in theirs], [id for id in theirs if id not in mine]
 
 
+def beyond(task: Task) -> int:
+    """How many devices it holds more than it needs."""
+    return len(task.seats) - task.width if task.elastic and task.seats else 0
+
+
 def judge(seed: int) -> Counter[str]:
     """Play the island of a seed to its standstill; raises Unruly.  Counts what happened."""
     timeless = seed % 2 == 0
@@ -341,6 +408,7 @@ def judge(seed: int) -> Counter[str]:
 def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, str]]:
     """(who was paused, for whom) at one instant, until nothing moves."""
     pauses, ran = list[tuple[str, str]](), set[frozenset[str]]()
+    sizes = set[frozenset[tuple[str, int]]]()
     for n in range(ROUNDS):
         before = shop.snapshot()
         plan = cycle(shop.board)
@@ -354,14 +422,22 @@ def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, 
         count["rounds"] += 1
         mine = [(d.task, d.against) for d in plan.decisions if d.move == Move.Pause and d.against]
         count.update(d.rule for d in plan.decisions if d.move == Move.Pause)
+        for one in plan.decisions:
+            if one.move == Move.Splice:
+                count["made smaller" if one.against else "grown"] += 1
         pauses += mine
         shop.obey(plan)
         if any(decision.rule in ("F7", "F9") for decision in plan.decisions):
             ran.clear()  # who was urgent begins to wait anew: that is no coming round again
+            sizes.clear()
         runs = frozenset(task.id for task in shop.tasks.values() if task.seats)
         if runs in ran and mine:
             raise Unruly(seed, f"these run again, so this is a cycle: {sorted(runs)}, {pauses}")
         ran.add(runs)
+        held = frozenset((task.id, len(task.seats)) for task in shop.tasks.values() if task.seats)
+        if held in sizes:
+            raise Unruly(seed, f"these hold as much again, so this is a cycle: {sorted(held)}")
+        sizes.add(held)
     raise Unruly(seed, f"no standstill after {ROUNDS} rounds: {pauses[-12:]}")
 
 
@@ -386,19 +462,31 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
     holding = {id: task for id, task in before.tasks.items() if task.seats}
     for task in holding.values():
         tables.hold(task, 1)
-    asked = list[Task]()
+    asked, grown = list[Task](), False
     for decision in plan.decisions:
         task = before.tasks[decision.task]
         if decision.move == Move.Pause:
             gains = before.tasks[decision.against or ""]
             yield from _wronged(tables, task, gains, decision.rule)
-            asked.append(task)
+            yield from _not_needed(tables, holding, task, gains)
+            asked.append(holding[task.id])
             tables.hold(holding.pop(task.id), -1)
+        elif decision.move == Move.Splice:
+            now = replace(holding[task.id], seats=decision.devices)
+            if decision.against is None:
+                grown = True
+                yield from _overgrown(before, tables, holding, now)
+            else:
+                yield from _cut(tables, holding, now, before.tasks[decision.against])
+                asked.append(holding[task.id])
+            tables.hold(holding[task.id], -1)
+            holding[task.id] = now
+            tables.hold(now, 1)
         elif decision.move == Move.Launch:
             over = tables.over(task)
             if over is not None:
                 yield f"{task.id} exceeds a limit of {over}"
-            if len(decision.devices) != task.width:
+            if len(decision.devices) != task.width or grown:
                 yield f"{task.id} got {decision.devices}"
             if asked:
                 yield from _spared(tables, holding, asked, task)
@@ -430,13 +518,99 @@ def _spared(
     devices = tables.snapshot.devices
     held = {id for other in holding.values() for id in other.seats}
     for spared in asked:
-        free = [id for id in devices if id not in held and id not in spared.seats]
-        if sum(fits(devices[id], task) for id in free) < task.width:
+        now = holding.get(spared.id)
+        could = [spared] if now is None else _one_more(spared, now)
+        for kept in could:
+            free = [id for id in devices if id not in held and id not in kept.seats]
+            if sum(fits(devices[id], task) for id in free) < task.width:
+                continue
+            _swap(tables, now, kept)
+            if tables.over(task) is None:
+                yield f"{spared.id} could have kept {kept.seats}: {task.id} needs less"
+            _swap(tables, kept, now)
+
+
+def _one_more(had: Task, now: Task) -> list[Task]:
+    """As it is, with any one of the devices more that it had."""
+    gone = [id for id in had.seats if id not in now.seats]
+    return [replace(now, seats=(*now.seats, id)) for id in gone]
+
+
+def _swap(tables: Tables, now: Task | None, then: Task | None) -> None:
+    for task, sign in ((now, -1), (then, 1)):
+        if task is not None:
+            tables.hold(task, sign)
+
+
+def _cut(tables: Tables, holding: dict[str, Task], now: Task, gains: Task) -> Iterator[str]:
+    """An elastic task gives back what it holds, no less than it needs, nor what is not lent."""
+    had = holding[now.id]
+    if not set(now.seats) < set(had.seats) or len(now.seats) < now.width:
+        yield f"{now.id} was on {had.seats}, is on {now.seats}, and needs {now.width}"
+    mine, theirs = tables.part(gains, now)
+    if now.user == gains.user:
+        return
+    spare = _spare(tables, theirs, now.kind)
+    if len(had.seats) - len(now.seats) > spare and not (mine and tables.owed(mine[-1], gains)):
+        yield f"{now.id} gave back what is guaranteed to {theirs}, to {gains.id}, who borrows"
+
+
+def _spare(tables: Tables, tenants: list[str], kind: str) -> int:
+    """How many devices more than guaranteed all of these hold."""
+    spare = len(tables.snapshot.devices)
+    for id in tenants:
+        if guarantee := tables.snapshot.tenants[id].guarantee:
+            held = tables.held[id, kind] + tables.grown[id, kind]
+            spare = min(spare, held - guarantee.get(kind, 0))
+    return spare
+
+
+def _not_needed(
+    tables: Tables, holding: dict[str, Task], victim: Task, gains: Task
+) -> Iterator[str]:
+    """Nobody is paused where those who hold more than they need could have given enough.
+
+    Looked at one elastic task after the other, and of it at what is lent; so a little less is seen
+    than is there.
+    """
+    devices = tables.snapshot.devices
+    held = {id for other in holding.values() for id in other.seats}
+    have = sum(fits(device, gains) for id, device in devices.items() if id not in held)
+    after = [task for task in holding.values() if beyond(task) and task.kind == gains.kind]
+    best, cut = 0, list[tuple[Task, Task]]()
+    for task in after:
+        _, theirs = tables.part(gains, task)
+        spare = beyond(task) if task.user == gains.user else _spare(tables, theirs, task.kind)
+        suit = sum(fits(devices[id], gains) for id in task.seats)
+        given = max(0, min(spare, suit, beyond(task)))
+        cut.append((task, replace(task, seats=task.seats[: len(task.seats) - given])))
+        _swap(tables, *cut[-1])
+        best += given
+    if have + best >= gains.width and tables.over(gains) is None:
+        yield f"{victim.id} was paused for {gains.id}, who could have had {best} that were lent"
+    for task, smaller in cut:
+        _swap(tables, smaller, task)
+
+
+def _overgrown(
+    before: Snapshot, tables: Tables, holding: dict[str, Task], now: Task
+) -> Iterator[str]:
+    """An elastic task grows onto free devices, within all limits, and in nobody's place."""
+    had, devices = holding[now.id], before.devices
+    held = {id for other in holding.values() for id in other.seats}
+    new = set(now.seats) - set(had.seats)
+    if not set(had.seats) < set(now.seats) or len(now.seats) > now.width_max or new & held:
+        yield f"{now.id} was on {had.seats}, is on {now.seats}, of at most {now.width_max}"
+    if not all(fits(devices[id], now) for id in new):
+        yield f"{now.id} grew onto {new}, which do not fit"
+    if (over := tables.over(now, 0, grown=len(new))) is not None:
+        yield f"{now.id} grew beyond a limit of {over}"
+    for task in before.tasks.values():
+        if task.state != "waiting" or task.id in holding or tables.over(task) is not None:
             continue
-        tables.hold(spared, 1)
-        if tables.over(task) is None:
-            yield f"{spared.id} gave way to {task.id} for nothing"
-        tables.hold(spared, -1)
+        free = [id for id in devices if id not in held and fits(devices[id], task)]
+        if task.kind == now.kind and len(free) >= task.width:
+            yield f"{now.id} grew while {task.id} waited, who could have had {free}"
 
 
 def _nothing_is_idle(seed: int, shop: Shop) -> None:
@@ -448,6 +622,18 @@ def _nothing_is_idle(seed: int, shop: Shop) -> None:
         free = [d for d in snapshot.devices.values() if d.id not in held and fits(d, task)]
         if task.kind not in gangs and len(free) >= task.width and tables.over(task) is None:
             raise Unruly(seed, f"{task.id} waits and {free[0].id} is free")
+    if seed % 2 == 0:
+        _nothing_is_left(seed, snapshot, tables, held)
+
+
+def _nothing_is_left(seed: int, snapshot: Snapshot, tables: Tables, held: set[str]) -> None:
+    """Where growing need not wait: no device is free that an elastic task could use."""
+    wanted = {task.kind for task in snapshot.tasks.values() if task.state == "waiting"}
+    for task in snapshot.tasks.values():
+        free = [d.id for d in snapshot.devices.values() if d.id not in held and fits(d, task)]
+        could = task.seats and len(task.seats) < task.width_max and task.kind not in wanted
+        if could and free and tables.over(task, 0, grown=1) is None:
+            raise Unruly(seed, f"{task.id} is on {task.seats}, and {free} are free")
 
 
 def _standing(snapshot: Snapshot) -> tuple[Tables, list[Task], set[str]]:
@@ -505,11 +691,15 @@ def _judge_many(first: int) -> tuple[Counter[str], list[str]]:
 
 def main() -> int:
     loose = QUICK if quick() else SCENARIOS
-    tight = loose // 4
-    islands = loose + tight
+    tight = elastic = loose // 4
+    islands = loose + tight + elastic
     began_s, count = time.perf_counter(), Counter[str]()
     broken = list[str]()
-    first = (*range(0, loose, CHUNK), *range(TIGHT, TIGHT + tight, CHUNK))
+    first = (
+        *range(0, loose, CHUNK),
+        *range(TIGHT, TIGHT + tight, CHUNK),
+        *range(ELASTIC, ELASTIC + elastic, CHUNK),
+    )
     with ProcessPoolExecutor(2) as pool:
         for done, unruly in pool.map(_judge_many, first):
             count += done

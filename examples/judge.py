@@ -129,7 +129,7 @@ def pauses_lose_nothing(lives: Sequence[Life], kill: Kill) -> Verdict:
         (life.name, before, after)
         for life in lives
         for before, after in pairwise(life.stays)
-        if before["end"] == "paused" and not _struck(before, after, kill)
+        if before["end"] in ("paused", "moved") and not _struck(before, after, kill)
     ]
     lost = [f"{name}: {_lost(b, a)}" for name, b, a in planned if _lost(b, a)]
     return Verdict(

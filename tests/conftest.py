@@ -43,6 +43,18 @@ Profile.register_profile(
 Profile.load_profile("roundhouse")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup`: who starts devices does so in one process, one test at a time.
+
+    They have the host's users and cores for themselves, as they would in life.  All other files
+    are shared out whole.
+    """
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        group = "devices" if folder in ("acceptance", "workers") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @dataclass(frozen=True, slots=True)
 class Servers:
     database_url: str

@@ -116,6 +116,7 @@ class Scenery:
                 cost_milli=device.cost_milli,
                 incarnation="p1",
                 leaving=task.state in ("pausing", "stopping"),
+                started_at=None if task.state == "starting" else func.now(),
                 **more,
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 
@@ -33,3 +35,21 @@ class Accelerator:
     def set_random_state(self, states: list[torch.Tensor]) -> None:
         for state in states:
             torch.cuda.set_rng_state(state, self.device)
+
+
+class Pinned:
+    """Host memory at `address` that a CUDA device reads and writes by itself, as far as asked."""
+
+    def __init__(self, address: int) -> None:
+        self.address, self.size = address, 0
+
+    def reach(self, size: int) -> None:
+        if size <= self.size:
+            return
+        runtime = torch.cuda.cudart()
+        if self.size:
+            runtime.cudaHostUnregister(self.address)
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        failed = runtime.cudaHostRegister(self.address, self.size, 0)
+        if int(failed) != 0:
+            self.size = 0  # then the copies are slower, and hold up the host

@@ -2,26 +2,26 @@
 
 `stage` makes private copies of all storages: for what leaves a job at its end.  The image of a job
 that goes on is made by `staging`; `restored` builds the same job in another process, out of a slab.
-In the same process nothing needs to be restored, the objects are still there.  What a graph is, and
-what cannot be captured, is said in `capture`.
+In the same process nothing needs to be restored, the objects are still there; at most their memory
+is away (`absence`).  What a graph is, and what cannot be captured, is said in `capture`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from workers.absence import COPIERS, Lying
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings, capture, rebuilt, return_to
 from workers.image import Block, Image
-from workers.layout import Extent, from_json
+from workers.layout import Extent, Layout, from_json
 from workers.preset import fingerprint
 from workers.slab import Slab
-
-COPIERS = 2  # threads that fill storages: one alone does not fill the memory's bus
 
 # --- off the device -------------------------------------------------------------------------------
 
@@ -71,9 +71,17 @@ def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> 
 
 
 def restored(
-    slab: Slab, layout: dict[str, Any], *, around: Surroundings, accelerator: Accelerator
+    slab: Slab,
+    layout: dict[str, Any],
+    *,
+    around: Surroundings,
+    accelerator: Accelerator,
+    then: Callable[[Iterable[Lying], Layout], None] = lambda lying, layout: None,
 ) -> Any:
-    """The job whose image lies in the slab; raises BadLayout."""
+    """The job whose image lies in the slab; raises BadLayout.
+
+    `then` is told which storage was filled from where.
+    """
     placed = from_json(layout, limit_bytes=slab.limit_bytes)
     with ThreadPoolExecutor(COPIERS) as copiers:
         copied = copiers.map(lambda part: _out_of(slab, part, accelerator), placed.storages)
@@ -81,6 +89,7 @@ def restored(
     graph = slab.view(placed.graph.offset, placed.graph.size)
     world = rebuilt(graph, storages, around=around)
     return_to(world, accelerator)
+    then(zip(storages, placed.storages, strict=True), placed)
     return world["job"]
 
 

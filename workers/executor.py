@@ -29,28 +29,36 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy
 import torch
 
-from workers import context_switch, loading, preset
+from workers import absence, context_switch, gang, loading, preset
 from workers import image as images
 from workers import slab as slabs
+from workers.absence import Absence, CalledOff
 from workers.accelerator import Accelerator
-from workers.capture import Surroundings, Uncapturable, capture
+from workers.capture import Captured, Surroundings, Uncapturable, capture
+from workers.gang import Member
 from workers.image import Image
-from workers.layout import Layout
+from workers.layout import Layout, from_json
 from workers.slab import Slab
 from workers.staging import Staging, TooLarge
+from workers.turns import GangFailed
 from workers.watch import Watch
 from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
 SAVES_APART_S = 1.0  # so long after an image left, those of pauses wait on whether they are needed
+AFTER_PAUSING_S = 0.02  # so long the image of a pause waits for the next one to take the seat
+AFTER_LEAVING_S = 0.25  # so long the image of one that made room waits for the one that needs it
+TOLD_BYTES = 16 * 2**20  # of the device's memory were let go of since it was said last
 LOOK_S = 0.05  # so often somebody off the seat looks whether its image lies there
 REPORT_S = 0.2  # progress and metrics go up at most this often
 DETAIL_LIMIT = 60_000  # characters of a traceback
@@ -124,16 +132,27 @@ class Work:
     saved_s: float = 0.0
     ending: Ending | None = None  # why no image can be made; told when it is back on the seat
     base_bytes: int = 0
+    turn: int = 0  # of what it was told about where its memory shall be
+    before_bytes: int = 0  # its memory when it was told to leave
+    lazy_bytes: int = 0  # let go of, not used again, and not taken by the kernel yet
+    granted_bytes: int = 0  # that may be taken of the device for what is away
+    staged_s: float = 0.0  # how long it stood still at safe points because its state was copied
     ctx: Context = None  # type: ignore[assignment]  # filled by load_code
     around: Surroundings = None  # type: ignore[assignment]
     accelerator: Accelerator = None  # type: ignore[assignment]
     outgoing: Outgoing = None  # type: ignore[assignment]
     images: Images = None  # type: ignore[assignment]
+    member: Member | None = None  # of a gang, in the process of one of its ranks,
+    whole: Slab | None = None  # where `slab` is only this rank's part
     _speaking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def is_function(self) -> bool:
         return "function" in self.spec["run"]
+
+    def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:
+        """While it waits for what comes from outside, the other ranks of its gang may run."""
+        return self.member.away(waits_for) if self.member else contextlib.nullcontext()
 
     def say(self, word: str, **said: Any) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed by the tenant: its own loss
@@ -178,29 +197,84 @@ class Outgoing:
         threading.Thread(target=_write, args=(self.work.bulk, image), daemon=True).start()
 
 
+@dataclass(frozen=True, slots=True)
+class Lies:
+    """What lies in the slab, or will when staging is done: the state of a job off its seat."""
+
+    step: int
+    fingerprint: JSON
+    captured: Captured
+    layout: Layout
+
+    def index(self) -> JSON:
+        layout, tensors = self.layout.as_json(), self.captured.tensors
+        return {"layout": layout, "fingerprint": self.fingerprint, "tensors": tensors}
+
+
 class Images:
-    """The job's images, one at a time: staged into the slab, told to the supervisor, kept."""
+    """The job's images, one at a time: staged into the slab, told to the supervisor, kept.
+
+    Off the seat one may be staged and not told, because the device's memory is wanted.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work, self.staging = work, Staging(work.slab, work.watch)
+        self.absence = Absence(work.slab, work.accelerator, self.staging.pinned)
+        self.lies: Lies | None = None  # while nothing steps
         self.busy = False  # one lies in the slab, or is on its way there
         self.failed = False  # the last one was not stored; the supervisor says when to try again
         self.last_step: int | None = None  # of the newest image that is stored or on its way
         self.left_s = -math.inf  # when that one left
 
     def put(self) -> None:
-        """Make one of the last finished step; raises Ending."""
-        work, self.failed = self.work, False
-        try:
-            work.accelerator.synchronize()
-            captured = capture(work.job, around=work.around, accelerator=work.accelerator)
-            self.busy, self.last_step, self.left_s = True, work.step, time.monotonic()
-            step, found, tensors = work.step, preset.fingerprint(), captured.tensors
-            self.staging.begin(captured, lambda layout: self._staged(step, found, layout, tensors))
-        except Uncapturable as error:
-            raise _uncapturable(error) from error
-        except TooLarge as error:
-            raise _too_large(error) from error
+        """Make one of the last finished step, and have it kept; raises Ending."""
+        self.failed = False
+        if self.lies_there:
+            self._is_leaving()
+            self._tell(cast(Lies, self.lies))
+            return
+        with _told():
+            captured = self._captured()
+            lies = partial(Lies, self.work.step, preset.fingerprint(), captured)
+            self._is_leaving()
+            layout = self.staging.begin(captured, lambda layout: self._tell(lies(layout)))
+        self.lies = lies(layout)
+
+    def _captured(self) -> Captured:
+        work = self.work
+        work.accelerator.synchronize()
+        return capture(work.job, around=work.around, accelerator=work.accelerator)
+
+    def _is_leaving(self) -> None:
+        self.busy, self.last_step, self.left_s = True, self.work.step, time.monotonic()
+
+    @property
+    def lies_there(self) -> bool:
+        """The state of this step lies in the slab, whole."""
+        here = self.lies is not None and self.lies.step == self.work.step
+        return here and not self.staging.is_copying and not self.staging.spoiled
+
+    def may_leave(self) -> bool:
+        """Else an older image lies in the slab and is being kept."""
+        self.staging.join()
+        self.look()
+        return self.lies_there or not self.busy
+
+    def leave(self, freed: Callable[[], None]) -> None:
+        """Off the seat: let go of the device's memory; raises Ending.  Only when it `may_leave`."""
+        if self.lies_there:
+            lies = cast(Lies, self.lies)
+            lying = zip(lies.captured.storages, lies.layout.storages, strict=True)
+            self.absence.leave(lying, freed)
+            return
+        with _told():
+            captured = self._captured()
+            layout, brought = self.staging.bring(captured)
+        self.absence.leave(brought, freed)
+        self.lies = Lies(self.work.step, preset.fingerprint(), captured, layout)
+
+    def come_back(self, room: Callable[[int], None]) -> None:
+        self.staging.lies(self.absence.come_back(room))
 
     def settle(self) -> bool:
         """Between two steps: what was being staged lies there now, or is spoiled: then False."""
@@ -213,6 +287,10 @@ class Images:
             self.last_step, self.failed = None, True
         self.work.outgoing.next()
 
+    def wait(self, for_s: float) -> None:
+        """Off the seat, others have the cores for a moment; an order to save is obeyed at once."""
+        self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
+
     def look(self) -> None:
         """Off the seat: notice an image that was spoiled, by whatever still runs there."""
         if not self.staging.is_copying and self._is_spoiled():
@@ -222,19 +300,31 @@ class Images:
         spoiled, self.staging.spoiled = self.staging.spoiled, False
         if spoiled:
             self.busy, self.last_step = False, None
+            self.lies = self.lies if self.absence.away else None  # then only the telling failed
         return spoiled
 
-    def _staged(self, step: int, found: JSON, layout: Layout, tensors: JSON) -> None:
+    def _tell(self, lies: Lies) -> None:
         """In the thread that copied the last of it; the slab is not ours until it is kept."""
-        index = {"layout": layout.as_json(), "fingerprint": found, "tensors": tensors}
+        index, step = lies.index(), lies.step
         try:
-            size = slabs.write_index(self.work.slab.fd, index)
+            size = self.work.slab.write_index(index)
             self.work.say("saving", what="image", at_step=step, index_bytes=size)
         except Abandoned:
             pass  # the main thread will notice
         except (OSError, slabs.BadIndex):
             traceback.print_exc()  # into the job's log; its next image is another attempt
             self.staging.spoiled = True
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Why no image can be made, as the job's last word."""
+    try:
+        yield
+    except Uncapturable as error:
+        raise _uncapturable(error) from error
+    except TooLarge as error:
+        raise _too_large(error) from error
 
 
 def _write(bulk: socket.socket, image: Image) -> None:
@@ -252,7 +342,16 @@ def execute(
     """Live; returns the exit status of the process."""
     work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch)
     try:
-        for stage in (take_spec, configure, load_code, bring_in, take_seat, build, run, settle):
+        take_spec(work)
+    except Abandoned:
+        return 1
+    return gang.conduct(work, live) if work.spec["world_size"] > 1 else live(work)
+
+
+def live(work: Work) -> int:
+    """The life of a job, or of one rank of it, from its spec on."""
+    try:
+        for stage in (configure, join, load_code, bring_in, take_seat, build, run, settle):
             stage(work)
     except Ending as ending:
         with contextlib.suppress(Abandoned):
@@ -265,19 +364,28 @@ def execute(
 def take_spec(work: Work) -> None:
     while not work.spec:
         _listen(work, None)
-    work.outgoing, work.images = Outgoing(work), Images(work)
-    work.base_bytes = _anonymous_bytes()
 
 
 def configure(work: Work) -> None:
+    work.base_bytes = _anonymous_bytes()
     try:
         work.accelerator = Accelerator(work.spec["kind"])
+        work.outgoing, work.images = Outgoing(work), Images(work)
         work.preset = preset.configure(work.spec["preset"])
     except preset.NotTaken as error:
         detail = "\n".join(error.differences)
         raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
     except RuntimeError as error:
         raise Ending("failed", cause="preset", message=str(error), detail="") from error
+
+
+def join(work: Work) -> None:
+    """A rank finds its default process group ready, whatever its code does first."""
+    if work.member is not None:
+        try:
+            work.member.begin()
+        except BaseException as error:
+            raise _failed(error) from error
 
 
 def load_code(work: Work) -> None:
@@ -291,6 +399,7 @@ def load_code(work: Work) -> None:
     work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
     seed()
     loading.follow()
+    absence.follow()
     try:
         work.entry = load_entry(code, spec["run"].get("job") or spec["run"]["function"])
     except BaseException as error:
@@ -315,18 +424,28 @@ def bring_in(work: Work) -> None:
         index = slabs.read_index(work.slab.fd, spec["image"]["index_bytes"])
         if preset.impose(index["fingerprint"]):
             work.capabilities = ["pause", "save", "move", "equivalent"]
-        work.job = context_switch.restored(
-            work.slab, index["layout"], around=work.around, accelerator=work.accelerator
-        )
+        work.job = _restored(work, index["layout"])
         work.step = work.images.last_step = spec["image"]["step"]
     except BaseException as error:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
 
 
+def _restored(work: Work, layout: JSON) -> Any:
+    around, accelerator, lies = work.around, work.accelerator, work.images.staging.lies
+    if work.whole is None:
+        return context_switch.restored(
+            work.slab, layout, around=around, accelerator=accelerator, then=lies
+        )
+    whole = from_json(layout, limit_bytes=work.whole.limit_bytes)
+    own = gang.parted(work.whole, whole, work.spec["rank"]).as_json()
+    return context_switch.restored(work.whole, own, around=around, accelerator=accelerator)
+
+
 def take_seat(work: Work) -> None:
     """Everything that needs no device is done; wait for it to be free."""
-    work.say("prepared", preset=work.preset, capabilities=work.capabilities)
-    _wait_for_seat(work)
+    with work.away("its seat"):
+        work.say("prepared", preset=work.preset, capabilities=work.capabilities)
+        _wait_for_seat(work)
 
 
 def build(work: Work) -> None:
@@ -351,6 +470,7 @@ def run(work: Work) -> None:
 def one_step(work: Work) -> None:
     """From one safe point to the next."""
     safe_point(work)
+    work.images.lies = None
     try:
         if work.is_function:
             work.ctx.result = call(work.entry, work.ctx)
@@ -368,6 +488,8 @@ def settle(work: Work) -> None:
     """Put the outputs into the store, then say that it is finished."""
     work.images.settle()
     result = dict(work.ctx.result or {})
+    if work.member is not None and work.spec["rank"]:
+        result = {}  # that of the first rank is the gang's
     for name in work.spec["outputs"]:
         if name not in result:
             told = f"the result has no {name!r}, which the descriptor's `outputs` names"
@@ -378,13 +500,15 @@ def settle(work: Work) -> None:
         _must_be_small(said)
     except (TypeError, ValueError) as error:
         raise _failed(error) from error
+    if work.member is not None:
+        work.member.end()
     while work.images.busy or work.outgoing.busy:
         _listen(work, None)
     for name in work.spec["outputs"]:
         if why := work.outgoing.settled[f"output:{name}"].get("error"):
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
-    work.say("progress", metrics=work.metrics, memory_bytes=_memory_bytes(work))
+    _report(work)
     raise Ending("finished", result=said)
 
 
@@ -402,6 +526,25 @@ def _must_be_small(result: JSON) -> None:
 
 def safe_point(work: Work) -> None:
     """Between two steps: hear what is wished, and do it.  Returns when the next step may begin."""
+    if work.member is None:
+        _safe_point(work)
+        return
+    try:
+        with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
+            _safe_point(work)
+    except (GangFailed, TimeoutError) as error:
+        raise _failed(error) from error
+
+
+def _stand_at_cut(work: Work) -> None:
+    """Until all ranks do, and it is known why."""
+    work.say("at_cut")
+    while "on" not in work.wishes:
+        _listen(work, None)
+    work.wishes -= {"on"}
+
+
+def _safe_point(work: Work) -> None:
     _listen(work, 0)
     if not work.images.settle():
         work.wishes.add("save")
@@ -422,6 +565,7 @@ def _pause(work: Work) -> None:
     work.wishes -= {"pause"}
     _report(work)
     work.say("paused", has_state=work.job is not None)
+    work.images.wait(AFTER_PAUSING_S)
     _wait_for_seat(work)
     work.saved_s = time.monotonic()
     if work.ending is not None:
@@ -434,16 +578,77 @@ def _wait_for_seat(work: Work) -> None:
     The image of the pause leaves at once, or when the one before it has been gone for a while: who
     takes turns many times a second does not write down each of them.
     """
-    while "go" not in work.wishes:
+    while "go" not in work.wishes or work.images.absence.away:
         if "cancel" in work.wishes:
             raise Ending("stopped")
+        if "go" in work.wishes:  # the supervisor gave up waiting for it to leave, and it did
+            work.granted_bytes = work.images.absence.bytes
+            _return(work)
+            continue
         wait_s = _save_in_s(work)
-        if wait_s is not None and wait_s <= 0:
+        if "return" in work.wishes:
+            _return(work)
+        elif "leave" in work.wishes and work.images.may_leave():
+            _leave(work)
+        elif wait_s is not None and wait_s <= 0:
             _save_off_the_seat(work)
         else:
             _listen(work, wait_s)
             work.images.look()
     work.wishes -= {"go"}
+
+
+def _leave(work: Work) -> None:
+    """Let go of the device's memory; what is free by now is told piece by piece."""
+    work.wishes -= {"leave"}
+    images, told_bytes = work.images, 0
+    absent = images.absence
+    if not absent.away:
+        work.before_bytes = _memory_bytes(work)
+
+    def freed() -> None:
+        nonlocal told_bytes
+        if absent.bytes >= told_bytes + TOLD_BYTES:
+            told_bytes = absent.bytes
+            _say_away(work, settled=False)
+
+    try:
+        if work.job is not None and work.ending is None:
+            images.leave(freed)
+    except Ending as ending:
+        work.ending = ending
+    _say_away(work)
+    # Whoever waited for this memory comes back first, then the image goes to the store.
+    images.wait(AFTER_LEAVING_S)
+
+
+def _return(work: Work) -> None:
+    """Take the device's memory again, as far as it is granted."""
+    work.wishes -= {"return", "leave"}
+
+    def room(size: int) -> None:
+        while work.granted_bytes < size:
+            if work.wishes & {"leave", "cancel"}:
+                raise CalledOff
+            _listen(work, None)
+        work.granted_bytes -= size
+
+    work.images.come_back(room)
+    work.granted_bytes = 0
+    work.wishes -= {"return"}
+    if not work.images.absence.away and work.accelerator.kind == "cpu":
+        # Malloc took other memory than it had before, and what it had is the kernel's.
+        grown_bytes = _memory_bytes(work) + work.lazy_bytes - work.before_bytes
+        work.lazy_bytes = max(0, grown_bytes)
+    if "leave" not in work.wishes:  # else it is said when that is done
+        _say_away(work)
+
+
+def _say_away(work: Work, *, settled: bool = True) -> None:
+    away_bytes = work.images.absence.bytes
+    memory_bytes = _memory_bytes(work) if settled else 0
+    said = {"bytes": away_bytes, "settled": settled, "memory_bytes": memory_bytes}
+    work.say("away", turn=work.turn, **said)
 
 
 def _save_in_s(work: Work) -> float | None:
@@ -468,10 +673,11 @@ def _save_off_the_seat(work: Work) -> None:
 
 def _stand_still(work: Work) -> None:
     """The device's trust has ended: wait here until it is renewed, or for an order."""
-    work.say("still")
-    while work.trust.left_us() <= 0 and not work.wishes & {"cancel", "pause"}:
-        _listen(work, 0.25)
-    work.say("moving")
+    with work.away("trust in its device"):
+        work.say("still")
+        while work.trust.left_us() <= 0 and not work.wishes & {"cancel", "pause"}:
+            _listen(work, 0.25)
+        work.say("moving")
 
 
 def _save_if_wished(work: Work) -> None:
@@ -483,7 +689,9 @@ def _save_if_wished(work: Work) -> None:
         work.wishes -= {"save"}
         work.saved_s = time.monotonic()
         if work.images.last_step != work.step:
+            began_s = time.perf_counter()
             work.images.put()
+            work.staged_s += time.perf_counter() - began_s
 
 
 def _output(work: Work, value: object, root: str) -> Image:
@@ -532,6 +740,16 @@ def _take(work: Work, message: JSON) -> None:
         case "begin":
             work.spec = message["spec"]
             work.fds, work.wire.fds = work.wire.fds, []
+        case "pause" if message.get("leave"):
+            work.turn = message["turn"]
+            work.wishes |= {"pause", "leave"}
+        case "leave":
+            work.turn = message["turn"]
+            work.wishes.add("leave")
+        case "return":
+            work.turn = message["turn"]
+            work.granted_bytes += message["bytes"]
+            work.wishes.add("return")
         case "kept" if message["what"] == "image":
             work.images.kept(message)
         case "kept":
@@ -542,11 +760,18 @@ def _take(work: Work, message: JSON) -> None:
 
 def _report(work: Work) -> None:
     work.reported_s = time.monotonic()
-    work.say("progress", metrics=work.metrics, memory_bytes=_memory_bytes(work))
+    work.say(
+        "progress",
+        metrics=work.metrics,
+        memory_bytes=_memory_bytes(work),
+        staged_us=int((work.staged_s + work.images.staging.waited_s) * 1e6),
+    )
 
 
 def _memory_bytes(work: Work) -> int:
-    return max(0, _anonymous_bytes() - work.base_bytes) + work.accelerator.held_bytes()
+    away_bytes = work.images.absence.bytes if work.accelerator.kind == "cpu" else 0
+    own_bytes = max(0, _anonymous_bytes() - work.base_bytes - away_bytes - work.lazy_bytes)
+    return own_bytes + work.accelerator.held_bytes()
 
 
 def _anonymous_bytes() -> int:

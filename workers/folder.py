@@ -140,10 +140,10 @@ def restore(
             folders.append((path, mode, changed_ns))
         else:
             with path.open("wb", buffering=0) as file:
-                _write(file, _view(storages[number]))
-            _date(path, mode, changed_ns)
+                write_all(file, _view(storages[number]))
+            date(path, mode, changed_ns)
     for folder in reversed(folders):  # a time of change only lasts when nothing is put in after
-        _date(*folder)
+        date(*folder)
 
 
 def _empty(folder: Path) -> None:
@@ -154,13 +154,15 @@ def _empty(folder: Path) -> None:
             os.unlink(entry.path)
 
 
-def _write(file: io.FileIO, data: memoryview) -> None:
+def write_all(file: io.FileIO, data: memoryview) -> None:
+    """A raw file may take less than it is given."""
     at = 0
     while at < len(data):
         at += file.write(data[at:])
 
 
-def _date(path: Path, mode: int, changed_ns: int) -> None:
+def date(path: Path, mode: int, changed_ns: int) -> None:
+    """As it was: what is done to a file afterwards changes its time again."""
     path.chmod(mode)
     os.utime(path, ns=(changed_ns, changed_ns))
 

@@ -53,6 +53,8 @@ def _described(group: dist.ProcessGroup) -> dict[str, Any]:
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """None is torch's own choice for the backend."""
+    if not group._device_types:  # it is its own backend: one of `workers.collectives`
+        return timedelta(seconds=group.timeout_s)
     backend = group._get_backend(group._device_types[0])
     options = getattr(backend, "options", None)
     return None if options is None else options._timeout

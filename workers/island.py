@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +23,11 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app import broker, collector, db, journal, outbox
+from app import broker, collector, db, journal, moving, outbox
 from app.core import record
 from app.core.board import Board
 from app.core.messages import Alive, Answer, BadMessage, decode, encode
+from app.core.standing import soonest_first
 from app.follow import Follower
 from app.models import Device, Island, Order, Placement, Task
 from app.settings import settings
@@ -105,7 +107,14 @@ class Scheduler(Loop):
             journal.settle(session)
             resend_s = settings().order_resend_s
             due = outbox.take_unsent(session, _live(self.island), resend_s=resend_s)
-            return [answer for answer, _ in recorded], due
+            return [self._with_order(answer) for answer, _ in recorded], due
+
+    def _with_order(self, answer: Answer) -> Answer:
+        """Where a device has too little memory for all that live there, the last of them leaves."""
+        board = self.follower.board
+        if board is None:
+            return answer
+        return replace(answer, next=soonest_first(board, [task for task, _ in answer.keep]))
 
     def _not_written_down(self, heard: list[Alive]) -> None:
         for alive in heard:
@@ -177,14 +186,20 @@ class Scheduler(Loop):
         known, board = self.follower.board, self.follower.look(session, now_s=now_s)
         if board is not known:
             collector.spare_anew()
+        moves = self.follower.news is not None and self.follower.news.moves
+        if moves and moving.advance(session, board, island=self.island):
+            board = self.follower.look(session, now_s=now_s)
         self._spare_the_silent(session, board)
         plan = self.follower.cycle(session, board)
-        seen = record.seen_by(board, plan, plan.before, island=self.island)
-        if not journal.store(session, plan, seen=seen if plan.decisions or plan.lifts else None):
+        seen = None
+        if plan.decisions or plan.lifts:
+            seen = record.seen_by(board, plan, plan.before, island=self.island)
+        if not journal.store(session, plan, seen=seen):
             self.follower.forget()
             return BUSY_S
         if self.follower.news is not None and self.follower.news.saves:
             journal.order_saves(session, self.island)
+        moving.make_fit(session, board)
         if self.follower.behind:
             return 0.0
         if plan.look_again_s is None:

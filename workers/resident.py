@@ -31,6 +31,7 @@ JSON = dict[str, Any]
 
 LINE_LIMIT_BYTES = 8 * 1024
 LOG_LIMIT_BYTES = 1 * 2**20  # kept per stay until acknowledged; more is dropped, and said so
+LAST_LINES = 20  # of stderr, told as the detail of a command that failed
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
 MESSAGES_LIMIT = 1_000
@@ -60,11 +61,13 @@ class Stay:
     resumed: str = "fresh"
     successor: str = ""  # the task that it gives way to, which may get ready first,
     yield_by_us: int | None = None  # until then
+    moves: bool = False  # its image is waited for on another device
     event_seq: int = 0
     events: list[Event] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log())
     seated_us: int | None = None
     before_us: int = 0
+    unstaged_us: int = 0  # what its process had stood still before this stay
 
     @property
     def key(self) -> tuple[str, int]:
@@ -73,6 +76,11 @@ class Stay:
     def held_us(self, now_us: int) -> int:
         on_it_us = 0 if self.seated_us is None else now_us - self.seated_us
         return self.before_us + on_it_us
+
+    def staged_us(self, now_us: int) -> int:
+        """As its process says, who may lie; but not for longer than it held the seat."""
+        told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
+        return max(0, min(told_us, self.held_us(now_us)))
 
     def take_seat(self, now_us: int) -> None:
         self.seated_us = now_us
@@ -88,6 +96,7 @@ class Stay:
             seq=self.event_seq,
             step=self.step if step is None else step,
             held_us=self.held_us(now_us),
+            staged_us=self.staged_us(now_us),
             **said,
         )
         self.events.append(event)
@@ -110,6 +119,8 @@ class Stay:
             held_us=self.held_us(now_us),
             order_seq=self.order_seq,
             memory_bytes=self.resident.memory_bytes if self.resident else 0,
+            **(self.resident.where() if self.resident and self.resident.stay is self else {}),
+            staged_us=self.staged_us(now_us),
             metrics=self.metrics,
         )
 
@@ -122,6 +133,7 @@ class Log:
         self.first = 0  # the number of the first line in `waiting`
         self.held_bytes = 0
         self.dropped = 0
+        self.last = deque[str](maxlen=LAST_LINES)  # of stderr, whether acknowledged or not
         self._open = {"stdout": b"", "stderr": b""}  # lines without an end, as yet
 
     @property
@@ -181,6 +193,8 @@ class Log:
 
     def _keep(self, stream: str, text: str) -> None:
         self.waiting.append((stream, text))
+        if stream == "stderr":
+            self.last.append(text)
         self.held_bytes += _line_bytes(stream, text)
 
 
@@ -235,9 +249,17 @@ class Resident:
     saved: Saving | None = None  # the newest image of it that is durable
     has_state: bool = False  # it has been on the seat, so there is something to lose
     memory_bytes: int = 0
+    staged_us: int = 0  # how long it has stood still, on its seat, while its state was copied
     slab_bytes: int = 0  # as the kernel says
     known: Known = field(default_factory=Known)
+    level: str = "device"  # where its state lies, as `workers.residency` says
+    may_leave: bool = True  # it lets go of the device's memory when it is told to
+    leave_by_us: int = 0
+    turn: int = 0  # how often it was told where its memory shall be
+    away_bytes: int = 0  # of its memory that is not on the device
+    granted_bytes: int = 0  # that it may take there for what is away
     paused_us: int = 0
+    absent_us: int = 0  # how long it usually is between a pause and its next turn; 0: not known
     is_saving: bool = False
     save_again_us: int | None = None  # the last attempt to store its image failed
     is_gone: bool = False
@@ -251,9 +273,44 @@ class Resident:
         return self.stay.step
 
     @property
-    def is_durable(self) -> bool:
-        """Nothing is lost if it is ended now."""
+    def is_command(self) -> bool:
+        return "command" in self.stay.launch.run
+
+    @property
+    def is_kept(self) -> bool:
+        """Of its state, all that can be kept is durable: of a command, its working folder."""
         return not self.has_state or (self.saved is not None and self.saved.step == self.step)
+
+    @property
+    def is_durable(self) -> bool:
+        """Nothing is lost if it is ended now; the processes of a command are never durable."""
+        return self.is_kept and not (self.is_command and self.has_state)
+
+    @property
+    def on_device_bytes(self) -> int:
+        """What it has there, or may take without asking: it may grow to what its launch said."""
+        if self.level == "host":
+            return self.memory_bytes
+        if self.level == "coming":
+            return self.memory_bytes + self.granted_bytes
+        reserved = max(self.memory_bytes, self.stay.launch.memory_bytes)
+        return max(0, reserved - self.away_bytes) if self.level == "leaving" else reserved
+
+    @property
+    def lacking_bytes(self) -> int:
+        """What it must be granted before it is back on the device."""
+        asked = self.stay.launch.memory_bytes - self.memory_bytes
+        return max(0, max(self.away_bytes, asked) - self.granted_bytes)
+
+    def where(self) -> JSON:
+        held = {"on_device_bytes": self.on_device_bytes, "host_bytes": self.slab_bytes}
+        return {"level": self.level, **held}
+
+    def was_absent(self, now_us: int) -> None:
+        """It is back on the seat: how long it took, and before."""
+        if self.paused_us:
+            took_us = max(1, now_us - self.paused_us)
+            self.absent_us = (self.absent_us + took_us) // 2 if self.absent_us else took_us
 
     def measure(self) -> None:
         self.slab_bytes = slab.held_bytes(self.slab)
@@ -395,9 +452,9 @@ class Zygote:
         theirs.close()
         self.wire.send({"is": "begin", "probe": None if probe is None else _room(probe)})
 
-    def spawn(self, id: int, room: Room, walls: list[str], fds: list[int]) -> None:
+    def spawn(self, id: int, room: Room, walls: list[str], fds: list[int], sort: str) -> None:
         """`fds`: see `wire.FDS_PER_RESIDENT`.  The caller closes its copies."""
-        body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls}
+        body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls, "sort": sort}
         self.wire.send(body, fds)
 
     def end(self) -> None:

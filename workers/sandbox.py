@@ -465,6 +465,11 @@ def _set_dumpable() -> None:
     _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
+def hide_memory() -> None:
+    """Let no other process of our user look into ours, by /proc or otherwise; exec undoes this."""
+    _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+
+
 def _unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), f"unshare {flags:#x}")
 

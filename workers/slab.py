@@ -58,21 +58,29 @@ def held_bytes(fd: int) -> int:
 
 def write_index(fd: int, body: JSON) -> int:
     """Keep `body` behind the image; its length in bytes.  Raises BadIndex if it is too long."""
-    text = json.dumps(body).encode()
-    if len(text) > INDEX_LIMIT_BYTES:
-        raise BadIndex(f"it has {len(text)} bytes, and {INDEX_LIMIT_BYTES} are allowed")
-    at = 0
-    while at < len(text):
-        at += os.pwrite(fd, memoryview(text)[at:], limit_bytes(fd) + at)
-    return len(text)
+    return _write_at(fd, limit_bytes(fd), body, INDEX_LIMIT_BYTES)
 
 
 def read_index(fd: int, size: int) -> JSON:
     """What was kept, in a copy; raises BadIndex."""
-    if size > INDEX_LIMIT_BYTES:
-        raise BadIndex(f"it has {size} bytes, and {INDEX_LIMIT_BYTES} are allowed")
+    return _read_at(fd, limit_bytes(fd), size, INDEX_LIMIT_BYTES)
+
+
+def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
+    text = json.dumps(body).encode()
+    if len(text) > limit:
+        raise BadIndex(f"it has {len(text)} bytes, and {limit} are allowed")
+    at = 0
+    while at < len(text):
+        at += os.pwrite(fd, memoryview(text)[at:], start + at)
+    return len(text)
+
+
+def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
+    if size > limit:
+        raise BadIndex(f"it has {size} bytes, and {limit} are allowed")
     try:
-        body = json.loads(os.pread(fd, size, limit_bytes(fd)))
+        body = json.loads(os.pread(fd, size, start))
     except (ValueError, RecursionError) as error:
         raise BadIndex(f"it is no JSON: {error}") from error
     if not isinstance(body, dict):
@@ -88,17 +96,37 @@ def _pages(size: int) -> int:
 
 
 class Slab:
-    """A slab, mapped: `address` is where it begins in this process."""
+    """A slab, mapped: `address` is where it begins in this process.
 
-    def __init__(self, fd: int) -> None:
-        self.fd, self.limit_bytes = fd, limit_bytes(fd)
-        self.memory = mmap.mmap(fd, self.limit_bytes) if self.limit_bytes else mmap.mmap(-1, 1)
+    Or a part of one, from `start` on: for an image of up to `limit` bytes with its own index behind
+    it, of up to `index_limit`.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        start: int = 0,
+        limit: int | None = None,
+        index_limit: int = INDEX_LIMIT_BYTES,
+    ) -> None:
+        self.fd, self.start, self.index_limit = fd, start, index_limit
+        self.limit_bytes = limit_bytes(fd) if limit is None else limit
+        self.memory = mmap.mmap(-1, 1)
+        if self.limit_bytes:
+            self.memory = mmap.mmap(fd, self.limit_bytes, offset=start)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.used_bytes = 0  # by the longest image that may still lie there
         with suppress(OSError):
             self.memory.madvise(mmap.MADV_DONTFORK)  # a job's children have no business in it
         with suppress(OSError, AttributeError):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # where the host allows them for shared memory
+
+    def write_index(self, body: JSON) -> int:
+        """As the function of this name, behind this part."""
+        return _write_at(self.fd, self.start + self.limit_bytes, body, self.index_limit)
+
+    def read_index(self, size: int) -> JSON:
+        return _read_at(self.fd, self.start + self.limit_bytes, size, self.index_limit)
 
     def view(self, offset: int, size: int) -> memoryview:
         return memoryview(self.memory)[offset : offset + size]

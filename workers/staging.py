@@ -15,6 +15,9 @@ image is `spoiled`: it is not told of, and the next one copies that storage at o
 
 Where memory cannot be watched, everything is copied at once.  Memory of a CUDA device is never
 watched: it is copied within the device first, where that has room for it.
+
+While nothing steps, `bring` makes an image storage by storage, for a job whose memory is wanted
+(`absence`); `lies` takes in that storages lie in the slab already, because they came from there.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,10 +37,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from workers.absence import Lying
+from workers.accelerator import Pinned
 from workers.capture import Captured
 from workers.layout import Extent, Layout, laid_out
 from workers.slab import Slab
-from workers.watch import PAGE, Range, Watch
+from workers.watch import Range, Watch
 
 WATCHED_BYTES = 64 * 1024  # what is smaller is copied at once: to watch it would take longer
 PIECE_BYTES = 16 * 2**20  # copied without looking whether the storage still lies there
@@ -70,13 +75,14 @@ class _Known:
     """What is remembered of a storage from one image to the next, while it lives.
 
     `is_copied`: it has been watched since it was last copied.  `is_hot`: it was once written to
-    while it was watched, so watching it is of no use.
+    while it was watched, so watching it is of no use.  `is_passing`: a gradient, in the last image.
     """
 
     alive: StorageWeakRef
     place: tuple[int, int, int]  # address, size, offset in the slab
     is_copied: bool = False
     is_hot: bool = False
+    is_passing: bool = False
     images: int = 0  # in how many it was, counting the one that is being made
 
     @property
@@ -86,8 +92,9 @@ class _Known:
 
 @dataclass
 class _Plan:
-    """What is done with each large storage."""
+    """What is done with each storage; the small ones are copied already."""
 
+    small: list[torch.UntypedStorage] = field(default_factory=list)
     now: list[Part] = field(default_factory=list)
     later: list[Part] = field(default_factory=list)
     again: list[Part] = field(default_factory=list)  # not at all, if it was not written to
@@ -112,21 +119,15 @@ class Staging:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._process = os.getpid()
         self._side: Any = None  # the CUDA stream on which copies leave the device
-        self._pinned_bytes = 0
+        self.pinned = Pinned(slab.address)
         register_optimizer_step_pre_hook(self._before_optimizer)
 
-    def begin(self, captured: Captured, then: Callable[[Layout], None]) -> None:
+    def begin(self, captured: Captured, then: Callable[[Layout], None]) -> Layout:
         """Make an image of it; `then` is called once it lies there whole, by whichever thread.
 
         It must not raise.  Raises TooLarge.
         """
-        self.join()
-        self.spoiled = False
-        layout = self._layout = self._fitting(captured)
-        self.slab.used(layout.end)
-        size = layout.graph.size
-        self.slab.view(0, size)[:] = captured.graph
-        self.copied_bytes = size
+        layout = self._begun(captured)
         plan = self._planned(captured.storages, layout)
         event = self._leave_device(plan.device, layout)
         self._copy_now(plan)
@@ -134,6 +135,48 @@ class Staging:
             self._aside(lambda: self._copy_later(plan.later, event), lambda: then(layout))
         else:
             then(layout)
+        return layout
+
+    def bring(self, captured: Captured) -> tuple[Layout, Iterator[Lying]]:
+        """Make an image while nothing steps: each storage, once its bytes lie in the slab.
+
+        It lies there whole when all were taken.  Raises TooLarge.
+        """
+        layout = self._begun(captured)
+        plan = self._planned(captured.storages, layout)
+        extents = dict(zip(map(_number, captured.storages), layout.storages, strict=True))
+        return layout, self._brought(plan, layout, extents)
+
+    def lies(self, lying: Iterable[Lying], layout: Layout | None = None) -> None:
+        """These were just filled from the slab; `layout` of an image that this process never made.
+
+        As long as nobody writes to them they need not be copied there again.
+        """
+        if layout is not None:
+            self._layout = layout
+            self.slab.used(layout.end)
+        stable, filled = self._stable(), list[_Known]()
+        for storage, extent in lying:
+            if storage.device.type != "cpu" or extent.size < WATCHED_BYTES or self.watch is None:
+                continue
+            known = self._seen(_part(storage, extent))
+            self._known[storage._cdata] = known
+            known.is_copied = not known.is_hot and not known.is_passing
+            if known.is_copied:
+                filled.append(known)
+                self._guarded |= {storage._cdata} & stable
+        if self.watch is not None:
+            self.watch.protect(known.pages for known in filled)
+
+    def _begun(self, captured: Captured) -> Layout:
+        self.join()
+        self.spoiled = False
+        layout = self._layout = self._fitting(captured)
+        self.slab.used(layout.end)
+        size = layout.graph.size
+        self.slab.view(0, size)[:] = captured.graph
+        self.copied_bytes = size
+        return layout
 
     def must_fit(self, captured: Captured) -> int:
         """Bytes of the slab that its image takes; raises TooLarge."""
@@ -206,24 +249,20 @@ class Staging:
                 plan.device.append((storage, extent.offset))
             elif size < WATCHED_BYTES:
                 _copy_small(base + extent.offset, storage.data_ptr(), size)
+                plan.small.append(storage)
             else:
-                address = storage.data_ptr()
-                part = Part(
-                    storage=storage,
-                    address=address,
-                    size=size,
-                    offset=extent.offset,
-                    pages=Range.inside(address, size),
-                )
+                part = _part(storage, extent)
                 if not watched:
                     plan.now.append(part)
                     continue
                 seen = known[storage._cdata] = self._seen(part)
+                seen.is_passing = storage._cdata in passing
+                seen.images += 1
                 if seen.is_copied:
                     plan.again.append(part)
                 elif storage._cdata in stable and not seen.is_hot:
                     plan.later.append(part)
-                elif storage._cdata in passing and not seen.is_hot:
+                elif seen.is_passing and not seen.is_hot:
                     plan.later.append(replace(part, is_passing=True))
                 else:
                     plan.now.append(part)
@@ -238,7 +277,6 @@ class Staging:
             seen = _Known(alive=StorageWeakRef(part.storage), place=place)
         elif seen.place != place:
             seen.place, seen.is_copied = place, False
-        seen.images += 1
         return seen
 
     def _stable(self) -> set[int]:
@@ -349,7 +387,7 @@ class Staging:
         """
         if not parts:
             return None
-        self._pin(layout.end)
+        self.pinned.reach(layout.end)
         whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
         size = sum(storage.nbytes() for storage, _ in parts)
         self.copied_bytes += size
@@ -369,17 +407,63 @@ class Staging:
             event.synchronize()
         return event
 
-    def _pin(self, size: int) -> None:
-        """Let the device write into the slab by itself, as far as `size`."""
-        if size <= self._pinned_bytes:
+    # --- while nothing steps ---
+
+    def _brought(self, plan: _Plan, layout: Layout, extents: dict[int, Extent]) -> Iterator[Lying]:
+        for storage in plan.small:
+            yield storage, extents[_number(storage)]
+        written = self._written(plan.again)
+        for part in plan.again:
+            if part.pages in written:
+                self._is_hot(part)
+            else:
+                self._copy_edges(part)
+                yield part.storage, extents[_number(part.storage)]
+        rewritten = [part for part in plan.again if part.pages in written]
+        for part in (*plan.later, *plan.now, *rewritten):
+            for at in range(0, part.size, PIECE_BYTES):
+                size = min(PIECE_BYTES, part.size - at)
+                _copy(self.slab.address + part.offset + at, part.address + at, size)
+            self.copied_bytes += part.size
+            yield part.storage, extents[_number(part.storage)]
+        yield from self._brought_from_device(plan.device, layout, extents)
+
+    def _written(self, parts: list[Part]) -> set[Range]:
+        return set() if self.watch is None else self.watch.written(part.pages for part in parts)
+
+    def _brought_from_device(
+        self,
+        parts: list[tuple[torch.UntypedStorage, int]],
+        layout: Layout,
+        extents: dict[int, Extent],
+    ) -> Iterator[Lying]:
+        """All copies are issued at once, so that the bus never stands still; each has its event."""
+        if not parts:
             return
-        runtime = torch.cuda.cudart()
-        if self._pinned_bytes:
-            runtime.cudaHostUnregister(self.slab.address)
-        self._pinned_bytes = -(-size // PAGE) * PAGE
-        failed = runtime.cudaHostRegister(self.slab.address, self._pinned_bytes, 0)
-        if int(failed) != 0:
-            self._pinned_bytes = 0  # then the copies are slower, and hold up the host
+        self.pinned.reach(layout.end)
+        whole = torch.frombuffer(self.slab.memory, dtype=torch.uint8)
+        side = self._side = self._side or torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        events = []
+        with torch.cuda.stream(side):
+            for storage, offset in parts:
+                part = whole[offset : offset + storage.nbytes()]
+                part.copy_(_flat(storage), non_blocking=True)
+                events.append(side.record_event())
+        for (storage, _), event in zip(parts, events, strict=True):
+            event.synchronize()
+            self.copied_bytes += storage.nbytes()
+            yield storage, extents[_number(storage)]
+
+
+def _number(storage: torch.UntypedStorage) -> int:
+    return storage._cdata
+
+
+def _part(storage: torch.UntypedStorage, extent: Extent) -> Part:
+    address, size = storage.data_ptr(), extent.size
+    pages = Range.inside(address, size)
+    return Part(storage=storage, address=address, size=size, offset=extent.offset, pages=pages)
 
 
 def _storages(values: Iterable[Any]) -> Iterable[int]:

@@ -43,11 +43,13 @@ from app.core.messages import (
     Pause,
     Save,
 )
+from workers import ahead, sandbox, transfer
 from workers import resident as residents
-from workers import sandbox, transfer
+from workers.ahead import Lookout
 from workers.checkpoint import Written
 from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
 from workers.house import CannotServe, House, locked
+from workers.residency import Residency
 from workers.resident import Nonsense, Resident, Saving, Stay, Zygote, log_lines
 from workers.sandbox import Room
 from workers.transfer import Fetched, NotFetched, OutOfStep
@@ -62,6 +64,7 @@ DRAIN_S = 8.0  # to pause and store what is held when the worker stops
 HANDOVER_US = 2_000_000  # how long a successor may take to get ready beside who gives way
 PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
 SAVE_AGAIN_US = 5_000_000
+ROOM_WITHIN_US = 10_000_000  # so long somebody waits for room among commands that are frozen
 REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stopped by the island
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
 BULK_TIMEOUT_S = 60.0
@@ -91,6 +94,13 @@ class Supervisor(threading.Thread):
         self.stays: dict[tuple[str, int], Stay] = {}
         self.newest: dict[str, int] = {}  # task -> the highest epoch ever launched here
         self.fetched: list[tuple[Stay, Fetched]] = []  # wait for room
+        self.residency = Residency(
+            house,
+            self.residents,
+            lambda resident: self._vanish(resident.stay, "evicted"),
+            lambda: self.lookout.held_bytes,
+        )
+        self.lookout = Lookout(house, self._look_around)
         self.seat: Resident | None = None
         self.seat_free_us = 0
         self.muted: list[tuple[int, Resident, int]] = []
@@ -192,7 +202,7 @@ class Supervisor(threading.Thread):
         if self.stop_by_us is None:
             return False
         kept = [r for r in self.residents.values() if not r.doom]
-        done = self.seat is None and all(r.is_durable and not r.is_saving for r in kept)
+        done = self.seat is None and all(r.is_kept and not r.is_saving for r in kept)
         return done or now_us() >= self.stop_by_us
 
     def _say_goodbye(self) -> None:
@@ -213,6 +223,7 @@ class Supervisor(threading.Thread):
             resident.close_stores()
         for _, fetched in self.fetched:
             fetched.close()
+        self.lookout.close()
         self._selector.close()
         self.trust.close()
         if self._lock_fd >= 0:
@@ -300,6 +311,7 @@ class Supervisor(threading.Thread):
             return
         self.rhythm.happened = True
         if isinstance(order, Pause):
+            stay.moves = order.moves
             self._pause(stay)
         elif isinstance(order, Save):
             self._save(stay)
@@ -321,9 +333,10 @@ class Supervisor(threading.Thread):
             return
         if resident is not None:
             self._vanish(resident.stay, "replaced")
-        house = self.house
+        house, taken = self.house, self.lookout.launched(launch.task)
         self._aside(
-            lambda: transfer.fetch(launch, house), lambda fetched: self._take_fetched(stay, fetched)
+            lambda: ahead.fetch(launch, house, taken),
+            lambda fetched: self._take_fetched(stay, fetched),
         )
 
     def _is_sure(self, launch: Launch) -> bool:
@@ -349,7 +362,9 @@ class Supervisor(threading.Thread):
         resident = stay.resident
         if stay.state == "running" and resident is not None:
             stay.state = "pausing"
-            resident.send("pause")
+            resident.send("pause", **self.residency.with_pause(resident, now_us()))
+            if stay.moves:
+                resident.send("save")  # at once: whoever is paused else may take its time
         elif stay.state == "seating" and resident is None:
             stay.tell(messages.Paused, now_us())
             self._vanish(stay, "dropped")
@@ -405,6 +420,9 @@ class Supervisor(threading.Thread):
             stay.log.acknowledged(answer.logged.get(name, 0))
             if stay.is_over():
                 del self.stays[stay.key]
+        self.residency.expected = answer.next
+        self.lookout.expect(answer.expect, here=[task for task, _ in self.stays])
+        self.rhythm.chatter |= bool(answer.expect)  # soon more of it will be here
 
     def _drop(self, task: str, epoch: int) -> None:
         stay = self.stays.pop((task, epoch), None)
@@ -448,8 +466,11 @@ class Supervisor(threading.Thread):
         due = [self.rhythm.due_us(self.lease.answered_us)] if self._may_report() else []
         due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
         due += [due_us for due_us, _, _ in self.muted]
+        if self.residency.lacks and self.seat is None:
+            due.append(max(self._lacking_until_us(), now_us() + 500_000))
         for resident in self.residents.values():
             due += [us for us in (resident.kill_us, resident.save_again_us) if us is not None]
+            due += [resident.leave_by_us] if resident.level == "leaving" else []
             due += [] if resident.is_prepared else [resident.deadline_us]
         if self.seat is not None and not self.seat.doom:
             stay = self.seat.stay
@@ -463,42 +484,40 @@ class Supervisor(threading.Thread):
     # --- room and seat ---
 
     def _make_room(self) -> None:
+        """For those who are here and whose memory is away, then for those who are not here yet."""
+        now = now_us()
+        if not self.residency.look(now):
+            self._end_a_frozen(now)
+            return
         while self.fetched and self.zygote is not None and self.zygote.is_ready:
             stay, fetched = self.fetched[0]
             if stay.state != "seating":
                 self.fetched.pop(0)
                 fetched.close()
-            elif self._has_room(stay.launch.memory_bytes):
+            elif self.residency.has_room(stay.launch.memory_bytes, now):
                 self.fetched.pop(0)
                 self._spawn(stay, fetched)
-            elif not self._evict():
+            else:
+                self._end_a_frozen(now)
                 return
-        while not self._has_room(0, places=0) and self._evict():
-            pass
 
-    def _has_room(self, bytes_wanted: int, places: int = 1) -> bool:
-        living = [r for r in self.residents.values() if not r.doom]
-        if not living:
-            return True  # alone: whether it fits at all is not decided here
-        in_slabs = sum(r.slab_bytes for r in living)
-        held_bytes = sum(max(r.memory_bytes, r.stay.launch.memory_bytes) for r in living)
-        if self.house.kind == "cpu":  # whose memory is the host's
-            held_bytes += in_slabs
-        fits = held_bytes + bytes_wanted <= self.house.memory_bytes
-        fits = fits and in_slabs <= self.house.host_memory_bytes
-        return fits and len(living) + places <= self.house.residents_max
+    def _end_a_frozen(self, now: int) -> None:
+        """The last resort, where the seat would stay empty for ever: one command begins again.
 
-    def _evict(self) -> bool:
-        """End the longest paused resident whose image is durable; one that is not is never lost."""
-        paused = [
-            r
-            for r in self.residents.values()
-            if not r.doom and r.stay.state == "paused" and r.is_durable and not r.is_saving
-        ]
-        if not paused:
-            return False
-        self._vanish(min(paused, key=lambda r: r.paused_us).stay, "evicted")
-        return True
+        It is the longest paused whose working folder is durable, and somebody waited for a while.
+        """
+        if self.seat is not None or not self.residency.lacks or now < self._lacking_until_us():
+            return
+        frozen = [r for r in self.residency.living if r.is_command and r.stay.state == "paused"]
+        kept = [r for r in frozen if r.is_kept and not r.is_saving]
+        if kept:
+            longest = min(kept, key=lambda r: r.paused_us)
+            log.warning("%s ends to make room; it begins again in its folder", longest.task)
+            self._vanish(longest.stay, "evicted")
+
+    def _lacking_until_us(self) -> int:
+        waits_us = [s.arrived_us for s in self.stays.values() if s.state == "seating"]
+        return min(waits_us, default=now_us()) + ROOM_WITHIN_US
 
     def _give_way(self) -> None:
         """Who holds the seat goes on until its successor is ready, or cannot become so."""
@@ -511,10 +530,12 @@ class Supervisor(threading.Thread):
 
     def _is_ready_or_stuck(self, task: str) -> bool:
         if any(stay.launch.task == task for stay, _ in self.fetched):
-            return True  # there is no room for it until somebody paused can be let go
+            return bool(self.residency.lacks)  # until the one on the seat gives way
         living = self._living(task)
         if living is None or living.stay.state != "seating":
             return False  # its Launch is still on the way, or it was dropped and never comes
+        if living.level != "device":
+            return bool(self.residency.lacks)
         return living.is_prepared and living.stay.is_confirmed
 
     def _seat_next(self) -> None:
@@ -524,13 +545,18 @@ class Supervisor(threading.Thread):
         ready = [
             r
             for r in self.residents.values()
-            if r.stay.state == "seating" and r.stay.is_confirmed and r.is_prepared and not r.doom
+            if r.stay.state == "seating"
+            and r.stay.is_confirmed
+            and r.is_prepared
+            and r.level == "device"
+            and not r.doom
         ]
         if not ready:
             return
         resident = min(ready, key=lambda r: r.stay.arrived_us)
         stay, self.seat = resident.stay, resident
         resident.has_state, resident.is_still = True, False
+        resident.was_absent(now)
         resident.send("go")
         stay.take_seat(now)
         stay.state = "running"
@@ -565,7 +591,8 @@ class Supervisor(threading.Thread):
         fcntl.flock(inhabited, fcntl.LOCK_SH)
         sockets = [control.fileno(), bulk_end.fileno()]
         given = [*sockets, self.trust.fd, *writes, inhabited, fetched.slab]
-        self.zygote.spawn(self.last_id, room, self.walls, given)
+        sort = "command" if "command" in stay.launch.run else "job"
+        self.zygote.spawn(self.last_id, room, self.walls, given, sort)
         resident = Resident(
             id=self.last_id,
             task=stay.launch.task,
@@ -582,7 +609,10 @@ class Supervisor(threading.Thread):
         transfer.close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
         self.residents[resident.id] = resident
         stay.resident = resident
-        stay.resumed = "image" if fetched.image else "fresh"
+        resident.may_leave = not resident.is_command  # what it has is its own to keep
+        stay.resumed = "fresh"
+        if fetched.image:
+            stay.resumed = "folder" if resident.is_command else "image"
         resident.send("begin", fetched.fds, spec=self._spec(stay, room, fetched))
         transfer.close_all(fetched.fds)
         self._selector.register(wire, selectors.EVENT_READ, lambda: self._resident_says(resident))
@@ -608,6 +638,7 @@ class Supervisor(threading.Thread):
             "image": fetched.image
             and {"step": fetched.image.step, "index_bytes": fetched.index_bytes},
             "checkpoint_every_s": launch.checkpoint_every_s,
+            "lease_margin_s": self.house.lease_margin_s,
         }
 
     def _room(self, name: str, code: Path | None = None) -> Room:
@@ -697,7 +728,12 @@ class Supervisor(threading.Thread):
         resident.stay.step = residents.number(message, "step")
         resident.stay.metrics = residents.table(message, "metrics")
         resident.memory_bytes = residents.number(message, "memory_bytes")
+        resident.staged_us = residents.number(message, "staged_us")
         resident.measure()
+        self.rhythm.chatter = True
+
+    def _says_away(self, resident: Resident, message: JSON) -> None:
+        self.residency.heard(resident, message)
         self.rhythm.chatter = True
 
     def _says_still(self, resident: Resident, message: JSON) -> None:
@@ -739,8 +775,11 @@ class Supervisor(threading.Thread):
             return
         size = residents.number(message, "index_bytes")
         held, known, house = resident.slab, resident.known, self.house
+        awaited = resident.stay.moves
         self._aside(
-            lambda: transfer.keep(held, size, launch, step, known=known, house=house),
+            lambda: transfer.keep(
+                *(held, size, launch, step), known=known, house=house, awaited=awaited
+            ),
             lambda written: self._image_stored(resident, step, began_us, written),
         )
 
@@ -897,13 +936,25 @@ class Supervisor(threading.Thread):
             device=self.house.device,
             incarnation=self.house.incarnation,
             sent_us=now,
-            facts={**self.facts, "leaving": True} if leaving else self.facts,
+            facts={**self.facts, **self._facts_now(leaving)},
             residents=held,
             events=[event for stay in stays for event in stay.events],
             logs=log_lines(stays, LOGS_LIMIT_BYTES),
+            ahead=self.lookout.view(),
         )
 
+    def _facts_now(self, leaving: bool) -> JSON:
+        held = {"held_bytes": self.residency.by_tenant()}
+        return {**held, "leaving": True} if leaving else held
+
     # --- other threads' work ---
+
+    def _look_around(self) -> None:
+        """From another thread: there is something to tell."""
+        self.receive(self._something_happened)
+
+    def _something_happened(self) -> None:
+        self.rhythm.happened = True
 
     def _aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Do `work` in another thread; `then` gets its result, or its error, in this one."""
@@ -919,6 +970,7 @@ class Supervisor(threading.Thread):
 _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
     "prepared": Supervisor._says_prepared,
     "progress": Supervisor._says_progress,
+    "away": Supervisor._says_away,
     "still": Supervisor._says_still,
     "moving": Supervisor._says_moving,
     "paused": Supervisor._says_paused,
@@ -944,6 +996,7 @@ def _begin_again(resident: Resident, stay: Stay) -> None:
     before.state = "ended"
     stay.step, stay.metrics = before.step, before.metrics
     stay.resumed, stay.resident, resident.stay = "resident", resident, stay
+    stay.unstaged_us = resident.staged_us
 
 
 def _last_word(resident: Resident, status: int) -> JSON:
@@ -954,6 +1007,8 @@ def _last_word(resident: Resident, status: int) -> JSON:
     if doom == "cancel" or resident.stay.state == "stopping":
         return {"is": messages.Stopped}
     if said is not None and not doom:
+        if resident.is_command and said["is"] is messages.Failed and not said["detail"]:
+            return {**said, "detail": "\n".join(resident.stay.log.last)}
         return said
     cause = {"max_duration": "max_duration", "slow": "bundle"}.get(doom, "exit")
     return {"is": messages.Failed, "cause": cause, "message": _how_it_ended(doom, status)}

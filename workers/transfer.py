@@ -13,13 +13,14 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from app.core.manifest import About
 from app.core.messages import Launch
 from app.store import Damaged, Store
 from workers import checkpoint, slab
 from workers import resident as residents
-from workers.checkpoint import BadSlab, Known, Written
+from workers.checkpoint import BadSlab, Found, Known, Written
 from workers.house import House
 from workers.layout import BadLayout, from_json
 from workers.resident import Nonsense, Saving
@@ -58,44 +59,71 @@ class OutOfStep(Exception):
     """A resident did not give the bytes that it announced."""
 
 
-def fetch(launch: Launch, house: House) -> Fetched:
-    """Verify and open what the launch names; raises NotFetched."""
-    held = slab.made(house.host_memory_bytes)
+def fetch(
+    launch: Launch, house: House, *, held: int | None = None, before: Found | None = None
+) -> Fetched:
+    """Verify and open what the launch names; raises NotFetched.
+
+    `held` is a slab in which the image `before` lies already; it is closed if anything fails.
+    """
+    if held is None:
+        held = slab.made(house.host_memory_bytes)
     fds: list[int] = []
     try:
-        with _as_cause("bundle"):
-            code = house.folder / "code" / launch.bundle
-            if not code.is_dir():
-                with house.store.open(launch.bundle) as archive:
-                    unpacked(Path(f"/dev/fd/{archive.fileno()}"), code)
+        code = unpack(launch.bundle, house)
         with _as_cause("exception"):
             for port in sorted(launch.inputs):
                 fds.append(_opened(house.store, launch.inputs[port]["sha256"]))
         if not launch.images:
             return Fetched(code=code, fds=fds, slab=held)
+        newest = launch.images[0]
+        found = fill(held, newest, tenant=launch.tenant, store=house.store, before=before)
         with _as_cause("image"):
-            image, index_bytes = _filled(held, launch, house.store)
+            image, index_bytes = _indexed(held, newest, found)
     except BaseException:
         close_all([*fds, held])
         raise
     return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image)
 
 
-def _filled(held: int, launch: Launch, store: Store) -> tuple[Saving, int]:
-    """The newest checkpoint, now in the slab `held`, and how long the index behind it is."""
-    newest = launch.images[0]
-    sha256, key = newest["sha256"], newest["key"]
-    try:
-        found = checkpoint.read(sha256, into=held, tenant=launch.tenant, key=key, store=store)
-    except PermissionError as error:
-        if error.errno != errno.EPERM:
-            raise
-        raise _too_large(held) from error  # it is sealed at its length
+def unpack(bundle: str, house: House) -> Path:
+    """The folder with the code of a bundle; raises NotFetched.  A command may do without: ""."""
+    if not bundle:
+        (house.folder / "code" / "none").mkdir(exist_ok=True)
+        return house.folder / "code" / "none"
+    code = house.folder / "code" / bundle
+    with _as_cause("bundle"):
+        if not code.is_dir():
+            with house.store.open(bundle) as archive:
+                unpacked(Path(f"/dev/fd/{archive.fileno()}"), code)
+    return code
+
+
+def fill(
+    held: int, image: dict[str, Any], *, tenant: str, store: Store, before: Found | None
+) -> Found:
+    """Lay a checkpoint, as a Launch names it, into the slab `held`; raises NotFetched."""
+    sha256, key = image["sha256"], image["key"]
+    with _as_cause("image"):
+        try:
+            found = checkpoint.read(
+                sha256, into=held, tenant=tenant, key=key, store=store, before=before
+            )
+        except PermissionError as error:
+            if error.errno != errno.EPERM:
+                raise
+            raise _too_large(held) from error  # it is sealed at its length
     if found.layout.end > slab.limit_bytes(held):
         raise _too_large(held)
+    return found
+
+
+def _indexed(held: int, image: dict[str, Any], found: Found) -> tuple[Saving, int]:
+    """How a resident will know the image, and how long the index behind it is."""
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
-    saved = Saving(step=newest["step"], sha256=sha256, size_bytes=found.manifest.size_bytes)
+    size_bytes = found.manifest.size_bytes
+    saved = Saving(step=image["step"], sha256=image["sha256"], size_bytes=size_bytes)
     return saved, slab.write_index(held, index)
 
 
@@ -121,9 +149,19 @@ def _opened(store: Store, sha256: str) -> int:
 
 
 def keep(
-    held: int, index_bytes: int, launch: Launch, step: int, *, known: Known, house: House
+    held: int,
+    index_bytes: int,
+    launch: Launch,
+    step: int,
+    *,
+    known: Known,
+    house: House,
+    awaited: bool = False,
 ) -> Written:
-    """Make the image durable that a resident says lies in its slab; raises OutOfStep, OSError."""
+    """Make the image durable that a resident says lies in its slab; raises OutOfStep, OSError.
+
+    If it is `awaited` on another device that one can fetch it while it is being written.
+    """
     try:
         index = slab.read_index(held, index_bytes)
         layout = from_json(index.get("layout"), limit_bytes=slab.limit_bytes(held))
@@ -142,6 +180,7 @@ def keep(
             store=house.store,
             signer=house.signer,
             known=known,
+            draft=checkpoint.draft(launch.task, launch.epoch) if awaited else "",
         )
     except (BadIndex, BadLayout, BadSlab, Nonsense) as error:
         raise OutOfStep(str(error)) from error

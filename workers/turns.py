@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 # Words of the board's head; further ones belong to `exchange` and `collectives`.
-FAILED, GENERATION, SEATS, WISH, BOUNDARY = 0, 1, 2, 3, 4
+FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT = range(7)
 _FAILED_TEXT, _FAILED_WORDS = 64, 448
 
 # Words of a rank.
@@ -110,6 +110,21 @@ def wish(ground: Ground, seats: int) -> None:
         raise ValueError(f"{ground.ranks} ranks take 1 to {ground.ranks} seats, not {seats}")
     with ground.locked():
         ground.words[WISH] = seats
+
+
+def call_to_cut(ground: Ground) -> None:
+    """Ask that all ranks come to stand before the same step (`Turns.is_cut`)."""
+    with ground.locked():
+        ground.words[CUT] = 1
+
+
+def end_cut(ground: Ground) -> None:
+    with ground.locked():
+        ground.words[CUT] = ground.words[CUT_AT] = 0
+
+
+def state(ground: Ground, rank: int) -> State:
+    return State(ground.words[ground.rank(rank) + STATE])
 
 
 def fail(ground: Ground, text: str) -> None:
@@ -260,8 +275,9 @@ class Turns:
         words = self.words
         with self.board():
             if words[WISH] and not words[BOUNDARY]:
-                begun = [self._of(rank, STEP) for rank in range(self.ground.ranks)]
-                words[BOUNDARY] = max(begun) + 1
+                words[BOUNDARY] = self._first_unbegun(step)
+            if words[CUT] and not words[CUT_AT]:
+                words[CUT_AT] = self._first_unbegun(step)
         if words[BOUNDARY] == step:
             generation = self.generation
             text = f"the boundary before step {step}, where the seats change"
@@ -274,6 +290,14 @@ class Turns:
         elif time.monotonic_ns() - self._begun_ns > self.slice_s * 1e9:
             self._yield_seat()
         words[self.me + STEP] = step
+
+    def _first_unbegun(self, step: int) -> int:
+        """The first step that no rank has begun; this one is about to begin `step`."""
+        return max(step - 1, *(self._of(rank, STEP) for rank in range(self.ground.ranks))) + 1
+
+    def is_cut(self, step: int) -> bool:
+        """All ranks stop before this step, until `end_cut`: each comes here after `boundary`."""
+        return self.words[CUT_AT] == step
 
     def _yield_seat(self) -> None:
         """The slice is used up: to the end of the row, if anybody stands there."""

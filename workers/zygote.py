@@ -42,8 +42,10 @@ def main(fd: int, lock_fd: int) -> NoReturn:
     import torch
     import torch._dynamo
 
+    import workers.command
     import workers.executor
 
+    assert workers.command
     assert workers.executor
     wire = Wire(socket.socket(fileno=fd))
     _must_have_one_thread()
@@ -144,7 +146,7 @@ def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
         if "processes" in walls and (inner := os.fork()):
             _keep(inner, lock_fd)
         sandbox.die_with_parent()
-        os._exit(_live(_room(message["room"]), walls, fds))
+        os._exit(_live(_room(message["room"]), walls, fds, message["sort"]))
     except BaseException as error:
         sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
@@ -167,8 +169,9 @@ def _keep(inner: int, lock_fd: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _live(room: Room, walls: list[str], fds: list[int]) -> int:
-    from workers import executor
+def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
+    """`sort` is "command", or "job" for all that is code of the bundle."""
+    from workers import command, executor
     from workers.slab import Slab
     from workers.wire import TrustSeen
 
@@ -182,7 +185,10 @@ def _live(room: Room, walls: list[str], fds: list[int]) -> int:
     sys.dont_write_bytecode = True
     gc.enable()
     control, bulk = (Wire(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1]))
-    return executor.execute(control, bulk, TrustSeen(fds[2]), Slab(fds[6]), watch)
+    trust, slab = TrustSeen(fds[2]), Slab(fds[6])
+    if sort == "command":
+        return command.execute(control, bulk, trust, slab)
+    return executor.execute(control, bulk, trust, slab, watch)
 
 
 def _watch() -> Watch | None:

@@ -65,12 +65,20 @@ _TASK = _object(
                 {
                     "job": {"type": "string", "description": 'a class: "module:Name"'},
                     "function": {"type": "string", "description": 'a function: "module:name"'},
-                    "command": _texts("not run yet"),
+                    "command": _texts(
+                        "an unmodified script, as words: a program and its arguments. It runs in a"
+                        " copy of the bundle, is paused by being frozen, and cannot be moved: where"
+                        " it must leave its device it begins again in its working folder as that"
+                        " was kept last (`checkpoint.every_s`, at pauses and drains)"
+                    ),
                 }
             ),
             "description": "exactly one of these",
         },
-        "params": {"type": "object", "description": "arguments of the job or function"},
+        "params": {
+            "type": "object",
+            "description": "arguments of the job or function; for a command, ROUNDHOUSE_PARAMS",
+        },
         "inputs": {
             "type": "object",
             "additionalProperties": {"type": "string"},
@@ -87,7 +95,7 @@ _TASK = _object(
             ),
             "description": "start conditions beyond the inputs",
         },
-        "world_size": _whole("ranks; only 1 so far", 1),
+        "world_size": _whole("ranks; they take turns on one device of kind cpu", 1),
         "devices": _object(
             {
                 "kind": {"type": "string", "default": "cpu"},

@@ -12,7 +12,7 @@ from fastapi import Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import outbox
+from app import outbox, wishes
 from app.api.auth import Authed, Caller, PlatformAdmin
 from app.api.cursors import Paged
 from app.api.edge import v1_router
@@ -79,11 +79,12 @@ def get_host(name: str, caller: Authed, session: Db) -> Any:
     responses=declared(403, 404),
 )
 def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
-    """What runs there is paused at its next safe point and goes on elsewhere; no step is lost.
+    """What runs there moves to free devices while it runs, or is paused at its next safe point and
+    goes on when its turn comes; no step is lost.
 
     `devices` of it that are not `busy` any more can be switched off.
     """
-    return _cordon_host(session, name, True)
+    return _cordon_host(session, name, True, by=caller.user_name)
 
 
 @router.post(
@@ -93,14 +94,17 @@ def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
     responses=declared(403, 404),
 )
 def uncordon_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
-    return _cordon_host(session, name, False)
+    return _cordon_host(session, name, False, by=caller.user_name)
 
 
-def _cordon_host(session: Session, name: str, cordoned: bool) -> Any:
+def _cordon_host(session: Session, name: str, cordoned: bool, *, by: str) -> Any:
     host = session.get(Host, name, with_for_update=True)
     if host is None:
         raise NotFound("host", name)
     host.cordoned = cordoned
+    if cordoned:
+        devices = session.scalars(select(Device.id).where(Device.host == name)).all()
+        wishes.empty_devices(session, devices, by=by)
     session.flush()
     after_commit(session, lambda: outbox.nudge_island(host.island))
     return _host_out(session, name)
@@ -187,7 +191,7 @@ def change_device(
 def cordon_device(
     id: str, response: Response, caller: PlatformAdmin, session: Db
 ) -> dict[str, Any]:
-    """What runs there is paused at its next safe point and goes on elsewhere."""
+    """What runs there moves to a free device while it runs, or is paused at its next safe point."""
     return _cordon_device(session, response, caller, id, True)
 
 
@@ -210,6 +214,8 @@ def _cordon_device(
     if device.cordoned != cordoned:
         device.cordoned = cordoned
         device.version += 1
+        if cordoned:
+            wishes.empty_devices(session, [id], by=caller.user_name)
         session.flush()
         after_commit(session, lambda: outbox.nudge_island(device.island))
     return _device_out(session, response, caller, id)

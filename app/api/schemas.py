@@ -205,15 +205,26 @@ class TaskOut(Out):
     island: str | None = None
     seat: str | None = Field(None, description="the device that it holds or is about to hold")
     image_on: str | None = Field(None, description="the device whose host memory holds its image")
+    move_to: str | None = Field(
+        None, description="the device that it is being moved to; `*`: to any other"
+    )
     epoch: int = Field(0, description="how often it was launched")
-    step: int = 0
+    step: int = Field(
+        0, description="steps finished; of a command, lines of progress and times it was stopped"
+    )
     attempts: int = 0
     pauses: int = 0
     lost_steps: int = 0
     held_us: int = Field(0, description="device time held so far, over all epochs")
     needs: list[NeedOut] = []
     metrics: dict[str, Any] = {}
-    capabilities: list[str] = []
+    capabilities: list[str] = Field(
+        [],
+        description="what can be done with it: `pause`; `save` a durable image; `move` it with its"
+        " state; `exact`ly, or with `equivalent` bits. A command has `restart` instead of `save`"
+        " and `move`: elsewhere it begins again in its working folder as that was kept last; and"
+        " `device_memory` if that is free for others while it is paused",
+    )
     preset: dict[str, Any] = {}
     cause: str | None = Field(None, description="why the last attempt failed")
     message: str | None = None
@@ -223,6 +234,13 @@ class TaskOut(Out):
     submitted_at: datetime
     first_started_at: datetime | None = None
     ended_at: datetime | None = None
+
+
+class MigrateIn(In):
+    model_config = example(to="local.1")
+    to: str | None = Field(
+        None, description="the device to move it to; none: the best other one that is free"
+    )
 
 
 class RequestSummary(Out):
@@ -288,8 +306,18 @@ class Validated(Out):
     tasks: list[ValidatedTask]
 
 
+class TimeSpentOut(Out):
+    """Where a task's time went: together as long as it has existed, until its end or now."""
+
+    waited_s: float = Field(description="on no device: in line, blocked or held")
+    switched_s: float = Field(description="promised a device, not yet running there")
+    moved_s: float = Field(description="on its way to another device than the one before")
+    computed_s: float = Field(description="on its seat")
+    staged_s: float = Field(description="on its seat, standing still: its state was copied")
+
+
 class Explained(Out):
-    """Why a task waits, and until when; all but `message` is empty if it does not."""
+    """Why a task waits, and until when: empty if it does not.  And where its time went so far."""
 
     model_config = example(
         task_id=_TASK,
@@ -322,6 +350,13 @@ class Explained(Out):
             "latest_at": "2026-11-21T12:04:00Z",
         },
         no_estimate=None,
+        time={
+            "waited_s": 71.5,
+            "switched_s": 0.4,
+            "moved_s": 0.0,
+            "computed_s": 8.1,
+            "staged_s": 0.01,
+        },
     )
     task_id: str
     state: TaskState
@@ -334,6 +369,7 @@ class Explained(Out):
     starts_at: datetime | None = Field(description="that of the estimate")
     estimate: StartOut | None
     no_estimate: UnknownOut | None = Field(description="why there is none")
+    time: TimeSpentOut
 
 
 class MetricOut(Out):
@@ -411,7 +447,7 @@ class PlacementOut(Out):
     held_us: int
     first_step: int | None
     last_step: int | None
-    end: str | None = Field(description="how it ended: paused, finished, failed, stopped or lost")
+    end: str | None = Field(description="paused, moved, finished, failed, stopped or lost")
 
 
 class EventOut(Out):

@@ -45,7 +45,11 @@ Time = Annotated[datetime | None, Field(strict=False), AfterValidator(_aware)]
 
 
 class ArrivalIn(In):
-    """A task made up: it comes after `at_s` and needs `devices` for `work_s`."""
+    """A task made up: it comes after `at_s` and needs `devices` for `work_s`.
+
+    With `devices_min` it is elastic: it starts with so many, grows up to `devices` while nobody
+    asks for them, and on k of n steps at k/n of the speed.
+    """
 
     model_config = example(at_s=0.0, tenant="vision", work_s=3600.0, devices=4, kind="cuda")
     at_s: Seconds = 0.0
@@ -53,6 +57,7 @@ class ArrivalIn(In):
     user: Name = "all"
     work_s: float = Field(gt=0, le=YEAR_S, allow_inf_nan=False)
     devices: Count = 1
+    devices_min: Count | None = Field(None, description="default: all of `devices`")
     kind: str = Field("cpu", pattern=f"^{KIND}$")
     memory_bytes: int = Field(0, ge=0, le=1 << 60)
     priority: int = Field(0, ge=-100, le=100)
@@ -88,6 +93,12 @@ class SimulationIn(In):
     resume_s: Seconds | None = Field(
         None, description="and so long before work goes on; default: the median measured"
     )
+    resize_s: Seconds | None = Field(
+        None, description="so long a resize holds devices; default: half of a pause and resume"
+    )
+    grow_after_s: Seconds | None = Field(
+        None, description="so long a task is left as it is after it was seated or resized"
+    )
     durations_known: bool = Field(False, description="does the scheduler know them beforehand?")
 
 
@@ -114,6 +125,7 @@ class Figures(Out):
     jobs: int
     finished: int
     pauses: int
+    resizes: int
     wait_s: Spread
     lost_s: Spread
     slowdown: Slowdown
@@ -191,9 +203,11 @@ def simulate(body: SimulationIn, session: Db, _: PlatformAdmin) -> dict[str, Any
         half_life_s=body.half_life_s,
         slice_min_s=body.slice_min_s,
         slice_max_s=body.slice_max_s,
+        grow_after_s=body.grow_after_s,
     )
     resume_s = scene.resume_s if body.resume_s is None else body.resume_s
-    runs = simulations.compare(scene, what_if, Costs(image_s=body.pause_s, resume_s=resume_s))
+    costs = Costs(image_s=body.pause_s, resume_s=resume_s, resize_s=body.resize_s)
+    runs = simulations.compare(scene, what_if, costs)
     return {
         "jobs": len(scene.arrivals),
         "left_out": scene.left_out,
@@ -220,9 +234,15 @@ def _scene(
         )
     if body.arrivals is None:
         raise BadInput.at("/arrivals", 'is needed with `source` "arrivals"', "missing")
-    made = [
-        simulations.Made(**{**one.model_dump(exclude={"devices"}), "width": one.devices})
-        for one in body.arrivals
-    ]
+    made = [_made(n, one) for n, one in enumerate(body.arrivals)]
     scene = simulations.of_made(session, island, made, durations_known=body.durations_known)
     return scene, None, None
+
+
+def _made(n: int, one: ArrivalIn) -> simulations.Made:
+    least = one.devices if one.devices_min is None else one.devices_min
+    if least > one.devices:
+        told = f"is above devices, which is {one.devices}"
+        raise BadInput.at(f"/arrivals/{n}/devices_min", told, "order")
+    given = one.model_dump(exclude={"devices", "devices_min"})
+    return simulations.Made(**given, width=least, width_max=one.devices)

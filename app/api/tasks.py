@@ -1,4 +1,4 @@
-"""Tasks: how each one stands, why it waits, what it did; pause, resume, save, cancel."""
+"""Tasks: how each one stands, why it waits, what it did; pause, resume, save, move, cancel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
-from fastapi import Query
+from fastapi import Body, Query
 from sqlalchemy import select
 from sqlalchemy.orm import Session, aliased
 
@@ -20,14 +20,18 @@ from app.api.schemas import (
     CheckpointOut,
     Explained,
     MetricOut,
+    MigrateIn,
     Page,
     PlacementOut,
     TaskOut,
     TaskState,
 )
+from app.core import migration
+from app.core.migration import ANYWHERE
 from app.db import Db
 from app.errors import BadInput
-from app.models import Checkpoint, Metric, Need, Placement, Task
+from app.models import Checkpoint, Device, Host, Metric, Need, Placement, Task
+from app.timespent import time_spent
 
 router = v1_router("tasks", 404)
 
@@ -64,7 +68,9 @@ def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
 
 @router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")
 def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """All that holds it back, what to end first, its place, and when it is expected to start."""
+    """All that holds it back, what to end first, its place, when it is expected to start, and where
+    its time went so far.
+    """
     task = visible_task(session, caller, id)
     told = why.explain(session, [task])[id]
     return {
@@ -77,12 +83,22 @@ def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
         "starts_at": told.estimate.starts_at if told.estimate else None,
         "estimate": told.estimate,
         "no_estimate": told.no_estimate,
+        "time": time_spent(session, [id])[id],
     }
 
 
 def _does_not_wait(task: Task) -> str:
     where = f" on {task.seat}" if task.seat else ""
-    return f"It does not wait: it is {task.state}{where}."
+    return f"It does not wait: it is {task.state}{where}{_moves(task)}."
+
+
+def _moves(task: Task) -> str:
+    if task.moving is not None:
+        return f"; {migration.told(migration.from_json(task.moving))}"
+    if task.move_to is None:
+        return ""
+    to = "another device" if task.move_to == ANYWHERE else task.move_to
+    return f"; it moves to {to} when that is free"
 
 
 # --- what it did --------------------------------------------------------------------------------
@@ -169,6 +185,46 @@ def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
     task = task_to_act_on(session, caller, id)
     wishes.save_task(session, task, by=caller.user_name)
     return _after(session, task)
+
+
+@router.post(
+    "/tasks/{id}/migrate",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Move it to another device while it runs",
+    responses=declared(403, 409, 422),
+)
+def migrate_task(
+    id: str, caller: Authed, session: Db, body: Annotated[MigrateIn, Body()] = MigrateIn()
+) -> TaskOut:
+    """It is copied there while it runs, stops for the last difference, and goes on there.
+
+    No step is lost.  If the move fails at any point the task stays what and where it is, and its
+    events say why.
+    """
+    task = task_to_act_on(session, caller, id)
+    if body.to is not None:
+        _must_fit(session, task, body.to)
+    wishes.move_task(session, task, body.to or ANYWHERE, by=caller.user_name)
+    return _after(session, task)
+
+
+def _must_fit(session: Session, task: Task, to: str) -> None:
+    """Raises BadInput at /to if the task can never run on that device."""
+    device = session.get(Device, to)
+    if device is None:
+        raise BadInput.at("/to", f"there is no device {to!r:.80}", "unknown")
+    if device.island != task.island:
+        raise BadInput.at("/to", f"{to} belongs to island {device.island}", "island")
+    if device.kind != task.kind:
+        raise BadInput.at("/to", f"{to} is a {device.kind} device; it needs {task.kind}", "kind")
+    if device.memory_bytes < task.memory_bytes:
+        told = f"{to} has {device.memory_bytes} bytes; it needs {task.memory_bytes}"
+        raise BadInput.at("/to", told, "memory")
+    if device.cordoned or session.get_one(Host, device.host).cordoned:
+        raise BadInput.at("/to", f"{to} takes no new work: it is cordoned", "cordoned")
+    if task.seat == to:
+        raise BadInput.at("/to", f"it is on {to} already", "there")
 
 
 @router.post(

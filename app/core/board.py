@@ -22,7 +22,7 @@ from operator import itemgetter
 
 from app.core.dominant import dominant_cost
 from app.core.fairshare import Branch, FairTree, Lane, Path, lane
-from app.core.island import TIERS, Device, Lift, Policy, Snapshot, Task, Tenant, User
+from app.core.island import TIERS, Device, Lift, Policy, Snapshot, Task, Tenant, User, changed
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 
 HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
@@ -37,7 +37,8 @@ class Stay:
     """One task on its devices.
 
     It is charged one turn when it is seated, and from the end of that turn on continuously: then it
-    is `ripe`, and may be asked to give way.  `rate` is what a second costs it, in thousandths.
+    is `ripe`, and may be asked to give way.  `rate` is what a second costs it, in thousandths.  Its
+    `lane` is what it needs; it may have more devices than that.
     """
 
     task: Task
@@ -49,10 +50,16 @@ class Stay:
     ripe: bool = False
     leaving: bool = False
     expected: tuple[float, str, int] | None = None  # its entry in `Pool.ends`
+    leaves: tuple[str, ...] = ()  # devices that it is about to let go, to be smaller
 
     @property
     def id(self) -> str:
         return self.task.id
+
+    @property
+    def grown(self) -> int:
+        """How many devices it has beyond those that it needs."""
+        return len(self.devices) - self.lane.width if self.task.elastic else 0
 
 
 @dataclass(slots=True)
@@ -85,6 +92,7 @@ class Pool:
     sizes: Counter[int] = field(default_factory=Counter)  # open ones by memory
     ends: list[tuple[float, str, int]] = field(default_factory=list)
     known: int = 0  # devices, open or not
+    grown: int = 0  # devices that tasks hold beyond what they need
     costs: Counter[int] = field(default_factory=Counter)  # of open devices, in thousandths
 
     def add(self, id: str, *, leaving: bool) -> None:
@@ -209,6 +217,13 @@ class Board:
         # Lines of which only the beginning is here, and the last key that is.
         self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
         self.short: set[tuple[Branch, Lane]] = set()  # of these, those that ran out
+        self.elastic: dict[str, Stay] = {}  # those that can use more than they need, and stay
+        self.grown = 0  # devices that they hold beyond what they need
+        # In the last round: those in line for whose sake others were not let, and those who went
+        # first, each with those who made it the first, or kept it from its seat (`core.record`).
+        self.in_the_way: set[str] = set()
+        self.tried: dict[str, tuple[str, ...]] = {}
+        self.goes_on = False  # did a line run out, so that the next round is one with the last?
         self.astray = False  # is somebody seated on a device that nobody knows?
         self.quiet = (-1, -math.inf)  # while the tree's `moved` is this, nobody gains until then
         self.services: dict[tuple[Branch, str], Service] = {}
@@ -229,6 +244,8 @@ class Board:
         self._due: dict[str, float] = {}  # who is urgent, and since when
         self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
+        self.kept_for: dict[str, str] = {}  # device -> the task that is being moved there
+        self.landing: dict[str, None] = {}  # of these tasks, those that wait to be launched there
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, now_s: float) -> Board:
@@ -387,11 +404,36 @@ class Board:
             pool.open[device.id] = device.memory_bytes
             pool.sizes[device.memory_bytes] += 1
             pool.costs[device.cost] += 1
-            if device.id not in self.seated:
-                pool.add(device.id, leaving=device.id in self.leaving)
+            self._give(pool, device.id)
         if was_open != is_open:
             for id in sorted(self._pinned.get(device.id, ())):
                 self.set_task(self.tasks[id])
+            if device.id in self.kept_for:
+                self.set_task(self.tasks[self.kept_for[device.id]])
+
+    def _give(self, pool: Pool, id: str) -> None:
+        """Let it be given away, if it is open, nobody's seat, and not kept for one who moves."""
+        if id in pool.open and id not in self.seated and id not in self.kept_for:
+            pool.add(id, leaving=id in self.leaving)
+
+    def _keep_for(self, task: Task) -> None:
+        """While a task is being moved the device it goes to is given to nobody else."""
+        to = task.moves_to if task.state != State.blocked and task.state not in ENDED else None
+        before = next((id for id, who in self.kept_for.items() if who == task.id), None)
+        if before is not None and before != to:
+            del self.kept_for[before]
+            self._give(self.pools[self.devices[before].kind], before)
+            self.tree.version += 1
+        if to and to in self.devices and to not in self.kept_for:
+            self.kept_for[to] = task.id
+            self.pools[self.devices[to].kind].remove(to)
+
+    def _lands(self, task: Task) -> bool:
+        """Does it wait for the device that it is being moved to, and for no other?"""
+        to = task.moves_to
+        if not task.stops or to is None or self.kept_for.get(to) != task.id:
+            return False
+        return self.open(self.devices[to])
 
     def on(self, device: str) -> list[str]:
         """The tasks on a device."""
@@ -403,7 +445,7 @@ class Board:
         lost = [
             stay.id
             for stay in self.stays.values()
-            if any(self._gone(device) for device in stay.devices)
+            if any(self._gone(device) for device in stay.task.holds)
         ]
         self.astray = False
         if self.now_s >= self.leases_due_s:
@@ -427,20 +469,32 @@ class Board:
         self._count(self.tasks.get(id), -1)
         self._count(task, 1)
         self.tasks[id] = task
+        self.landing.pop(id, None)
+        if task.moves_to is not None or self.kept_for:
+            self._keep_for(task)
         stay, returns = self.stays.get(id), False
         if stay is not None and not _same_stay(stay, task):
-            self._let_go(stay)
-            stay, returns = None, True
+            if task.elastic and _same_epoch(stay, task):
+                self._resize(stay, task)
+            else:
+                self._let_go(stay)
+                stay, returns = None, True
         if task.state in ON_A_DEVICE:
             self._stay(task, stay)
         else:
             self._line_up(task, returns=returns)
         if task.state != State.waiting or task.cancel_asked or _conditional(task):
             self.news.add(id)
+        if task.state == State.waiting and self._lands(task):
+            self.landing[id] = None
 
     def drop_task(self, id: str) -> None:
         """It ended, or is another island's."""
-        self._count(self.tasks.pop(id, None), -1)
+        gone = self.tasks.pop(id, None)
+        self._count(gone, -1)
+        self.landing.pop(id, None)
+        if gone is not None and self.kept_for:
+            self._keep_for(changed(gone, moves_to=None))
         self.news.discard(id)
         self.unline(id)
         if id in self.stays:
@@ -460,20 +514,25 @@ class Board:
     def pin(self, task: Task) -> str | None:
         """The only device that a task can go on from; None if any will do.
 
-        If that device is lost meanwhile the task goes on from its last checkpoint, anywhere.
+        If that device is lost meanwhile the task goes on from its last checkpoint, anywhere.  One
+        that would begin again elsewhere stays even with a checkpoint, unless its device is drained.
         """
-        return task.image_on if not task.saved and self.alive(task.image_on) else None
+        on = task.image_on
+        if on is None or not self.alive(on):
+            return None
+        stays = task.restarts and not self.devices[on].cordoned
+        return on if stays or not task.saved else None
 
     def lane(self, task: Task) -> Lane:
         return lane(task.kind, task.width, task.memory_bytes, self.pin(task))
 
     def _line_up(self, task: Task, *, returns: bool) -> None:
         self.unline(task.id)
-        if task.image_on is not None and not task.saved:
+        if task.image_on is not None and (task.restarts or not task.saved):
             self._pinned.setdefault(task.image_on, set()).add(task.id)
         if task.retry_at_s > self.now_s:
             heappush(self._wake, (task.retry_at_s, task.id))
-        elif task.state == State.waiting and not self.beyond(task):
+        elif task.state == State.waiting and not self.beyond(task) and not self._lands(task):
             self.tree.push(
                 (*self.path_of(task.tenant), task.user),
                 task,
@@ -512,6 +571,15 @@ class Board:
         """Devices that somebody in line can go on only from."""
         return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
 
+    def looked_at(self, task: Task, *others: Task) -> None:
+        """It went first in this round; for the sake of these, or these kept it from a seat."""
+        self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
+
+    def pinned_to(self, device: str) -> list[str]:
+        """Those in line who can go on only from this device."""
+        ids = sorted(id for id in self._pinned.get(device, ()) if id in self.tree)
+        return [id for id in ids if self.pin(self.tasks[id]) == device]
+
     def rate(self, lane: Lane) -> int:
         """What a second on the devices of a lane costs, in thousandths; of the costliest kind."""
         pool = self.pools.get(lane.kind)
@@ -522,8 +590,9 @@ class Board:
         """What a second of it on these devices costs, if it is charged by its memory; else 0."""
         if not task.memory_bytes:
             return 0
-        of_devices = self._cost_of(devices)
-        cost = self._dominant(lane(task.kind, task.width, task.memory_bytes), of_devices)
+        held = tuple(devices)
+        of_devices = self._cost_of(held)
+        cost = self._dominant(lane(task.kind, len(held), task.memory_bytes), of_devices)
         return cost if cost > of_devices else 0
 
     def _cost_of(self, devices: Iterable[str]) -> int:
@@ -686,6 +755,10 @@ class Board:
         if stay is None:
             stay = self._seat(task)
         self._measure_turn(stay, task)
+        if task.width_max:
+            self.tree.version += 1  # it may be one that can be resized now
+            if stay.expected is not None:
+                self._expect(stay)
         if task.state in LEAVES_A_SEAT and not stay.leaving:
             self._leave(stay)
         elif task.started_s is not None and not stay.ripe and not stay.leaving:
@@ -707,9 +780,12 @@ class Board:
     def _seat(self, task: Task) -> Stay:
         """Rule F1: it holds its devices, and is charged a full turn at once."""
         leaf, here = self.leaf(task), self.lane(task)
-        cost = task.cost or self._cost_of(task.seats)
+        cost = task.cost or self._cost_of(task.holds)
         stay = Stay(task, leaf, here, task.seats, cost, slice_us(self.policy, task))
         self.stays[task.id] = stay
+        if task.width_max and task.elastic:
+            self._count_grown(stay)
+            self._give_back(stay, task.leaves)
         pool = self.pools.setdefault(task.kind, Pool(task.kind))
         for id in task.seats:
             self.astray |= self._gone(id)
@@ -720,10 +796,52 @@ class Board:
         if self.protected(task):
             self.aged[task.kind] += task.width
         self.tree.charge(leaf, self.tree.faded(self._owes(stay)))
-        if task.expected_s is not None:
-            stay.expected = self._end(stay)
-            insort(pool.ends, stay.expected)
+        self._expect(stay)
         return stay
+
+    def _resize(self, stay: Stay, task: Task) -> None:
+        """It takes more devices, or lets go of some, and is charged for what it holds then."""
+        had, rate, was_ripe, pool = {*stay.task.holds}, stay.rate, stay.ripe, self.pools[task.kind]
+        self._unripe(stay)
+        self._count_grown(stay, -1)
+        stay.task, stay.devices = task, task.seats
+        stay.rate = task.cost or self._cost_of(task.holds)
+        for id in task.seats:
+            if id not in had:
+                self.astray |= self._gone(id)
+                self.seated[id] = task.id
+                pool.remove(id)
+        for id in had.difference(task.holds):
+            for held in (self.seated, self.leaving):
+                if held.get(id) == stay.id:
+                    del held[id]
+            self._give(pool, id)
+        if not stay.leaving:
+            self._count_grown(stay)
+        self._give_back(stay, task.leaves)
+        if was_ripe:
+            self._set_ripe(stay)
+            self.tree.accrue(stay.leaf, stay.rate - rate)
+
+    def _give_back(self, stay: Stay, devices: tuple[str, ...]) -> None:
+        """It is about to let go of these: others may be sent ahead to them."""
+        stay.leaves = devices
+        for id in devices:
+            if self.seated.get(id) == stay.id:
+                del self.seated[id]
+            self.leaving[id] = stay.id
+            self._give(self.pools[stay.lane.kind], id)
+
+    def _count_grown(self, stay: Stay, sign: int = 1) -> None:
+        if sign > 0:
+            self.elastic[stay.id] = stay
+        elif self.elastic.pop(stay.id, None) is None:
+            return  # it is on its way out: what it holds counts no more
+        if stay.grown:
+            self.grown += sign * stay.grown
+            self.pools[stay.lane.kind].grown += sign * stay.grown
+            self.tree.grow(stay.leaf, stay.lane.kind, sign * stay.grown)
+        self.tree.version += 1
 
     def _leave(self, stay: Stay) -> None:
         """It was told to let go: others may be sent ahead to its devices."""
@@ -731,6 +849,8 @@ class Board:
             self._true_up(stay)
             self.tree.accrue(stay.leaf, stay.rate)
         self._unripe(stay)
+        if self.elastic:
+            self._count_grown(stay, -1)
         stay.leaving = True
         self.tree.hold(stay.leaf, stay.lane, -1)
         pool = self.pools[stay.task.kind]
@@ -739,8 +859,7 @@ class Board:
             if self.seated.get(id) == stay.id:
                 del self.seated[id]
             self.leaving[id] = stay.id
-            if id in pool.open and id not in self.seated:
-                pool.add(id, leaving=True)
+            self._give(pool, id)
 
     def _let_go(self, stay: Stay) -> None:
         """Its devices are free of it."""
@@ -754,24 +873,28 @@ class Board:
         if self.protected(stay.task):
             self.aged[stay.task.kind] -= stay.lane.width
         if not stay.leaving:
+            if self.elastic:
+                self._count_grown(stay, -1)
             self.tree.hold(stay.leaf, stay.lane, -1)
             self._unexpect(pool, stay)
         self.tree.refresh(stay.leaf)
-        for id in stay.devices:
+        for id in stay.devices + stay.leaves:
             for held in (self.seated, self.leaving):
                 if held.get(id) == stay.id:
                     del held[id]
-            if id in pool.open and id not in self.seated:
-                pool.add(id, leaving=id in self.leaving)
+            self._give(pool, id)
 
     def _ripen(self, stay: Stay, *, late: bool) -> None:
         """Its turn is over: it is charged continuously from there, and may be asked to give way."""
         if stay.ripe or stay.leaving:
             return
+        self._set_ripe(stay)
+        self.tree.accrue(stay.leaf, stay.rate, from_s=ripe_s(stay) if late else None)
+
+    def _set_ripe(self, stay: Stay) -> None:
         stay.ripe = True
         self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
         self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
-        self.tree.accrue(stay.leaf, stay.rate, from_s=ripe_s(stay) if late else None)
 
     def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
         """The branches at the top below which stays of a kind are ripe, the best served first."""
@@ -821,25 +944,33 @@ class Board:
         """What it has held in this epoch and the ledger has not booked."""
         if task.started_s is None:
             return 0
+        since_s = task.started_s if task.resized_s is None else task.resized_s
         booked_us = task.held_us - task.accrued_us
-        return max(0, round((self.now_s - task.started_s) * 1e6) - booked_us)
+        return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
 
     def _owes(self, stay: Stay) -> int:
         """In micro-device-seconds times thousandths of cost; a full turn at least."""
         unbooked_us = self.unbooked_us(stay.task)
-        if not stay.leaving:
+        if not stay.leaving and stay.task.resized_s is None:  # its turn was over before that
             booked_us = stay.task.held_us - stay.task.accrued_us
             unbooked_us = max(unbooked_us, stay.turn_us - booked_us)
         return unbooked_us * stay.rate
 
     def _end(self, stay: Stay) -> tuple[float, str, int]:
-        return self.end_s(stay), stay.id, len(stay.devices)
+        return self.end_s(stay), stay.id, len(stay.devices) - stay.grown
 
     def end_s(self, stay: Stay) -> float:
         """When it is expected to end; NEVER if nobody knows."""
         task = stay.task
         since_s = task.launched_s if task.started_s is None else task.started_s
         return since_s + (NEVER if task.expected_s is None else task.expected_s)
+
+    def _expect(self, stay: Stay) -> None:
+        pool = self.pools[stay.lane.kind]
+        self._unexpect(pool, stay)
+        if stay.task.expected_s is not None:
+            stay.expected = self._end(stay)
+            insort(pool.ends, stay.expected)
 
     def _unexpect(self, pool: Pool, stay: Stay) -> None:
         if stay.expected is not None:
@@ -877,14 +1008,20 @@ def place_in_line(task: Task) -> tuple[int, float, str]:
     return -task.priority, task.submitted_s, task.id
 
 
+def _same_epoch(stay: Stay, task: Task) -> bool:
+    return task.state in ON_A_DEVICE and stay.task.epoch == task.epoch
+
+
 def _same_stay(stay: Stay, task: Task) -> bool:
-    return (
-        task.state in ON_A_DEVICE and stay.task.epoch == task.epoch and stay.devices == task.seats
-    )
+    same = stay.devices == task.seats and stay.leaves == task.leaves
+    return same and _same_epoch(stay, task)
 
 
 def ripe_s(stay: Stay) -> float:
+    """When its turn is over; who was resized had one, whatever a turn is said to be since."""
     started_s = stay.task.started_s
+    if stay.task.resized_s is not None:
+        return stay.task.resized_s
     return NEVER if started_s is None else started_s + stay.turn_us / 1e6
 
 

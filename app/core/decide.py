@@ -12,9 +12,10 @@ slice; no device stands free while a task that could run there waits, unless it 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
-from app.core import credit, explain, lifecycle, reclaim, standing
+from app.core import credit, elastic, explain, lifecycle, reclaim, standing
 from app.core.board import NEVER, Board, slice_us
 from app.core.fairshare import Branch, Lane
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
@@ -40,12 +41,16 @@ def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
 def cycle(board: Board, *, lift: bool = True) -> Plan:
     """One round at the board's instant; the board then is as it was decided."""
     paper = _Paper(board)
+    if not board.goes_on:
+        board.in_the_way, board.tried = set(), {}
     # 1. Count the lost: their devices' leases have ended.
     _count_the_lost(paper)
     # 2. End what was cancelled while it held no device, and what can never start.
     # 3. Unlock those whose start conditions hold, lock those whose do not.
     # 4. Obey the wishes for tasks on devices, and empty the devices being drained.
     _look_at_news(paper)
+    # Let those land who are being moved and can be launched where they go.
+    _land(paper)
     # Who came into line begins near the level of the others.
     if lift:
         credit.welcome(board)
@@ -63,9 +68,16 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         paper.left_over = False
         _seat(paper, kept)
         _take_turns(paper)
+    # 9. What nobody in line could take is lent to who can use more.
+    if board.elastic and not board.short:
+        _grow(paper, kept)
+    board.goes_on = bool(board.short)
     seen = not board.short and not board.longer  # is all that waits in line here?
     if seen and not paper.decisions and not kept and not urgent and paper.again_s == NEVER:
-        board.quiet = (board.tree.moved, reclaim.nobody_gains_until_s(board))
+        until_s = reclaim.nobody_gains_until_s(board)
+        if board.elastic:
+            until_s = min(until_s, elastic.next_growth_s(board))
+        board.quiet = (board.tree.moved, until_s)
     return Plan(
         decisions=tuple(paper.decisions),
         before=paper.before,
@@ -129,7 +141,7 @@ class _Paper:
                 cost=cost,
             )
         )
-        if move == Move.Launch:
+        if move == Move.Launch or after.get("resized_s") is not None:
             after["cost"] = cost
         self.board.set_task(changed(task, state=state, **after))
 
@@ -150,6 +162,8 @@ def _count_the_lost(paper: _Paper) -> None:
             "lease",
             because,
             seats=(),
+            leaves=(),
+            resized_s=None,
             image_on=None,
             saved=True,
             held_us=0,
@@ -205,9 +219,47 @@ def _obey(paper: _Paper, task: Task) -> None:
     elif task.conditions.hold:
         because = "It is held: paused, to go on when released."
         paper.move(task, Move.Pause, "hold", because, devices=task.seats)
+    elif task.moves_to is not None:
+        if task.stops:
+            because = f"It moves to {task.moves_to}; only the last difference is left to copy."
+            paper.move(task, Move.Pause, "move", because, devices=task.seats)
     elif drained:
+        _drain(paper, task, drained)
+
+
+def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:
+    """An elastic task goes on with the other devices, if they are enough."""
+    left = tuple(id for id in task.seats if id not in drained)
+    if not task.elastic or len(left) < task.width:
         because = f"{drained[0]} is being drained; it goes on elsewhere."
         paper.move(task, Move.Pause, "drain", because, devices=task.seats)
+        return
+    paper.move(
+        task,
+        Move.Splice,
+        "drain",
+        f"{drained[0]} is being drained; it goes on with fewer devices.",
+        devices=left,
+        cost=paper.board.cost(task, left),
+        seats=left,
+        leaves=tuple(drained),
+    )
+
+
+def _land(paper: _Paper) -> None:
+    """Launch those whose image is durable, or lost with its device, on the devices kept for them.
+
+    They held a device until a moment ago, so they stand in no line; but a limit counts.
+    """
+    board = paper.board
+    for id in sorted(board.landing):
+        task = board.tasks[id]
+        to = str(task.moves_to)
+        here = board.pin(task) is not None or to in board.seated or task.retry_at_s > board.now_s
+        if here or reclaim.shut_by(board, task) is not None:
+            continue
+        because = f"It moves to {to}: all that it is has been copied there."
+        _launch(paper, task, (to,), "move", because, against=None)
 
 
 # --- 5. urgent ----------------------------------------------------------------------------------
@@ -220,6 +272,7 @@ class _Kept:
     It is expected to have enough by `at_s`; `spare` more will be free by then.
     """
 
+    gang: str
     memory_bytes: int
     at_s: float
     spare: int
@@ -240,6 +293,7 @@ def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
             keeper = _keep(board, task, turns=True)
             if keeper.at_s < NEVER:
                 kept[task.kind] = keeper
+                board.in_the_way.add(task.id)
             else:  # who is protected now will not be for ever
                 again_s = board.now_s + slice_us(board.policy, task) / 1e6
                 paper.again_s = min(paper.again_s, again_s)
@@ -258,12 +312,13 @@ def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
     """When enough devices are expected to be free: by ends, or with `turns` by ends of turns."""
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.fitting(lane.memory_bytes)
+    have += sum(offer.suits for offer in elastic.offers(board, task, urgent=turns))
     ends = reclaim.turns_end(board, task) if turns else pool.ends
     for at_s, _, devices in ends:
         have += devices
         if have >= lane.width:
-            return _Kept(lane.memory_bytes, max(at_s, board.now_s), have - lane.width)
-    return _Kept(lane.memory_bytes, NEVER, 0)
+            return _Kept(task.id, lane.memory_bytes, max(at_s, board.now_s), have - lane.width)
+    return _Kept(task.id, lane.memory_bytes, NEVER, 0)
 
 
 # --- 6. seat ------------------------------------------------------------------------------------
@@ -275,12 +330,14 @@ def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
     open_, aside = _lanes(board, kept), list[Task]()
     while not board.short and (found := tree.first(open_)) is not None:
         _, lane, task = found
+        board.looked_at(task, *tree.led())
         keeper = kept.get(task.kind)
         taken = 0 if keeper is None else _takes(board, task, lane, keeper)
         if keeper is not None and taken > keeper.spare:
             if len(aside) < BACKFILL_DEPTH and lane.width <= _free(board, lane):
                 tree.drop(task.id)
                 aside.append(task)
+                board.in_the_way.add(task.id)
             else:
                 del open_[lane]
         elif _launch_free(paper, task, "F3"):
@@ -309,7 +366,10 @@ def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
 def _could_gain(board: Board, lane: Lane) -> bool:
     """May who goes first in a lane take the place of anybody?"""
     found = board.tree.first((lane,))
-    return found is not None and not reclaim.hopeless(board, found[2])
+    if found is None:
+        return False
+    board.looked_at(found[2])
+    return not reclaim.hopeless(board, found[2])
 
 
 def _find_no_seat(
@@ -321,20 +381,23 @@ def _find_no_seat(
     easy = backfill == "easy" and not board.policy.turns
     if task.width > 1 and easy and task.kind not in kept:
         kept[task.kind] = _keep(board, task, turns=False)
-    for lane in list(open_):
-        strict = backfill == "strict" and lane.kind == task.kind
+        board.in_the_way.add(task.id)
+    for lane in [lane for lane in open_ if lane.kind == task.kind]:
         hopeless = _nothing_free(board, lane) and reclaim.nobody_can_gain(board, task)
-        if strict or hopeless:
+        if backfill == "strict" or hopeless:
             del open_[lane]
+            board.in_the_way.add(task.id)
 
 
 def _nothing_free(board: Board, lane: Lane) -> bool:
     pool = board.pools.get(lane.kind)
-    return pool is None or not pool.free
+    return pool is None or not (pool.free or pool.grown)
 
 
 def _free(board: Board, lane: Lane) -> int:
-    return board.pools[lane.kind].fitting(lane.memory_bytes) if lane.kind in board.pools else 0
+    """So many devices at most would do, with those that others hold beyond their need."""
+    pool = board.pools.get(lane.kind)
+    return 0 if pool is None else pool.fitting(lane.memory_bytes) + pool.grown
 
 
 def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
@@ -350,11 +413,19 @@ def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
 
 
 def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
-    """Launch it on free devices; False if there are too few for it."""
+    """Launch it on free devices, or such as others hold beyond their need; False if too few."""
     board = paper.board
     pool = board.pools.get(task.kind)
     if pool is None:
         return False
+    against = None
+    if board.grown:
+        offered = elastic.offers(board, task, urgent=rule != "F3")
+        back = elastic.given_back(board, task, offered)
+        if back is None:
+            return False
+        _give_back(paper, back, task, rule)
+        against = back[0].stay.id if back else None
     devices = pool.best(board.lane(task), task.image_on, board.pinned())
     if not devices:
         return False
@@ -363,7 +434,9 @@ def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
         "F7": "It waited for many devices at once longer than anybody should.",
         "F9": "Its tier promises it this part of the hour.",
     }[rule]
-    _launch(paper, task, tuple(devices), rule, because, against=None)
+    if against is not None and rule == "F3":
+        because = "Its turn: a device was only lent to a task that needs fewer."
+    _launch(paper, task, tuple(devices), rule, because, against=against)
     return True
 
 
@@ -391,6 +464,7 @@ def _launch(
         epoch=task.epoch + 1,
         launched_s=board.now_s,
         started_s=None,
+        resized_s=None,
         held_us=0,
         accrued_us=0,
         waited_s=task.waited_s + max(0.0, board.now_s - since_s),
@@ -405,10 +479,18 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
     board = paper.board
     if not board.policy.turns:
         return False
-    victims = reclaim.victims(board, task, within=within, urgent=rule in ("F7", "F9"))
+    urgent = rule in ("F7", "F9")
+    offered = elastic.offers(board, task, urgent=urgent) if board.grown else []
+    counts = Counter(offer.stay.id for offer in offered if offer.suits) if offered else {}
+    victims = reclaim.victims(board, task, within=within, urgent=urgent, offered=counts)
     if victims is None:
         return False
-    given = sum(victim.stay.lane.width for victim in victims)
+    if board.grown:
+        back = elastic.given_back(board, task, offered, [victim.stay for victim in victims])
+        if back is None:
+            return False
+        _give_back(paper, back, task, rule)
+    given = sum(victim.stay.lane.width + victim.stay.grown for victim in victims)
     paper.left_over |= given > task.width or len(victims) > 1
     for victim in victims:
         told = "Its slice is over, and who goes next has had less; it goes on when its turn comes."
@@ -440,6 +522,25 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
     return True
 
 
+def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str) -> None:
+    """Rules F5, F6: the cheapest way to give way is to go on with fewer devices."""
+    told = "It goes on with fewer devices, no fewer than it needs: who waits for them needs them."
+    for resize in back:
+        stay = resize.stay
+        paper.left_over = True  # a device may do for another, or a limit have room
+        paper.move(
+            stay.task,
+            Move.Splice,
+            rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8",
+            told,
+            devices=resize.devices,
+            against=task.id,
+            cost=paper.board.cost(stay.task, resize.devices),
+            seats=resize.devices,
+            leaves=resize.leaves,
+        )
+
+
 def _take_turns(paper: _Paper) -> None:
     """Rules F6 and F8 below the top: those of one branch, whose turn nobody else could take."""
     board = paper.board
@@ -452,8 +553,33 @@ def _take_turns(paper: _Paper) -> None:
             if found is None:
                 break
             _, lane, task = found
+            board.looked_at(task, *board.tree.led())
             if not _make_room(paper, task, "F5/F6/F8", within=branch):
                 del open_[lane]
+
+
+# --- 9. grow ------------------------------------------------------------------------------------
+
+
+def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
+    """Who grows is charged for what it takes from now on, whenever its device is done with it."""
+    board = paper.board
+    told = "Nobody waits who could take these devices: it uses them until somebody does."
+    for resize in elastic.growth(board, kept):
+        task = resize.stay.task
+        cost = board.cost(task, resize.devices)
+        paper.move(
+            task,
+            Move.Splice,
+            "grow",
+            told,
+            devices=resize.devices,
+            cost=cost,
+            seats=resize.devices,
+            resized_s=board.now_s,
+            held_us=0,
+            accrued_us=0,
+        )
 
 
 # --- when to look again -------------------------------------------------------------------------
@@ -463,6 +589,8 @@ def _look_again_s(board: Board, urgent: dict[str, _Kept], again_s: float) -> flo
     """The first instant at which something may change because time passes."""
     later = (kept.at_s for kept in urgent.values() if kept.at_s > board.now_s)
     at_s = min(board.next_s(), again_s, *later)
+    if board.elastic:
+        at_s = min(at_s, elastic.next_growth_s(board))
     if board.policy.turns and board.tree.lanes and board.ripe:
         at_s = min(at_s, reclaim.next_turn_s(board))
     return at_s if at_s < NEVER else None

@@ -28,6 +28,8 @@ MAX_TASKS = 1000
 MAX_FAULTS = 100  # more are counted, not listed
 MAX_DEPTH = 32  # lists and objects inside each other
 MAX_PARAMS_BYTES = 256 * 1024  # of one task, as JSON
+MAX_COMMAND_BYTES = 64 * 1024  # of all its words, and of its parameters as JSON: what exec takes
+MAX_WORDS = 1000
 MAX_LABELS = 64
 MAX_MEMORY_BYTES = 2**50
 MAX_DURATION_S = 365 * 86400.0
@@ -207,6 +209,8 @@ def _task(fields: _Fields) -> TaskDescriptor:
         max_duration_s=fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S),
         from_checkpoint=fields.text("from_checkpoint", None, _CHECKPOINT, _CHECKPOINT_RULE),
     )
+    if task.run.kind == "command":
+        _check_command(fields, task)
     if task.from_checkpoint is not None and task.run.kind != "job":
         fields.fault("from_checkpoint", f"only a job goes on from one, not a {task.run.kind}")
     fields.close()
@@ -223,10 +227,25 @@ def _run(fields: _Fields) -> Run:
     argv = fields.texts("command", None, "") if "command" in fields.body else ()
     if fields.body.get("command") == []:
         fields.fault("command", "a command needs at least one word", "missing")
+    elif argv and not argv[0]:
+        fields.fault("command/0", "the first word is the program to run, and is empty here")
     fields.close()
     if len(given) != 1:
         return Run(kind="job")
     return Run(kind=given[0], entry=entries.get(given[0], ""), argv=argv)
+
+
+def _check_command(fields: _Fields, task: TaskDescriptor) -> None:
+    """What a program can be given when it is started is bounded by the operating system."""
+    argv = task.run.argv
+    size = sum(len(word.encode()) for word in argv)
+    if len(argv) > MAX_WORDS or size > MAX_COMMAND_BYTES:
+        told = f"{len(argv)} words of {size} bytes; at most {MAX_WORDS} of {MAX_COMMAND_BYTES}"
+        fields.fault("run/command", f"{told}: put data into a file of the bundle", "range")
+    size = len(json.dumps(dict(task.params)).encode())
+    if size > MAX_COMMAND_BYTES:
+        told = f"{size} bytes; a command takes {MAX_COMMAND_BYTES} (ROUNDHOUSE_PARAMS)"
+        fields.fault("params", f"{told}: put data into a file of the bundle", "range")
 
 
 def _params(fields: _Fields) -> JSON:

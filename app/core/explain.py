@@ -31,7 +31,9 @@ CODES = {
     "TOO_FEW_DEVICES": "ask_admin",
     "TENANT_LIMIT": "ask_admin",
     "TENANT_RUNNING_LIMIT": "ask_admin",
+    "FROZEN_ON_DEVICE": "wait",
     "IMAGE_BEING_SAVED": "wait",
+    "MOVING": "wait",
     "GANG_NEEDS_MORE_DEVICES": "wait",
     "DEVICES_KEPT_FOR_A_GANG": "wait",
     "TENANT_OVER_FAIR_SHARE": "wait",
@@ -60,7 +62,9 @@ ACTIONS = {
     "raise_limit_above": "that of a tenant above it rises by `value`",
     "raise_max_running": "the tenant's max_running becomes `value`",
     "raise_max_running_above": "that of a tenant above it rises by `value`",
+    "wait_for_its_device": "the device `of`, where its processes are, is free",
     "wait_for_image": "its image is saved, or the device `of` is free",
+    "wait_for_move": "the last of it has been copied to the device `of`",
     "free_devices": "`value` more devices of kind `of` become free",
     "wait_for_gang": "the gang has started",
     "wait_for_usage": "others use `value` device-seconds per weight more, or one's own fade",
@@ -110,8 +114,9 @@ class Obstacles:
     `devices` are those of its kind with enough memory that are known, `up` and not `cordoned`
     counted of those; `busy` is how many are held or promised, `turn_s` how long a turn lasts there
     at least.  `tenant` and `user` are set if a holder there does not give way; `own` counts devices
-    held by the same user's tasks of the same or a higher priority.  `free` devices are too few for
-    a gang, or `kept` for one that waited longer, or about to be given away (`offered`).  Of holders
+    held by the same user's tasks of the same or a higher priority.  `free` devices, and those that
+    are `lent` to tasks that hold more than they need, are too few for a gang, or `kept` for one
+    that waited longer, or about to be given away (`offered`).  Of holders
     that are better served, `guaranteed` hold no more than they are guaranteed, and `protected` may
     not be paused now; `shed` means that the promise of the task's own tier cannot be kept.
     """
@@ -122,10 +127,12 @@ class Obstacles:
     busy: int
     turn_s: float
     free: int = 0
+    lent: int = 0
     kept: bool = False
     offered: bool = False
     shut: tuple[Shut, ...] = ()
     pinned_to: str | None = None
+    pin_is_free: bool = False
     tenant: Standing | None = None
     user: Standing | None = None
     own: int = 0
@@ -233,6 +240,8 @@ def no_scheduler(island: str) -> Reason:
 
 def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
     """Why a task that could start does not: devices first, then who goes before it."""
+    if task.stops and task.moves_to:
+        return (_moving(task),)
     return (
         *_devices(task, obstacles),
         *_limits(task, obstacles),
@@ -240,6 +249,23 @@ def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...
         *_own(task, obstacles, ahead),
         *_promises(task, obstacles),
     )
+
+
+def _moving(task: Task) -> Reason:
+    to = task.moves_to
+    told = f"It is being moved: it stands still until the last of it has been copied to {to}."
+    change = Change(action="wait_for_move", of=to or "")
+    return _reason("MOVING", told, f"it is launched on {to}", change)
+
+
+def _frozen(device: str) -> Reason:
+    told = (
+        f"Its processes are frozen in the memory of {device} and go on only there. A move would be"
+        " a restart from the files in its working folder; it is made only if that device is lost,"
+        " drained, or needs its memory for others."
+    )
+    change = Change(action="wait_for_its_device", of=device)
+    return _reason("FROZEN_ON_DEVICE", told, f"{device} is free", change)
 
 
 def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
@@ -252,7 +278,10 @@ def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
         told = f"Every {what} that is up is being drained: {seen.up} of {seen.up}."
         change = Change(action="uncordon", of=task.kind)
         yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again", change)
-    if seen.pinned_to is not None:
+    if seen.pinned_to is not None and task.restarts and task.saved:
+        if not seen.pin_is_free:
+            yield _frozen(seen.pinned_to)
+    elif seen.pinned_to is not None:
         told = (
             f"Its image lies in the memory of {seen.pinned_to} and is not durable yet: "
             "it goes on there, or anywhere once it is saved."
@@ -267,14 +296,18 @@ def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
         yield _reason("DEVICES_KEPT_FOR_A_GANG", told, "the gang has started", change)
     if seen.offered:
         free = f"{seen.free} of {seen.open} {_plural(what, seen.open)}"
-        them = "it" if seen.free == 1 else "them"
-        told = f"{free} {_is(seen.free)} free: the next round of the scheduler gives {them} away."
+        them = "it" if seen.free + seen.lent == 1 else "them"
+        told = (
+            f"{free} {_is(seen.free)} free{_lent(seen)}: "
+            f"the next round of the scheduler gives {them} away."
+        )
         until = "the scheduler makes its next round"
         yield _reason("DEVICE_FREE", told, until, Change(action="wait_for_round"))
     elif seen.open and seen.busy:
         taken = f"{seen.busy} of {seen.open} {_plural(what, seen.open)} taken"
         told = f"{taken}; a turn lasts {rounded(seen.turn_s)} s or longer."
-        change = Change(action="free_devices", value=max(1, task.width - seen.free), of=task.kind)
+        more = max(1, task.width - seen.free - seen.lent)
+        change = Change(action="free_devices", value=more, of=task.kind)
         yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free", change)
 
 
@@ -286,14 +319,34 @@ def _gang(task: Task, seen: Obstacles) -> Iterator[Reason]:
         until = f"{task.width} of them take work, or it asks for devices: min {seen.open}"
         change = Change(action="set_devices_min", value=seen.open, of=task.kind)
         yield _reason("TOO_FEW_DEVICES", told, until, change)
-    elif task.width > 1 and seen.free < task.width and seen.open:
-        told = f"It needs {task.width} devices at once; {seen.free} of {seen.open} are free."
+    elif task.width > 1 and (have := seen.free + seen.lent) < task.width and seen.open:
+        free = f"{seen.free} of {seen.open} are free{_lent(seen)}"
+        told = f"It needs {task.width} devices at once; {free}."
         until = f"{task.width} are free, or give way"
-        change = Change(action="free_devices", value=task.width - seen.free, of=task.kind)
-        if seen.free:
-            until += f"; or it asks for devices: min {seen.free} instead of {task.width}"
-            change = Change(action="set_devices_min", value=seen.free, of=task.kind)
+        change = Change(action="free_devices", value=task.width - have, of=task.kind)
+        if have:
+            until += f"; or it asks for devices: min {have} instead of {task.width}"
+            change = Change(action="set_devices_min", value=have, of=task.kind)
         yield _reason("GANG_NEEDS_MORE_DEVICES", told, until, change)
+
+
+def _lent(seen: Obstacles) -> str:
+    if not seen.lent:
+        return ""
+    return f", and {seen.lent} more can be had from tasks that hold more than they need"
+
+
+def breadth(task: Task) -> str:
+    """What an elastic task holds, and how much of it is its own; nothing of any other."""
+    if not task.elastic or not task.seats:
+        return ""
+    held, most = len(task.seats), task.width_max
+    if held == task.width:
+        return (
+            f"It holds the {held} that it needs, and uses up to {most} while nobody asks for them."
+        )
+    lent = f"{held - task.width} of them until somebody asks for them"
+    return f"It holds {held} of the {most} devices that it can use, {lent}: it needs {task.width}."
 
 
 def _limits(task: Task, seen: Obstacles) -> Iterator[Reason]:

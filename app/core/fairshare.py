@@ -128,6 +128,7 @@ _lane = cache(Lane)
 
 
 _NO_LIFTS: Mapping[str, int] = {}
+_NOTHING: Mapping[str, int] = {}
 _UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes
 _RIGHT = -1  # the place of a key that was looked at
 _SLACK = 16  # so many stale entries are left in a heap of any size
@@ -154,7 +155,7 @@ class Branch(_Account):
     """
 
     __slots__ = (
-        "children", "depth", "guarantee", "held", "inner", "lifts", "limit", "lines",
+        "children", "depth", "grown", "guarantee", "held", "inner", "lifts", "limit", "lines",
         "most_running", "name", "parent", "path", "running", "since", "top",
     )  # fmt: skip
 
@@ -167,7 +168,8 @@ class Branch(_Account):
         self.guarantee: Mapping[str, int] = {}
         self.limit: Mapping[str, int] = {}
         self.most_running: int | None = None
-        self.held: Counter[str] = Counter()  # devices by kind, and in all under ALL
+        self.held: Counter[str] = Counter()  # devices needed, by kind, and in all under ALL
+        self.grown: Mapping[str, int] = _NOTHING  # held beyond that, likewise; nobody's for long
         self.running = 0  # tasks on devices
         self.inner = False  # does it hold branches, or items?
         self.children = 0
@@ -287,6 +289,8 @@ class FairTree(Generic[Item]):
         self.root.inner = True
         self.branches: dict[Path, Branch] = {(): self.root}
         self._where: dict[str, Any] = {}  # id -> the item's entry
+        self._led: list[_Line] = []  # the way to who went first of several lanes
+        self._led_at = -1  # by the version
         self._serial = 0  # no two entries of items are equal
         self.version = 0  # of all that ranks; `Branch.changed` and `_Line.right` are read on it
         self._tick = 0  # each instant is another tick
@@ -470,6 +474,17 @@ class FairTree(Generic[Item]):
         if narrow:
             self.refresh(branch)
 
+    def grow(self, branch: Branch, kind: str, devices: int) -> None:
+        """Its tasks hold so many more than they need; no order and no room depends on it."""
+        self.version += 1
+        above: Branch | None = branch
+        while above is not None:
+            grown = Counter(above.grown)
+            grown[kind] += devices
+            grown[ALL] += devices
+            above.grown = +grown
+            above = above.parent
+
     def refresh(self, branch: Branch) -> None:
         """What ranks it, or those above it, changed, maybe for the less: look at all its lanes."""
         self.version = version = self.version + 1
@@ -570,13 +585,28 @@ class FairTree(Generic[Item]):
             return self._first_in(line) if line.lane in lanes else None
         found = [lines.get(lane) for lane in lanes]
         open_ = [line for line in found if line is not None and self._top(line) is not None]
+        self._led, self._led_at = (led := list[_Line]()), self.version
         while len(open_) > 1:
             best = min(line.head for line in open_)
             if not branch.inner:
                 return branch, best[6].lane, best[5]
+            led.append(best[3])
             branch = best[3].branch
             open_ = self._open_below(branch, open_, borrows=best[0])
         return self._first_in(open_[0]) if open_ else None
+
+    def led(self) -> list[Item]:
+        """For whose sake each branch above the last `first` went before its siblings.
+
+        It may be another than who was first: one in another lane.
+        """
+        return [self._head(line) for line in self._led] if self._led_at == self.version else []
+
+    def _head(self, line: _Line) -> Item:
+        while line.inner:
+            line = line.head[3]
+        item: Item = line.head[5]
+        return item
 
     def _first_in(self, line: _Line) -> tuple[Branch, Lane, Item] | None:
         """If the head of a line is right, the heads of all lines that it stands for are."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from app.core.descriptor import Descriptor, Fault, Run, TaskDescriptor
+from app.core.descriptor import Descriptor, Fault, TaskDescriptor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +110,8 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
 
 # --- can it ever run here? ----------------------------------------------------------------------
 
+RANKS_ON_A_DEVICE = 64
+
 
 def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
     """What can never run in a deployment that offers `kinds`, and what is not built yet."""
@@ -140,18 +142,16 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
-    one = "a task runs one rank on one device until splicing is there"
-    if task.world_size > 1:
-        yield "world_size", f"{one}; leave it at 1"
     if task.devices.min > 1:
-        yield "devices/min", f"{one}; leave it at 1"
-    if task.run.kind == "command":
-        yield "run/command", _instead(task.run)
+        told = "all ranks of a task take turns on one device so far; leave it at 1"
+        yield "devices/min", told
+    if task.world_size > RANKS_ON_A_DEVICE:
+        yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
+    if task.world_size > 1 and task.devices.kind != "cpu":
+        yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
+    if task.world_size > 1 and task.run.kind == "command":
+        yield "world_size", "a command has one rank so far; a job may have several"
     for port, source in task.inputs.items():
         if source.kind == "datablock":
             told = "datablocks are not kept yet; put the data into the bundle or a task's outputs"
             yield f"inputs/{port}", told
-
-
-def _instead(run: Run) -> str:
-    return f"{run.argv[0]!r}: commands are not run yet; give a job or a function of the bundle"

@@ -33,6 +33,7 @@ class Policy:
     lost_grace_s: float = 0.0  # how long after its lease a device is still waited for
     turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
     backfill: str = "easy"  # F7: behind a gang that does not fit; BACKFILLS
+    grow_after_s: float = 60.0  # so long (and a turn) after it was seated or resized a task grows
     patience_s: float = 36000.0  # F7: a gang that waited so long goes before all others,
     wide_share: float = 0.02  # if it needs this part of its kind; a narrower one waits longer
     aged_share: float = 0.5  # F7: no more than this part of the devices is held by such gangs
@@ -105,6 +106,9 @@ class Conditions:
     hold: str = ""  # "" or who holds it: "user", "admin"; holding a running task pauses it
 
 
+RESTARTS = "restart"  # the capability of what cannot move: elsewhere it begins again
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task as the island sees it.
@@ -112,7 +116,13 @@ class Task:
     `seats` are the devices it holds or is about to hold; `image_on` the device in whose host memory
     a paused image lies; `saved` whether that image is durable, so that any device may take it.
     `away` are the times (from, to) of the last hour in which it waited after it had started (rule
-    F9); the one that lasts is not among them.
+    F9); the one that lasts is not among them.  It is `movable` if its state can be
+    captured; `moves_to` is the device that is kept for it while it is moved there ("": asked for,
+    and not begun); it `stops` when only the last difference is left.
+
+    An elastic task needs `width` devices and can use `width_max`.  What it holds beyond `width` is
+    lent to it, and counts as free for who waits (`core.elastic`).  While it is made smaller it
+    still holds what it `leaves`.  `accrued_us` and `held_us` are since it was resized, if it was.
     """
 
     id: str
@@ -124,6 +134,7 @@ class Task:
     kind: str  # device kind it needs
     memory_bytes: int = 0
     width: int = 1  # devices it needs at once
+    width_max: int = 0  # and can use; 0: no more than it needs
     tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0
@@ -132,13 +143,19 @@ class Task:
     waited_s: float = 0.0  # in earlier waits
     expected_s: float | None = None  # how much longer it will run, if anybody knows
     away: tuple[tuple[float, float], ...] = ()
+    movable: bool = False
+    moves_to: str | None = None
+    stops: bool = False
     seats: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
     launched_s: float = 0.0  # when the order to launch was written
     started_s: float | None = None  # when the device said it runs
+    resized_s: float | None = None  # since when it is charged for what it holds now; None: always
     accrued_us: int = 0  # held in this epoch and not yet charged to the tenant
     held_us: int = 0  # held in this epoch, in all
     image_on: str | None = None
     saved: bool = True
+    restarts: bool = False  # a command: it goes on only there, and anywhere else begins again
     switch_us: int = 0  # what seating it cost the last time
     cost: int = 0  # of a second in this epoch, if it is charged by its memory (`core.dominant`)
     cancel_asked: bool = False
@@ -150,6 +167,20 @@ class Task:
     def seat(self) -> str | None:
         """The first of its devices."""
         return self.seats[0] if self.seats else None
+
+    @property
+    def elastic(self) -> bool:
+        return self.width_max > self.width
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """All devices that it is charged for."""
+        return self.seats + self.leaves if self.leaves else self.seats
+
+    @property
+    def held_since_s(self) -> float | None:
+        """Since when it holds just these; None if it does not run yet."""
+        return self.started_s if self.resized_s is None else self.resized_s
 
 
 _FIELDS = tuple(field_.name for field_ in fields(Task))
@@ -185,7 +216,8 @@ class Snapshot:
 class Decision:
     """One move of one task.
 
-    `move` is a move of `core.lifecycle`; `devices` are the seats that a Launch takes.  `rule` cites
+    `move` is a move of `core.lifecycle`; `devices` are the seats that a Launch takes, or all that
+    it has after a Splice.  `rule` cites
     F1-F10 or another named rule, and `because` is one sentence for the task's owner.
     `against` is the task that gains or gives, where there is one.  `cost` is what a second of a
     launched task costs, in thousandths, if that is not what its devices cost.

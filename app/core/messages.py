@@ -76,6 +76,7 @@ class Pause(Order):
     """
 
     successor: str = ""  # a task that is launched on this device, or ""
+    moves: bool = False  # it goes on on another device, which waits for its image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,8 @@ class Cancel(Order):
 class Event:
     """`seq` numbers the events of one epoch of one task from 1, without gaps.
 
-    `held_us` is how long this epoch has held its seat so far, by the device's own clock.
+    `held_us` is how long this epoch has held its seat so far, by the device's own clock; for
+    `staged_us` of it the job stood still, because its state was copied.
     """
 
     task: str
@@ -103,6 +105,7 @@ class Event:
     seq: int
     step: int
     held_us: int
+    staged_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ class Started(Event):
 
     preset: JSON
     capabilities: list[str]
-    resumed: str  # "fresh", "resident" (never left the device) or "image"
+    resumed: str  # "fresh", "resident" (never left the device), "image"; "folder" for a command
     switch_us: int = 0  # how long the seat stood empty for it, once it could have been taken
 
 
@@ -170,7 +173,9 @@ CAUSES = {
 class ResidentView:
     """One job as the device sees it.
 
-    `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.
+    `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.  `level`
+    is where its memory lies (`workers.residency`): `on_device_bytes` is what it is counted for
+    there, `host_bytes` what its images take of host memory.
     """
 
     task: str
@@ -180,6 +185,10 @@ class ResidentView:
     held_us: int
     order_seq: int  # the highest order of this epoch that the device has taken in
     memory_bytes: int
+    staged_us: int = 0
+    level: str = "device"
+    on_device_bytes: int = 0
+    host_bytes: int = 0
     metrics: JSON = field(default_factory=dict)
 
 
@@ -198,7 +207,9 @@ class Alive:
     """All that a device holds, at this instant of its own monotonic clock.
 
     `incarnation` names the device worker's process and sorts by when it started; `facts` describe
-    the device itself: host, island, kind, threads, memory_bytes, sandbox, torch.
+    the device itself: host, island, kind, threads, memory_bytes, sandbox, torch.  `ahead` are the
+    images of expected tasks that are here: {"task", "sha256", "bytes", "us"}, the last two being
+    what had to be fetched for it and how long that took.
     """
 
     device: str
@@ -208,6 +219,7 @@ class Alive:
     residents: list[ResidentView]
     events: list[Event]
     logs: list[LogLines]
+    ahead: list[JSON] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +228,10 @@ class Answer:
 
     `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
     Of the residents that the heartbeat named, `keep` are known to be here and may have the seat;
-    `drop` belong to an older epoch, or are not wanted.
+    `drop` belong to an older epoch, or are not wanted.  `expect` are all tasks that are being moved
+    here: what of them can be fetched already ({"task", "epoch", "tenant", "bundle", "image"}, the
+    image as in a Launch).  Nothing else may be kept ahead.  `next` are those of `keep` that
+    wait for a device, in the order in which they are expected to get one.
     """
 
     device: str
@@ -227,6 +242,8 @@ class Answer:
     logged: dict[str, int]
     keep: list[list[Any]]  # [task, epoch]
     drop: list[list[Any]]
+    expect: list[JSON] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)  # tasks
 
 
 def key(task: str, epoch: int) -> str:

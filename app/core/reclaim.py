@@ -9,7 +9,8 @@ and `theirs` above who runs.
   is charged to it.  Nobody is asked for devices within a guarantee, unless by one within its own.
 * F4: who has no room within a limit takes the place only of those below that limit, and of so
   many that it is kept.  F7, F9: who waited too long need not be less served; all else holds too.
-* Nobody gives way before a full slice, nor a task whose tier (F9) or patience (F7) protects it.
+* Nobody gives way before a full slice, nor a task whose tier (F9) or patience (F7) protects it;
+  and nobody at all where elastic tasks hold enough beyond what they need (`core.elastic`).
 
 Why there is no cycle: to be asked, a task must have held its devices for a full slice since it was
 last launched.  So at one instant nobody is paused twice, and between two pauses of one task a slice
@@ -20,7 +21,9 @@ sets of running tasks the later one always has the first task that the other lac
 "does it borrow?" before each score, and that depends on who runs.  So two more rules keep F5 and F6
 from feeding each other: a gang that is lent in part goes whole to who is owed, but stays against
 who is only less served; and no branch comes by F6 to hold more on loan, such a gang counted whole,
-while one beside it goes before it and waits in vain, or was just told to pause.
+while one beside it goes before it and waits in vain, or was just told to pause.  And F5 asks nobody
+who would at once be owed its place again, as the less served (`who_comes_back`): what was left over
+by a pause may be lent to the branch that gained, and does not make all that it holds a loan.
 
 Of those who may be asked the fewest are: no one can be left out.  First what is lent, if who waits
 is owed; then basic tasks, then standard ones; then the most over-served; then the lowest priority,
@@ -31,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -43,6 +46,7 @@ from app.core.lifecycle import State
 
 RESOLUTION_S = 0.001  # of the instants that are computed
 NOT_TO_BE_HAD = 1 << 30  # so many devices nobody has
+NOTHING: Mapping[str, int] = {}
 LOOK_AHEAD_PAIRS = 16  # of more (who waits, who runs) pairs the instant is not computed
 
 
@@ -66,19 +70,25 @@ class _Side:
 
 
 def victims(
-    board: Board, task: Task, *, within: Branch | None = None, urgent: bool = False
+    board: Board,
+    task: Task,
+    *,
+    within: Branch | None = None,
+    urgent: bool = False,
+    offered: Mapping[str, int] = NOTHING,
 ) -> list[Victim] | None:
     """Who gives way to `task`; None if too few do.  `within`: only those below that branch.
 
     Who is `urgent` (F7, F9) need not be less served.  If a limit (F4) leaves no room, only those
-    below it give way, and so many that it is kept.
+    below it give way, and so many that it is kept.  `offered` is how many devices that it could use
+    others give back beyond what they need (`core.elastic`): they come before any pause.
     """
     if not board.ripe or (within is None and not urgent and hopeless(board, task)):
         return None
     shut = shut_by(board, task)
     if shut is not None and (within is None or shut.depth > within.depth):
         within = shut
-    claim = _Claim(board, task, urgent=urgent)
+    claim = _Claim(board, task, urgent=urgent, offered=offered)
     if claim.need <= 0 and claim.over <= 0:
         return None  # there is room: what keeps it out is no one's doing
     sides = [side for leaf in board.ripe if (side := claim.side(leaf, within)) is not None]
@@ -88,6 +98,9 @@ def victims(
     if near is not None:
         return [near]
     found = claim.fewest(claim.chosen(sides))
+    while back := claim.who_comes_back(found):
+        claim.spared |= back
+        found = claim.fewest(claim.chosen(sides))
     if not found or claim.outgrows(found):
         return None
     return found
@@ -114,7 +127,7 @@ def hopeless(board: Board, task: Task) -> bool:
     if len(board.priorities) > 1 or any(branch.children > 1 for branch in below(leaf, top)):
         return False  # some of its own may help
     pool = board.pools.get(kind)
-    free = len(pool.free) if pool is not None else 0
+    free = len(pool.free) + pool.grown if pool is not None else 0
     return free + board.better_served(kind, score, top) < lane.width
 
 
@@ -130,17 +143,20 @@ def nobody_can_gain(board: Board, head: Task) -> bool:
 class _Claim:
     """One who waits, and what it would take."""
 
-    def __init__(self, board: Board, task: Task, *, urgent: bool) -> None:
-        self.board, self.task, self.urgent = board, task, urgent
+    def __init__(
+        self, board: Board, task: Task, *, urgent: bool, offered: Mapping[str, int] = NOTHING
+    ) -> None:
+        self.board, self.task, self.urgent, self.offered = board, task, urgent, offered
         self.lane, self.leaf = board.lane(task), board.leaf(task)
         self.pool = board.pools.get(task.kind)
         self.need = self.over = 0  # so many devices; and so many within its limits
         if self.pool is not None and self.pool.size(self.lane.memory_bytes) >= self.lane.width:
-            self.need = max(0, self.lane.width - self._free())
+            self.need = max(0, self.lane.width - self._free() - sum(offered.values()))
             self.over = _over(self.leaf, self.lane)
         self.turn_us = slice_us(board.policy, task)
         self.rate = board.rate(self.lane)
         self.taken: Counter[Branch] = Counter()
+        self.spared: set[str] = set()  # who would take what it gave back at once
         self.fee = board.tree.faded(self.turn_us * self.rate)
         self._kept_tiers: tuple[str, ...] | None = None
 
@@ -206,6 +222,7 @@ class _Claim:
         """Enough of them, the ones to be asked first in front; empty if all are too few."""
         sides.sort(key=lambda side: (side.scores, side.leaf.path), reverse=True)
         need, over, chosen = self.need, self.over, dict[str, Victim]()
+        self.taken.clear()
         # What is only lent comes back before anybody gives way within a guarantee.
         rules = ("F5", "F6/F8") if any(side.owed for side in sides) else ("F6/F8",)
         for by, tier in product(rules, TIERS):
@@ -241,6 +258,8 @@ class _Claim:
         if not stay.ripe or stay.task.kind != self.task.kind:
             return False
         if self.over <= 0 and self.gain(stay) == 0:
+            return False
+        if stay.id in self.spared:
             return False
         if side.leaf is self.leaf and not self.urgent and not self._outranks(stay):
             return False
@@ -302,6 +321,11 @@ class _Claim:
             self.taken[branch] += stay.lane.width
 
     def gain(self, stay: Stay) -> int:
+        """How many devices that it could use it gains by a pause, beside what is offered."""
+        gain = self._gain(stay)
+        return gain - self.offered.get(stay.id, 0) if self.offered else gain
+
+    def _gain(self, stay: Stay) -> int:
         assert self.pool is not None
         lane = self.lane
         if not lane.memory_bytes and lane.pin is None and self.pool.whole:
@@ -320,6 +344,28 @@ class _Claim:
             else:
                 kept.append(victim)
         return kept[::-1]
+
+    def who_comes_back(self, found: list[Victim]) -> set[str]:
+        """Of those who give back what is lent, who would be owed it when all of them are gone.
+
+        A gang that is lent in part may leave its branch less than that one's guarantee.  Where that
+        is the less served, a narrower one of its own would at once have its place again.  Where
+        enough is lent without it, there is nobody like that: it would have been left out.
+        """
+        if self.urgent or len(found) < 2:
+            return set()
+        tree, kind, back = self.board.tree, self.lane.kind, set[str]()
+        for victim in found:
+            stay, (mine, theirs) = victim.stay, sides(self.leaf, victim.stay.leaf)
+            if victim.rule != "F5" or not theirs.guarantee:
+                continue
+            given = sum(v.stay.lane.width for v in found if theirs in above(v.stay.leaf))
+            rest = theirs.held[kind] - given
+            if rest + stay.lane.width <= theirs.guarantee.get(kind, 0):
+                fee = tree.faded(stay.turn_us * self.board.rate(stay.lane))
+                if tree.score(mine, self.fee, kind=kind) > tree.score(theirs, fee, kind=kind):
+                    back.add(stay.id)
+        return back
 
     def outgrows(self, found: list[Victim]) -> bool:
         """Would a branch come to borrow more, while beside it somebody waits who goes before it?
@@ -353,11 +399,17 @@ class _Claim:
             for lane in tree.lanes
             if lane.kind == kind and pool.size(lane.memory_bytes) >= lane.width
         ]
-        waiting = (key for lane in lanes for key in tree.keys(parent, lane))
-        return any(
-            (borrows, score) < last and side is not branch
-            for borrows, score, side in (*waiting, *self._on_their_way_out(branch))
-        )
+        for borrows, score, side in self._on_their_way_out(branch):
+            if (borrows, score) < last and side is not branch:
+                return True
+        for lane in lanes:
+            for borrows, score, side in tree.keys(parent, lane):
+                if (borrows, score) < last and side is not branch:
+                    first = tree.first_below(side, (lane,))
+                    if first is not None:
+                        self.board.looked_at(self.task, first[2])
+                    return True
+        return False
 
     def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
         """As `FairTree.keys`, of those beside a branch in whose line somebody will be at once."""
@@ -380,7 +432,7 @@ def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
         at_s = board.end_s(stay)
         if claim.could_ask(stay):
             at_s = min(at_s, max(ripe_s(stay), claim.turn_over_s(stay)))
-        found.append((at_s, stay.id, claim.gain(stay)))
+        found.append((at_s, stay.id, max(0, claim.gain(stay) - stay.grown)))
     return sorted(found)
 
 

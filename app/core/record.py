@@ -1,20 +1,37 @@
 """A snapshot as JSON, as much of it as one round's decisions need to be made again.
 
 `seen_by` cuts a board down to what mattered: the tasks that were moved or held devices, whom they
-were compared with, their users and tenants, all devices of their kinds.  Who waited and was not
-picked changes nothing, so it is left out: `decide` gives the same decisions of what is left
-(tested).  Fields with their default are left out too.
+were compared with, their users and tenants, all devices of their kinds.  Of those who waited and
+were not picked only few changed anything: who was tried before another of its lane, and in vain;
+for whom devices were kept; who stood before a branch that was to borrow; who can go on from one
+device only.  The rest is left out, and counts in sums only: what its users have used, what its
+tenants are guaranteed, how many devices its started tasks are promised a part of.  `decide` gives
+the same decisions of what is left (tested).  Fields with their default are left out too.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from app.core.board import Board
-from app.core.island import Conditions, Device, Lift, Plan, Policy, Snapshot, Task, Tenant, User
+from app.core.board import MILLI, Board
+from app.core.fairshare import Lane, Path
+from app.core.island import (
+    Conditions,
+    Device,
+    Lift,
+    Plan,
+    Policy,
+    Snapshot,
+    Task,
+    Tenant,
+    User,
+    changed,
+)
+from app.core.lifecycle import State
 
 JSON = dict[str, Any]
 
@@ -23,10 +40,15 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str
     """What a round saw that made `plan`; `before` has the moved tasks as they were."""
     moved = [before[decision.task] for decision in plan.decisions if decision.task in before]
     held = [before.get(id, stay.task) for id, stay in board.stays.items()]
-    tasks = {task.id: task for task in (*held, *moved)}
+    on_the_way = [board.tasks[id] for id in board.kept_for.values()]  # devices are kept for them
+    waited = _waited(board, moved)
+    tasks = {task.id: task for task in (*waited, *on_the_way, *held, *moved)}
     users = {task.user: board.users[task.user] for task in tasks.values()}
     kinds = {task.kind for task in tasks.values()}
     tenants = _with_those_above(board.tenants, {task.tenant for task in tasks.values()})
+    users |= {user.id: user for user in _others(board, tenants, users)}
+    tenants |= {tenant.id: tenant for tenant in _guaranteed(board, tenants, kinds)}
+    tasks |= {task.id: task for task in _in_sums(board, tasks)}
     return Snapshot(
         island=island,
         policy=board.policy,
@@ -36,6 +58,105 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str
         tasks=tasks,
         lifts=tuple(_lifts(board, tenants, users, kinds)),
     )
+
+
+def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
+    """Who waited and was not picked, and changed what others got."""
+    tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
+    for id in board.tried.keys() & tasks.keys():
+        tried[board.lane(tasks[id])].append(id)
+    ids = (board.in_the_way | set(_pinned(board))) & tasks.keys()
+    found, new = dict[str, Task](), [*moved, *(tasks[id] for id in ids)]
+    while new:
+        task = new.pop()
+        if task.id not in found:
+            found[task.id] = task
+            # Who went first in its lane, and in vain, shut it to those behind.
+            others = (*tried.pop(board.lane(task), ()), *board.tried.get(task.id, ()))
+            new += [tasks[id] for id in others if id in tasks]
+    return [found[id] for id in sorted(found)]
+
+
+def _pinned(board: Board) -> Iterator[str]:
+    """One in line for each device that only it can go on from: others take another device."""
+    for here in board.tree.lanes:
+        if here.pin is not None:
+            yield from board.pinned_to(here.pin)[:1]
+
+
+def _guaranteed(
+    board: Board, tenants: Mapping[str, Tenant], kinds: Iterable[str]
+) -> Iterator[Tenant]:
+    """What all that are left out beside a tenant are guaranteed: one tenant in their place."""
+    kept = Counter[tuple[Path, str]]()
+    for tenant in tenants.values():
+        for kind in kinds:
+            kept[board.path_of(tenant.id)[:-1], kind] += tenant.guarantee.get(kind, 0)
+    left = defaultdict[Path, dict[str, int]](dict)
+    for (above, kind), devices in kept.items():
+        if board.promised[above, kind] > devices:
+            left[above][kind] = board.promised[above, kind] - devices
+    for above, guarantee in left.items():
+        parent = above[-1] if above else None
+        id = f"tenants beside those of {parent or 'the island'}"
+        yield Tenant(id=id, name=id, weight=1, parent=parent, guarantee=guarantee)
+
+
+def _in_sums(board: Board, tasks: Mapping[str, Task]) -> Iterator[Task]:
+    """What all other tasks count for together: tasks that are held, in their place.
+
+    Rule F9: of the started ones of a tier so many devices are promised a part, and whether all can
+    be kept decides who is protected.  And whether there is more than one priority at all.
+    """
+    left = Counter(board.started)
+    for id in tasks.keys() & board.tasks.keys():
+        now = board.tasks[id]
+        if now.epoch:
+            left[now.kind, now.tier] -= now.width
+    kinds = {task.kind: task for task in tasks.values()}
+    for (kind, tier), width in sorted(left.items()):
+        if width > 0 and kind in kinds and board.policy.tier_share.get(tier):
+            id = f"others of {tier} on {kind}"
+            yield _held(id, kinds[kind], epoch=1, tier=tier, width=width)
+    priorities = {task.priority for task in tasks.values()}
+    others = board.priorities.keys() - priorities
+    if len(priorities) == 1 and others:
+        like = next(iter(kinds.values()))
+        yield _held("others of another priority", like, epoch=0, priority=min(others))
+
+
+def _held(id: str, like: Task, **after: object) -> Task:
+    held = Task(
+        id=id,
+        request="",
+        tenant=like.tenant,
+        user=like.user,
+        state=State.blocked,
+        epoch=0,
+        kind=like.kind,
+        priority=like.priority,
+        conditions=Conditions(hold="admin"),
+    )
+    return changed(held, **after)
+
+
+def _others(board: Board, tenants: Iterable[str], users: Mapping[str, User]) -> Iterator[User]:
+    """What all that are left out below a tenant have used: one user of it in their place.
+
+    None of them holds a device, so what they used did not change in the round.
+    """
+    branches = board.tree.branches
+    kept: dict[Path, set[Path]] = {}
+    for user in users.values():
+        path = (*board.path_of(user.tenant), user.id)
+        for depth in range(1, len(path)):
+            kept.setdefault(path[:depth], set()).add(path[: depth + 1])
+    for id in tenants:
+        branch = branches[board.path_of(id)]
+        below = kept.get(branch.path, ())
+        if branch.children > len(below):
+            left = board.tree.usage(branch) - sum(board.tree.usage(branches[one]) for one in below)
+            yield User(id=f"others of {id}", tenant=id, faded_us=left // MILLI)
 
 
 def _lifts(
@@ -117,8 +238,9 @@ def _value(kind: type, item: JSON) -> Any:
         conditions: JSON = values["conditions"]
         as_tuples: JSON = {k: tuple(v) if isinstance(v, list) else v for k, v in conditions.items()}
         values["conditions"] = Conditions(**as_tuples)
-    if "seats" in values:
-        values["seats"] = tuple(values["seats"])
+    for name in ("seats", "leaves"):
+        if name in values:
+            values[name] = tuple(values[name])
     if "away" in values:
         values["away"] = tuple((a, b) for a, b in values["away"])
     return kind(**values)

@@ -48,7 +48,9 @@ ASK_EVERY_ROUNDS = 256  # whether to go on
 class Arrival:
     """A task that comes at `at_s` and needs `width` devices for `work_s` seconds.
 
-    `expected_s` is what the scheduler believes of that beforehand; None if it knows nothing.
+    With `width_max` it is elastic: it needs `width` at least, can use `width_max`, and on k of
+    those steps at k / `width_max` of the speed; `work_s` is on all of them.  `expected_s` is what
+    the scheduler believes of the work beforehand; None if it knows nothing.
     `owner` is for whom it counts in the report, if that is not its tenant.
     """
 
@@ -58,6 +60,7 @@ class Arrival:
     user: str
     work_s: float
     width: int = 1
+    width_max: int = 0
     kind: str = "cpu"
     memory_bytes: int = 0
     priority: int = 0
@@ -71,6 +74,11 @@ class Arrival:
         """(owner, kind of device)"""
         return self.owner or self.tenant, self.kind
 
+    @property
+    def ranks(self) -> int:
+        """On so many devices it is as fast as it can be."""
+        return max(self.width, self.width_max)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
@@ -78,7 +86,9 @@ class Costs:
 
     `start_s` to prepare a task while its seats may still be held, `pause_s` to come to the next
     safe point, `image_s` in its seats before they are free then, `resume_s` in its seats before a
-    paused one steps again, `save_s` to make its image durable.
+    paused one steps again, `save_s` to make its image durable.  To be resized a task comes to a
+    safe point, too, and stands still on all devices of before and after for `resize_s`: unless it
+    is given, half of what a pause and going on hold.
     """
 
     start_s: float = 0.0
@@ -86,6 +96,11 @@ class Costs:
     image_s: float = 0.0
     resume_s: float = 0.0
     save_s: float = 0.0
+    resize_s: float | None = None
+
+    @property
+    def resizing_s(self) -> float:
+        return (self.image_s + self.resume_s) / 2 if self.resize_s is None else self.resize_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +116,17 @@ class Report:
     """`device_s` is what each owner held; `waits_s` runs from a task's arrival to its first start.
 
     `lost_s` is all the time between arrival and end in which a task did not step: waits, pauses,
-    switches.  `finished` maps each task that is done to when it was; the clock stopped at
-    `until_s`.  `timeline` is empty unless it was kept; `intervals` say who held and wanted how much
-    when.
+    switches, and what an elastic one lost by having fewer devices than it can use.  `resizes` is
+    how often one was made larger or smaller.  `finished` maps each task that is done to when it
+    was; the clock stopped at `until_s`.  `timeline` is empty unless it was kept; `intervals` say
+    who held and wanted how much when.
     """
 
     device_s: Mapping[str, float]
     waits_s: Mapping[str, float]
     lost_s: Mapping[str, float]
     pauses: Mapping[str, int]
+    resizes: Mapping[str, int]
     finished: Mapping[str, float]
     timeline: tuple[Line, ...]
     until_s: float
@@ -185,16 +202,28 @@ _Event = tuple[int, int, str, str, int]
 
 @dataclass(slots=True)
 class _Run:
-    """What the world knows of a task beyond what the island sees."""
+    """What the world knows of a task beyond what the island sees.
+
+    Work is in device-microseconds, so that it is whole on however many devices.
+    """
 
     arrival: Arrival
     left_us: int
+    speed: int = 0  # on so many devices it steps, in this stay
     steps_from_us: int = 0  # when it steps again, in this stay
-    safe_us: float = math.inf  # until when, if it was told to pause
+    safe_us: float = math.inf  # until when, if it was told to pause, or to be resized
+    ends_us: int = -1  # when it will be done, as things are
     first_us: int | None = None
     finished_us: int | None = None
     pauses: int = 0
+    resizes: int = 0
+    cost: int = 0  # of a second when it has been made smaller
     ready: bool = False
+
+    def step(self, until_us: int) -> None:
+        """It stepped until then."""
+        stepped_us = max(0, until_us - self.steps_from_us) * self.speed
+        self.left_us -= min(stepped_us, self.left_us)
 
 
 class World:
@@ -232,6 +261,7 @@ class World:
         self._freed_us: dict[str, int] = {}
         self._device_us: Counter[str] = Counter()
         self._meter = Meter()
+        self._resized = False  # was anybody ever?
         self._waited_for: dict[str, list[str]] = {}
 
     @property
@@ -246,6 +276,8 @@ class World:
 
     def next_us(self) -> int | None:
         """When something happens next; None if nothing ever will."""
+        while self._resized and self._events and self._outdated(self._events[0]):
+            heappop(self._events)
         at_us = self._look_again_us if self.tasks else None
         if self._events and (at_us is None or self._events[0][0] < at_us):
             at_us = self._events[0][0]
@@ -271,7 +303,7 @@ class World:
             self.board.at(self.now_s)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s))
+        self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s) * arrival.ranks)
         self._meter.want(self.now_us, arrival.counted_for, arrival.width)
         waits_for = tuple(id for id in arrival.after if not self._finished(id))
         for id in waits_for:
@@ -286,11 +318,12 @@ class World:
                 epoch=0,
                 kind=arrival.kind,
                 width=arrival.width,
+                width_max=arrival.width_max,
                 memory_bytes=arrival.memory_bytes,
                 priority=arrival.priority,
                 tier=arrival.tier,
                 submitted_s=arrival.at_s,
-                expected_s=arrival.expected_s,
+                expected_s=_slowed(arrival.expected_s, arrival, arrival.width),
                 conditions=Conditions(waits_for=waits_for) if waits_for else _FREE,
             )
         )
@@ -311,10 +344,19 @@ class World:
         elif says == "ready":
             self.runs[id].ready = True
             self._take_seats(task)
+        elif says == Move.Spliced:
+            self._spliced(task)
+        elif self._resized and self._outdated(event):
+            return
         elif says == Move.Finished and self.now_us > self.runs[id].safe_us:
             return  # its image is being made: it does not step
         elif task.state in ON_A_DEVICE:
             self._let_go(task, says)
+
+    def _outdated(self, event: _Event) -> bool:
+        """Is it the end of a task that was resized since, and ends at another time?"""
+        run = self.runs[event[3]]
+        return event[2] == Move.Finished and run.resizes > 0 and event[0] != run.ends_us
 
     def _take_seats(self, task: Task) -> None:
         """Who is ready takes its seats, once all are free."""
@@ -331,6 +373,7 @@ class World:
         if run.first_us is None:
             run.first_us = self.now_us
         run.steps_from_us, run.safe_us = self.now_us + resume_us, math.inf
+        run.speed = len(task.seats)
         started = changed(
             task,
             state=lifecycle.after(task.id, task.state, Move.Started),
@@ -339,47 +382,97 @@ class World:
             image_on=None,
         )
         self.board.set_task(started)
-        self._meter.hold(self.now_us, run.arrival.counted_for, task.width)
-        self._say(Move.Finished, started, resume_us + run.left_us)
+        self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
+        self._will_end(started, resume_us)
+
+    def _will_end(self, task: Task, in_us: int) -> None:
+        """It steps from then on, on all its seats, and is done when nothing is left."""
+        run = self.runs[task.id]
+        lasts_us = in_us + -(-run.left_us // run.speed)
+        run.ends_us = self.now_us + lasts_us
+        self._say(Move.Finished, task, lasts_us)
 
     def _let_go(self, task: Task, says: str) -> None:
-        run, held_us = self.runs[task.id], self.now_us - _us(task.started_s or 0.0)
-        for device in task.seats:
-            del self.seated[device]
-            self._freed_us[device] = self.now_us
+        run = self.runs[task.id]
         paused = says == Move.Paused
-        stepped_us = self.now_us - run.steps_from_us - (_us(self.costs.image_s) if paused else 0)
-        run.left_us -= max(0, min(stepped_us, run.left_us))
-        self._charge(task, held_us)
+        run.step(self.now_us - (_us(self.costs.image_s) if paused else 0))
+        self._charge(task)
         if paused:
             self._park(task)
         else:
             self._finish(task)
-        for device in task.seats:
+        self._free(task.holds)
+
+    def _free(self, devices: Iterable[str]) -> None:
+        """They are let go, and those who wait for them may take their seats."""
+        for device in devices:
+            del self.seated[device]
+            self._freed_us[device] = self.now_us
+        for device in devices:
             follower = self.board.seated.get(device)
             if follower is not None:
                 self._take_seats(self.tasks[follower])
 
     def _park(self, task: Task) -> None:
+        if task.elastic and len(task.seats) > task.width:
+            wanted = self.runs[task.id].arrival.counted_for
+            self._meter.want(self.now_us, wanted, task.width - len(task.seats))
         waiting = changed(
             task,
             state=lifecycle.after(task.id, task.state, Move.Paused),
             seats=(),
+            leaves=(),
+            resized_s=None,
             started_s=None,
             waiting_since_s=self.now_s,
-            image_on=task.seat if task.width == 1 else None,
-            saved=not self.costs.save_s or task.width > 1,
-            expected_s=_left_s(task, self.runs[task.id]),
+            image_on=task.seat if len(task.seats) == 1 else None,
+            saved=not self.costs.save_s or len(task.seats) > 1,
+            expected_s=_left_s(task, self.runs[task.id], task.width),
         )
         self.board.set_task(waiting)
         if not waiting.saved:
             self._say("Saved", waiting, _us(self.costs.save_s))
 
-    def _charge(self, task: Task, held_us: int) -> None:
-        counted_for = self.runs[task.id].arrival.counted_for
-        self._device_us[counted_for[0]] += held_us * task.width
-        self._meter.hold(self.now_us, counted_for, -task.width)
-        cost = task.cost or sum(self.devices[device].cost for device in task.seats)
+    def _splice(self, before: Task, task: Task, cost: int) -> None:
+        """It comes to a safe point, and goes on with other devices when all was moved."""
+        run, more = self.runs[task.id], len(task.seats) - len(before.seats)
+        run.resizes += 1
+        self._resized = True
+        run.safe_us, run.cost = self.now_us + _us(self.costs.pause_s), cost
+        if more > 0:  # it holds them from now on
+            self._charge(before)
+            for device in task.seats[-more:]:
+                self.seated[device] = task.id
+            self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
+            self._meter.want(self.now_us, run.arrival.counted_for, more)
+        self._say(Move.Spliced, task, _us(self.costs.pause_s) + _us(self.costs.resizing_s))
+
+    def _spliced(self, task: Task) -> None:
+        run, left = self.runs[task.id], task.leaves
+        run.step(int(run.safe_us))
+        run.steps_from_us, run.safe_us, run.speed = self.now_us, math.inf, len(task.seats)
+        after: dict[str, object] = {}
+        if left:
+            self._charge(task)
+            self._meter.hold(self.now_us, run.arrival.counted_for, len(task.seats))
+            self._meter.want(self.now_us, run.arrival.counted_for, -len(left))
+            after = {"leaves": (), "resized_s": self.now_s, "held_us": 0, "accrued_us": 0}
+            after["cost"] = run.cost
+        left_s = _left_s(task, run, len(task.seats))
+        if left_s is not None:
+            after["expected_s"] = self.now_s - (task.started_s or 0.0) + left_s
+        state = lifecycle.after(task.id, task.state, Move.Spliced)
+        resized = changed(task, state=state, **after)
+        self.board.set_task(resized)
+        self._will_end(resized, 0)
+        self._free(left)
+
+    def _charge(self, task: Task) -> None:
+        """What it held since it was seated, or resized, is final."""
+        counted_for, held_us = self.runs[task.id].arrival.counted_for, self._held_us(task)
+        self._device_us[counted_for[0]] += held_us * len(task.holds)
+        self._meter.hold(self.now_us, counted_for, -len(task.holds))
+        cost = task.cost or sum(self.devices[device].cost for device in task.holds)
         self._faded[task.user] += faded(
             held_us * cost // 1000,
             at_s=self.now_s,
@@ -391,7 +484,8 @@ class World:
         run = self.runs[done.id]
         run.finished_us = self.now_us
         self.done += 1
-        self._meter.want(self.now_us, run.arrival.counted_for, -done.width)
+        wanted = max(done.width, len(done.holds)) if done.elastic else done.width
+        self._meter.want(self.now_us, run.arrival.counted_for, -wanted)
         self.board.drop_task(done.id)
         for id in self._waited_for.pop(done.id, ()):
             task = self.tasks[id]
@@ -422,8 +516,12 @@ class World:
     def _measured(self, task: Task) -> Task:
         if task.started_s is None:
             return task
-        held_us = self.now_us - _us(task.started_s)
+        held_us = self._held_us(task)
         return changed(task, held_us=held_us, accrued_us=held_us)
+
+    def _held_us(self, task: Task) -> int:
+        """How long it holds just these devices."""
+        return self.now_us - _us(task.held_since_s or 0.0)
 
     def obey(self, plan: Plan) -> None:
         """Let the devices begin what the plan orders; the board has it written down already."""
@@ -434,6 +532,9 @@ class World:
                 self._launch(self.tasks[decision.task])
             elif decision.move == Move.Pause:
                 self._pause(self.tasks[decision.task])
+            elif decision.move == Move.Splice:
+                before = plan.before[decision.task]
+                self._splice(before, self.tasks[decision.task], decision.cost)
         # Who took a seat just now changes what time will bring.
         again_s = min(
             self.board.next_s(), math.inf if plan.look_again_s is None else plan.look_again_s
@@ -466,7 +567,7 @@ class World:
         for task in self.tasks.values():
             if task.started_s is not None:
                 owner, _ = self.runs[task.id].arrival.counted_for
-                device_us[owner] += (self.now_us - _us(task.started_s)) * task.width
+                device_us[owner] += self._held_us(task) * len(task.holds)
         ran = [run for run in self.runs.values() if run.first_us is not None]
         done = [run for run in ran if run.finished_us is not None]
         return Report(
@@ -474,6 +575,7 @@ class World:
             waits_s={r.arrival.task: _since(r.arrival, r.first_us) for r in ran},
             lost_s={r.arrival.task: _lost_s(r) for r in done},
             pauses={id: run.pauses for id, run in self.runs.items() if run.pauses},
+            resizes={id: run.resizes for id, run in self.runs.items() if run.resizes},
             finished={r.arrival.task: (r.finished_us or 0) / 1e6 for r in done},
             timeline=tuple(self.timeline),
             until_s=self.now_s,
@@ -484,12 +586,20 @@ class World:
 _FREE = Conditions()
 
 
-def _left_s(task: Task, run: _Run) -> float | None:
-    """What is left of what was expected; more than nothing, since it is not done."""
+def _left_s(task: Task, run: _Run, devices: int) -> float | None:
+    """What is left of what was expected, on so many devices; more than nothing: it is not done."""
+    arrival = run.arrival
     if task.expected_s is None:
         return None
-    stepped_s = run.arrival.work_s - run.left_us / 1e6
-    return max(1.0, (run.arrival.expected_s or 0.0) - stepped_s)
+    stepped_s = arrival.work_s - run.left_us / arrival.ranks / 1e6
+    return _slowed(max(1.0, (arrival.expected_s or 0.0) - stepped_s), arrival, devices)
+
+
+def _slowed(seconds: float | None, arrival: Arrival, devices: int) -> float | None:
+    """What takes so long on all that it can use, on fewer."""
+    if seconds is None or devices == arrival.ranks:
+        return seconds
+    return seconds * arrival.ranks / devices
 
 
 def _since(arrival: Arrival, at_us: int | None) -> float:
@@ -514,6 +624,7 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
         *_doubled(world),
         *_idle(world),
         *_hasty(seen, plan),
+        *_missized(world),
         *_unexplained(seen, anew),
         *_different(seen, plan, anew),
     ):
@@ -529,7 +640,7 @@ def _doubled(world: World) -> Iterable[str]:
 
 def _idle(world: World) -> Iterable[str]:
     """No device stands free while a task that could run there waits, and no gang is waited for."""
-    held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.seats}
+    held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.holds}
     waiting = [task for task in world.tasks.values() if task.state == State.waiting]
     for task in waiting:
         gangs = any(other.kind == task.kind and other.width > 1 for other in waiting)
@@ -547,8 +658,19 @@ def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:
     for decision in plan.decisions:
         if decision.move == Move.Pause and decision.against is not None:
             victim, task = seen.tasks[decision.task], seen.tasks[decision.against]
-            if victim.held_us < slice_us(seen.policy, victim, task):
-                yield f"{victim.id} was paused after {victim.held_us} µs"
+            held_us = victim.held_us
+            if victim.resized_s is not None:
+                held_us += _us(victim.resized_s) - _us(victim.started_s or 0.0)
+            if held_us < slice_us(seen.policy, victim, task):
+                yield f"{victim.id} was paused after {held_us} µs"
+
+
+def _missized(world: World) -> Iterable[str]:
+    """Who is on devices has no fewer than it needs, and no more than it can use."""
+    for task in world.tasks.values():
+        most = max(task.width, task.width_max)
+        if task.seats and not task.width <= len(task.seats) <= most:
+            yield f"{task.id} is on {task.seats}, and not on {task.width} to {most}"
 
 
 def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:

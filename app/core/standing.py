@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cmp_to_key
 from typing import Any, NamedTuple
 
-from app.core import explain
+from app.core import elastic, explain
 from app.core.board import MILLI, Board, Stay, slice_us
 from app.core.explain import Ahead, Obstacles, Shut, Standing
 from app.core.fairshare import ALL, Branch, Lane, Path, lane, unscored, usage_us
@@ -82,9 +83,12 @@ def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacl
     open_ = [device.id for device in fitting if board.open(device)]
     holders = {id: board.on(id) for id in open_}
     busy = [board.stays[found[0]] for found in holders.values() if found]
-    free, shut = len(open_) - len(busy), tuple(_shut(board, task))
+    kept_for = sum(not holders[id] and id in board.kept_for for id in open_)
+    free, shut = len(open_) - len(busy) - kept_for, tuple(_shut(board, task))
     pin = board.pin(task)
-    could = free >= task.width and not shut and pin is None
+    lent = sum(offer.suits for offer in elastic.offers(board, task))
+    could = free + lent >= task.width and not shut and pin is None
+    pin_is_free = pin in holders and not holders[pin] and pin not in board.kept_for
     kept = could and (_gangs(board, task.kind) if gangs is None else gangs)
     return Obstacles(
         devices=len(fitting),
@@ -92,11 +96,13 @@ def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacl
         open=len(open_),
         busy=len(busy),
         free=free,
+        lent=lent,
         kept=kept,
-        offered=could and not kept,
+        offered=(could and not kept) or (pin_is_free and not shut),
         shut=shut,
         turn_s=slice_us(board.policy, task) / 1e6,
         pinned_to=pin,
+        pin_is_free=pin_is_free,
         shed=_shed(board, task),
         **_holders(board, task, busy),
     )
@@ -179,7 +185,7 @@ def _shed(board: Board, task: Task) -> bool:
 
 
 def _fee(board: Board, stay: Stay, task: Task) -> int:
-    turn_us = slice_us(board.policy, stay.task, task)
+    turn_us = slice_us(board.policy, task)
     return board.tree.faded(turn_us * stay.rate // len(stay.devices) * task.width)
 
 
@@ -224,6 +230,32 @@ class Party(NamedTuple):
     fee: int
     waiting: int
     borrows: bool = True
+
+
+def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
+    """Those of these few that are in line, as they would be picked if they were alone in it.
+
+    Turns that those before them will be charged do not count: who comes next is asked again then.
+    """
+    waiting = [board.tasks[id] for id in ids if id in board.tree and id in board.tasks]
+
+    def compared(one: Task, other: Task) -> int:
+        mine, theirs = sides(board.leaf(one), board.leaf(other))
+        if mine is theirs:
+            return -1 if _in_leaf(one) < _in_leaf(other) else 1
+        return -1 if _of_branch(board, mine, one) < _of_branch(board, theirs, other) else 1
+
+    return [task.id for task in sorted(waiting, key=cmp_to_key(compared))]
+
+
+def _in_leaf(task: Task) -> tuple[int, float, str]:
+    return -task.priority, task.submitted_s, task.id
+
+
+def _of_branch(board: Board, branch: Branch, task: Task) -> tuple[bool, int, str]:
+    """Who stays within a guarantee first, then who is served worst."""
+    borrows = branch.borrows(board.lane(task))
+    return borrows, board.tree.score(branch, kind=task.kind), branch.name
 
 
 Crowd = tuple[list[Party], list[int]]

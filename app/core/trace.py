@@ -3,8 +3,8 @@
 Two forms are read, told apart by their header.
 
 * Comma-separated, as the Philly list: `timestamp` (when it was submitted), `duration` (seconds),
-  `num_gpus`, `cluster` (the tenant), and if there are any `user`, `kind`, `tier`, `priority`.
-  Other columns are left alone.
+  `num_gpus`, `cluster` (the tenant), and if there are any `user`, `kind`, `tier`, `priority`,
+  `min_gpus`: a job that could do with fewer is elastic.  Other columns are left alone.
 * What Slurm's `sacct --parsable2` prints: `Submit`, `ElapsedRaw` (seconds), `Account` (the tenant),
   `AllocTRES` or `ReqTRES` (`gres/gpu=8`), and if there are any `User` and `JobID`.  Steps of jobs
   and jobs without accelerators are counted and left out.
@@ -55,6 +55,7 @@ class _Row:
     at_s: float
     work_s: float
     width: int
+    width_max: int
     tenant: str
     user: str
     kind: str
@@ -87,6 +88,7 @@ def read(
             user=f"{row.tenant}/{row.user}",
             work_s=row.work_s,
             width=row.width,
+            width_max=row.width_max if row.width_max > row.width else 0,
             kind=row.kind,
             tier=row.tier,
             priority=row.priority,
@@ -117,10 +119,12 @@ def _rows(lines: Iterator[str], kind: str, tier: str) -> Iterator[_Row | None]:
 
 
 def _commas(cells: _Cells, kind: str, tier: str) -> _Row:
+    most = cells.integer("num_gpus", cells.text("num_gpus"), least=1, most=WIDEST)
     return _Row(
         at_s=cells.time("timestamp"),
         work_s=cells.seconds("duration"),
-        width=cells.integer("num_gpus", cells.text("num_gpus"), least=1, most=WIDEST),
+        width=cells.integer("min_gpus", cells.get("min_gpus") or str(most), least=1, most=most),
+        width_max=most,
         tenant=cells.text("cluster"),
         user=cells.get("user") or "all",
         kind=cells.get("kind") or kind,
@@ -135,10 +139,12 @@ def _sacct(cells: _Cells, kind: str, tier: str) -> _Row | None:
         return None
     if cells.text("ElapsedRaw") == "0":
         return None  # it never ran
+    width = cells.integer("gres/gpu", gpus[1], least=1, most=WIDEST)
     return _Row(
         at_s=cells.time("Submit"),
         work_s=cells.seconds("ElapsedRaw"),
-        width=cells.integer("gres/gpu", gpus[1], least=1, most=WIDEST),
+        width=width,
+        width_max=width,
         tenant=cells.text("Account"),
         user=cells.get("User") or "all",
         kind=kind,

@@ -161,6 +161,7 @@ def _figures(arrivals: Sequence[Arrival], report: Report) -> Value:
         "jobs": len(arrivals),
         "finished": len(done),
         "pauses": sum(report.pauses.get(arrival.task, 0) for arrival in arrivals),
+        "resizes": sum(report.resizes.get(arrival.task, 0) for arrival in arrivals),
         "wait_s": spread(waits),
         "lost_s": spread(report.lost_s[arrival.task] for arrival in done),
         "slowdown": {

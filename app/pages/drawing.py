@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from app.reports import Curve, Happened, Stay, UsageRow
+from app.timespent import TimeSpent
 
 COLOURS = 8  # series that can be told apart; roundhouse.css names them
 
@@ -223,6 +224,26 @@ def _part(
         words=f"{stay.device}, launch {stay.epoch}, {duration(ended - begun)}, "
         f"{stay.end or 'still there'}",
     )
+
+
+# --- where a task's time went -------------------------------------------------------------------
+
+#: As `app.timespent` parts it: on the page in this order, each with a colour of its own.
+TIMES = ("computed", "staged", "switched", "moved", "waited")
+
+
+def spent_line(spent: TimeSpent) -> tuple[Part, ...]:
+    """One task's seconds as parts of one bar."""
+    seconds = {name: getattr(spent, f"{name}_s") for name in TIMES}
+    whole_s = max(sum(seconds.values()), 1e-6)
+    parts, x = [], 0.0
+    for colour, (name, part_s) in enumerate(seconds.items()):
+        width = 100 * part_s / whole_s
+        words = f"{name} {duration(part_s)}, {width:.3g} %"
+        if part_s > 0:
+            parts.append(Part(x=round(x, 3), width=round(width, 3), colour=colour, words=words))
+        x += width
+    return tuple(parts)
 
 
 # --- what happened ------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from app.errors import Forbidden, NotFound, Unauthenticated
 from app.models import REQUEST_STATES
 from app.pages import STATIC, drawing
 from app.settings import settings
+from app.timespent import time_spent
 
 HOME = "/ui/"
 CHANGED_EVERY_S = 1.0  # a page hears of changes at most this often
@@ -236,7 +237,7 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
     if found is None:
         return _nothing_here(request, caller, NotFound("request", id).detail)
     now = reports.clock(session)
-    stays = reports.stays(session, id)
+    tasks, stays = reports.tasks(session, id), reports.stays(session, id)
     return _page(
         request,
         "request.html",
@@ -245,7 +246,10 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
         section="requests",
         topic=id,
         item=found,
-        tasks=reports.tasks(session, id),
+        tasks=tasks,
+        spent=time_spent(session, [task.id for task in tasks]),
+        times=drawing.TIMES,
+        spent_line=drawing.spent_line,
         curves=drawing.curve_charts(reports.curves(session, id)),
         stays=stays,
         line=drawing.time_line(stays, now=now),

@@ -70,6 +70,27 @@ def test_paused_by_its_owner_it_waits_and_goes_on_after_the_same_step(system, cl
     assert (task["result"]["done"], task["lost_steps"], task["pauses"]) == (150, 0, 1)
 
 
+def test_a_job_of_several_ranks_is_paused_and_moved_like_any_other(system, client):
+    def train(name, step_s):
+        params = {"steps": 60, "step_s": step_s}
+        return client.submit_job("train:Ranks", name=name, world_size=3, params=params)
+
+    undisturbed = ended(client, train("ranks-alone", 0.0))["result"]
+    id = train("ranks", 0.1)
+    system.wait_running(client, id)
+    url = f"/v1/tasks/{client.request(id)['tasks'][0]['id']}"
+    client.post(f"{url}/pause")
+    client.wait_until(id, lambda request: request["tasks"][0]["state"] == "blocked", timeout_s=30)
+    client.post(f"{url}/resume")
+    client.wait_until(id, lambda request: request["tasks"][0]["state"] == "running", timeout_s=30)
+    client.post(f"{url}/migrate")
+    task = ended(client, id)
+    assert task["result"] == undisturbed
+    assert (task["lost_steps"], task["pauses"] >= 1) == (0, True)
+    places = [each["device_id"] for each in client.items(f"{url}/placements")]
+    assert len(set(places)) == 2, places
+
+
 def test_cancel_ends_a_running_job_and_one_that_waits(system, client):
     running = client.submit_job("train:Train", name="running", params={"steps": 100_000})
     system.wait_running(client, running)

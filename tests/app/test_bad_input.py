@@ -61,10 +61,10 @@ DESCRIPTORS: dict[str, tuple[Any, str, str]] = {
         "unsatisfiable",
         "/tasks/0/devices/memory_bytes",
     ),
-    "several ranks": (_tasks(_task(world_size=4)), "unsatisfiable", "/tasks/0/world_size"),
+    "too many ranks": (_tasks(_task(world_size=65)), "unsatisfiable", "/tasks/0/world_size"),
     "command": (
-        _tasks({"name": "c", "run": {"command": ["python", "train.py"]}}),
-        "unsatisfiable",
+        _tasks({"name": "c", "run": {"command": ["x" * 70_000]}}),
+        "validation-error",
         "/tasks/0/run/command",
     ),
     "datablock": (

@@ -87,6 +87,8 @@ class Resident:
 
 
 class DeviceDouble:
+    steps, capabilities = STEPS, ()
+
     def __init__(self, name, clock):
         self.name, self.clock = name, clock
         self.restart()
@@ -155,7 +157,11 @@ class DeviceDouble:
     def _pause(self, resident):
         resident.state = "paused"
         resident.tell(Paused)
-        resident.tell(Saved, sha256=f"{resident.task}@{resident.step}", size_bytes=1, took_us=1)
+        self._saved(resident)
+
+    def _saved(self, resident):
+        sha256 = f"{resident.task}@{resident.step}"
+        resident.tell(Saved, sha256=sha256, size_bytes=1, took_us=1)
 
     def lose_one(self):
         """A process that was only just started dies before anybody heard of it."""
@@ -193,7 +199,7 @@ class DeviceDouble:
             return
         resident.step += 1
         resident.held_us += 1_500_000
-        if resident.step >= STEPS:
+        if resident.step >= self.steps:
             resident.state = "ended"
             resident.tell(Finished, result={"steps": resident.step}, outputs={})
 
@@ -201,7 +207,8 @@ class DeviceDouble:
         for resident in self.house.values():
             if resident.state == "seating" and resident.confirmed and self.trusted:
                 resident.state = "running"
-                resident.tell(Started, preset={}, capabilities=[], resumed="image")
+                can = list(self.capabilities)
+                resident.tell(Started, preset={}, capabilities=can, resumed="image")
                 return resident
         return None
 
@@ -222,12 +229,16 @@ class World:
             recorded = journal.record(self.session, alive)
             if recorded is not None:
                 self.down.append((alive.device, recorded[0]))
-        picture = snapshot.load(self.session, "isle", now_s=self.now_s)
+        picture = self.picture()
         journal.store(self.session, decide(picture, now_s=self.now_s))
         journal.settle(self.session)
-        due = outbox.take_unsent(self.session, list(DEVICES), resend_s=-1.0)
+        due = outbox.take_unsent(self.session, list(self.devices), resend_s=-1.0)
         self.down += [(order.device_id, decode(order.body)) for order in due]
         self.clock.pass_s(settings().order_resend_s)  # all of them are due again
+
+    def picture(self):
+        """What the island decides by."""
+        return snapshot.load(self.session, "isle", now_s=self.now_s)
 
     def beat(self, name):
         self.up.append(self.devices[name].alive())

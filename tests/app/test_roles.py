@@ -43,6 +43,7 @@ GET    /v1/tasks/{tsk}/placements        401    200   200   200   200    404    
 POST   /v1/tasks/{tsk}/pause             401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/resume            401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/checkpoint        401    403   403   202   202    404    404    202
+POST   /v1/tasks/{tsk}/migrate           401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/cancel            401    403   403   202   202    404    404    202
 GET    /v1/checkpoints/{ckp}             401    200   200   200   200    404    404    200
 GET    /v1/checkpoints/{ckp}/tensors     401    410   410   410   410    404    404    410
@@ -149,7 +150,7 @@ def _settle(session, submitted, *, ended):
     told, so it would wait for them.
     """
     task = session.get_one(Task, submitted["tasks"][0]["id"])
-    task.state = "running"
+    task.state, task.capabilities = "running", ["move"]
     whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
     session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
     if ended:

@@ -268,3 +268,30 @@ def test_costs_are_paid_in_both_runs(session, scenery):
         lasted_s = 60 + 2 * run["pauses"]
         assert run["lasted_s"] == pytest.approx(lasted_s, abs=0.1), run["run"]
     assert runs[1]["pauses"] > runs[0]["pauses"] > 0  # a slice of 1 s grows to 50 times a switch
+
+
+# --- elastic arrivals ---------------------------------------------------------------------------
+
+
+def test_a_made_up_task_grows_while_nobody_asks_for_the_devices(post, scenery):
+    """40 s of work on two devices: 60 s on one while it may not grow, and 10 s on two."""
+    scenery.device("d0")
+    body = {
+        "source": "arrivals",
+        "island": "isle",
+        "devices": {"cpu": 2},
+        "arrivals": [{"tenant": "red", "work_s": 40.0, "devices": 2, "devices_min": 1}],
+        "resize_s": 0.0,
+    }
+    as_is, what_if = post(body).json()["runs"]
+    assert (as_is["resizes"], as_is["lasted_s"]) == (0, 80.0)
+    assert (what_if["resizes"], what_if["lasted_s"]) == (1, 70.0)
+    calm = post({**body, "grow_after_s": 20.0}).json()["runs"][1]
+    assert calm["lasted_s"] == 50.0
+
+
+def test_it_cannot_need_more_than_it_can_use(post, scenery):
+    scenery.device("d0")
+    arrival = {"tenant": "red", "work_s": 40.0, "devices": 2, "devices_min": 3}
+    answer = post({"source": "arrivals", "island": "isle", "arrivals": [arrival]})
+    problem(answer, 422, "validation-error", "/arrivals/0/devices_min")

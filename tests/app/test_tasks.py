@@ -78,6 +78,11 @@ class TestExplain:
         assert (body["reasons"], body["nearest"], body["no_estimate"]) == ([], None, None)
         assert body["message"] == "It does not wait: it is running on h.0."
 
+    def test_it_tells_where_the_time_went(self, red, url):
+        time = red.get(f"{url}/explain").json()["time"]
+        assert time.keys() == {"waited_s", "switched_s", "moved_s", "computed_s", "staged_s"}
+        assert time["waited_s"] == sum(time.values()) >= 0
+
 
 class TestHistory:
     def test_metrics_by_step_page_by_page(self, red, url, session):

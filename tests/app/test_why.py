@@ -11,6 +11,7 @@ from sqlalchemy import func, select, text
 
 from app import why
 from app.core import explain
+from app.core.migration import Moving, as_json
 from app.models import Account, Island, Need, Placement, Task
 from tests.scenery import Scenery
 
@@ -150,6 +151,31 @@ class Scene:
         self.held(self.b)
         gang = self.scenery.task(self.b, devices_min=2, devices_max=2)
         return self.scenery.task(self.a), lambda _: self.scenery.move(gang, "done")
+
+    def frozen_on_device(self):
+        self.scenery.device("d1")
+        held = self.held(self.b, device="d0")
+        can = ["pause", "restart"]
+        task = self.scenery.task(self.a, epoch=1, image_on="d0", saved=True, capabilities=can)
+
+        def do(change):
+            assert change["of"] == "d0"
+            self.let_go(held)
+
+        return task, do
+
+    def moving(self):
+        self.scenery.device("d1")
+        moving = Moving(to="d1", source="d0", epoch=1, until_s=2e9, stopping=True)
+        on_the_way = {"move_to": "d1", "moving": as_json(moving)}
+        task = self.scenery.task(self.a, epoch=1, image_on="d0", **on_the_way)
+
+        def do(change):
+            assert change["of"] == "d1"
+            task.move_to = task.moving = None
+            self.scenery.move(task, "starting", seat="d1")
+
+        return task, do
 
     def image_being_saved(self):
         task = self.scenery.task(self.a, epoch=1, image_on="d0", saved=False)

@@ -58,6 +58,18 @@ def test_what_runs_is_charged_although_the_ledger_has_not_booked_it() -> None:
     assert seats(plan(drawn)) == "d1: b"
 
 
+def test_who_waits_in_vain_for_one_kind_keeps_nobody_from_a_turn_on_another() -> None:
+    cuda = {"kind": "cuda"}
+    drawn = island(
+        "a1 b",
+        queue="a2 c",
+        used={"a1": 0, "a2": 200, "b": 9000, "c": 1000},
+        tasks={"b": cuda, "c": cuda},
+    )
+    # On cpu a2 waits for a1 of its own tenant, who had less; c has had less than b on cuda.
+    assert seats(plan(with_device(drawn, "d1", kind="cuda"))) == "d1: b>c"
+
+
 # --- where --------------------------------------------------------------------------------------
 
 
@@ -71,6 +83,26 @@ def test_an_image_that_is_not_durable_waits_for_its_device() -> None:
     drawn = island("b' .", queue="a", tasks=image)
     assert seats(plan(drawn)) == ""
     assert "IMAGE_BEING_SAVED" in codes(plan(drawn), "a")
+
+
+def test_a_frozen_command_waits_for_its_device_although_its_folder_is_durable() -> None:
+    frozen = {"a": {"image_on": "d0", "saved": True, "restarts": True}}
+    drawn = island("b' .", queue="a", tasks=frozen)
+    assert seats(plan(drawn)) == ""
+    assert "FROZEN_ON_DEVICE" in codes(plan(drawn), "a")
+
+
+def test_a_frozen_command_begins_again_elsewhere_if_its_device_is_drained_or_lost() -> None:
+    frozen = {"a": {"image_on": "d0", "saved": True, "restarts": True}}
+    drained = with_device(island(". .", queue="a", tasks=frozen), "d0", cordoned=True)
+    assert seats(plan(drained)) == "d1: a"
+    assert seats(plan(island("x .", queue="a", tasks=frozen))) == "d1: a"
+
+
+def test_a_frozen_command_whose_folder_is_not_kept_yet_stays_even_while_drained() -> None:
+    frozen = {"a": {"image_on": "d0", "saved": False, "restarts": True}}
+    drained = with_device(island(". .", queue="a", tasks=frozen), "d0", cordoned=True)
+    assert seats(plan(drained)) == ""
 
 
 def test_an_image_that_is_lost_with_its_device_does_not_hold_its_task_back() -> None:

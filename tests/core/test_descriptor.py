@@ -119,6 +119,26 @@ def test_a_command_needs_no_bundle() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("task", "pointer", "told"),
+    [
+        ({"run": {"command": ["", "x"]}}, "run/command/0", "the program to run"),
+        ({"run": {"command": ["x"] * 1001}}, "run/command", "1001 words of 1001 bytes"),
+        ({"run": {"command": ["é" * 32769]}}, "run/command", "1 words of 65538 bytes"),
+        # exec takes 128 KiB in one variable of the environment
+        ({"run": {"command": ["x"]}, "params": {"p": "x" * 65536}}, "params", "65545 bytes"),
+    ],
+)
+def test_what_the_operating_system_cannot_start_is_refused(
+    task: dict[str, Any], pointer: str, told: str
+) -> None:
+    with pytest.raises(BadDescriptor) as found:
+        parse({"tasks": [{"name": "t", **task}]})
+    (fault,) = found.value.faults
+    assert fault.pointer == f"/tasks/0/{pointer}"
+    assert told in fault.detail
+
+
 def test_a_name_with_dots_is_told_from_its_output() -> None:
     inputs = parse(one(inputs={"x": "a.b.c"})).tasks[0].inputs
     assert inputs == {"x": Source(kind="task", name="a.b", output="c")}

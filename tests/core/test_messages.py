@@ -14,6 +14,7 @@ from app.core.messages import _KINDS, Alive, BadMessage, LogLines, Paused, decod
 SAMPLES: dict[str, Any] = {
     "str": "x",
     "int": 7,
+    "bool": True,
     "float": 1.5,
     "JSON": {"a": [1, None, {"is": "not a message"}]},
     "list[str]": ["x", "y"],

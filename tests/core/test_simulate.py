@@ -325,7 +325,8 @@ def _check_pauses(drawn: Snapshot, plan: Plan) -> None:
                 assert task.priority < gains.priority
             else:
                 level = "user" if task.tenant == gains.tenant else "tenant"
-                mine = _served_us(drawn, owing.values(), getattr(gains, level), level, turn_us)
+                fee_us = slice_us(drawn.policy, gains)  # the turn that it is charged, its own
+                mine = _served_us(drawn, owing.values(), getattr(gains, level), level, fee_us)
                 assert _served_us(drawn, owing.values(), getattr(task, level), level, 0) > mine
         owing.pop(task.id, None)
 

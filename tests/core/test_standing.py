@@ -133,3 +133,22 @@ def test_every_code_has_a_rank_and_says_whose_move_it_is() -> None:
     assert explain.CODES.keys() >= explain.START
     assert explain.CODES.keys() >= explain.CLOSED
     assert set(explain.CODES.values()) == {"wait", "change_request", "ask_admin"}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_first_of_a_few_is_the_one_that_is_picked_first(seed):
+    drawn = board(tree_of(random.Random(seed)))
+    few = random.Random(seed).sample(sorted(drawn.tasks), k=min(4, len(drawn.tasks)))
+    order = standing.soonest_first(drawn, few)
+    assert sorted(order) == sorted(few)
+    alone = board(tree_of(random.Random(seed)))
+    for id in set(alone.tasks) - set(few):
+        alone.tree.drop(id)
+    found = alone.tree.first(alone.tree.lanes)
+    assert found is not None
+    assert order[0] == found[2].id
+
+
+def test_who_does_not_wait_is_in_no_order():
+    drawn = board(tree_of(random.Random(0)))
+    assert standing.soonest_first(drawn, ["nobody"]) == []

@@ -88,3 +88,14 @@ def test_a_fault_is_told_with_its_line(row: str, what: str) -> None:
 def test_a_header_that_lacks_a_column_is_told() -> None:
     with pytest.raises(BadTrace, match="line 1: no column 'num_gpus'"):
         read(["timestamp,duration,cluster\n"])
+
+
+def test_a_job_that_could_do_with_fewer_devices_is_elastic() -> None:
+    text = "timestamp,duration,num_gpus,cluster,min_gpus\n5,60,4,a,1\n6,60,4,a,\n7,60,4,a,4"
+    assert [(a.width, a.width_max, a.work_s) for a in read(lines(text)).arrivals] == [
+        (1, 4, 60.0),
+        (4, 0, 60.0),
+        (4, 0, 60.0),
+    ]
+    with pytest.raises(BadTrace, match=r"line 2: min_gpus is '5', not 1 to 4"):
+        read(lines("timestamp,duration,num_gpus,cluster,min_gpus\n5,60,4,a,5"))

@@ -11,10 +11,12 @@ from app.pages.drawing import (
     figure,
     folded,
     size,
+    spent_line,
     time_line,
     usage_chart,
 )
 from app.reports import Curve, Happened, Stay, UsageRow
+from app.timespent import TimeSpent
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -110,6 +112,16 @@ def test_stays_become_lengths_on_one_line():
 
 def test_no_stay_is_an_empty_line():
     assert time_line([], now=NOON).lanes == ()
+
+
+def test_a_task_s_seconds_become_one_bar():
+    spent = TimeSpent(waited_s=50, switched_s=1, moved_s=0, computed_s=48, staged_s=1)
+    assert [(part.words, part.x, part.width) for part in spent_line(spent)] == [
+        ("computed 48 s, 48 %", 0, 48),
+        ("staged 1.0 s, 1 %", 48, 1),
+        ("switched 1.0 s, 1 %", 49, 1),
+        ("waited 50 s, 50 %", 50, 50),
+    ]
 
 
 def happened(*types, task="t"):

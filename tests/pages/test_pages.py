@@ -185,7 +185,10 @@ class TestRequestPage:
         expect(page.locator("#curve-1-plot canvas")).to_have_count(1)
         page.get_by_text("loss as a table").click()
         expect(page.locator("#curve-1 tbody tr")).to_have_count(20)
-        expect(page.locator(".stays rect")).to_have_count(1)
+        expect(page.locator("section", has=page.locator("#stays")).locator("rect")).to_have_count(1)
+        expect(page.locator("#spent")).to_contain_text("Computed")
+        bar = page.locator("section", has=page.locator("#spent")).locator("rect title")
+        assert [words.split()[0] for words in bar.all_text_contents()] == ["computed"]
         expect(page.get_by_role("log")).to_contain_text("step 38")
 
     def test_a_failure_shows_its_traceback(self, visit, service):

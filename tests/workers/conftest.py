@@ -70,6 +70,12 @@ def bundled(files: dict[str, str]) -> bytes:
     return out.getvalue()
 
 
+def _run(run: str | list[str]) -> dict[str, Any]:
+    if isinstance(run, list):
+        return {"command": run}
+    return {"function" if run.partition(":")[2][0].islower() else "job": run}
+
+
 class Ground:
     """The island, as far as one device can tell."""
 
@@ -142,16 +148,16 @@ class Ground:
 
     # --- orders ---
 
-    def launch(self, task: str, run: str, epoch: int = 1, **more: Any) -> Launch:
+    def launch(self, task: str, run: str | list[str], epoch: int = 1, **more: Any) -> Launch:
+        """`run` is an entry of the bundle, or the words of a command."""
         self.orders[task, epoch] = 1
-        kind = "function" if run.partition(":")[2][0].islower() else "job"
         order = Launch(
             task=task,
             epoch=epoch,
             seq=1,
             **{
                 "tenant": "ten",
-                "run": {kind: run},
+                "run": _run(run),
                 "bundle": self.bundle,
                 "params": {},
                 "inputs": {},
@@ -232,6 +238,17 @@ class Ground:
         while self.supervisor.is_alive() and time.monotonic() < deadline_s:
             self.supervisor.join(0.1)
         assert not self.supervisor.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def no_staging_of_another_test() -> Iterator[None]:
+    """A resident has one `Staging`; here one after the other lives in one process.
+
+    At an optimizer's step those before would let go of memory that is this test's by now.
+    """
+    yield
+    if optimizers := sys.modules.get("torch.optim.optimizer"):
+        optimizers._global_optimizer_pre_hooks.clear()
 
 
 @pytest.fixture

@@ -120,6 +120,11 @@ def travelled(
     return {"trace": trace, "digest": said["digest"], "times_ms": times}
 
 
+def evicted(station: Station, animal: Animal, steps: int, leaves: Iterable[int]) -> JSON:
+    """The same in one process, off the device and back after the steps `leaves`; "away_bytes"."""
+    return station.leg(animal, steps, leaves=list(leaves))
+
+
 def points(seed: int, steps: int, count: int) -> list[int]:
     """Steps after which a job is moved, none twice."""
     return sorted(random.Random(seed).sample(range(1, steps), count))
@@ -168,12 +173,13 @@ def _leg(
     before: str | None = None,
     after: str | None = None,
     pauses: Iterable[int] = (),
+    leaves: Iterable[int] = (),
     follow: bool = True,
 ) -> JSON:
     """From the image `before`, or the first step, to step `until`, and into the image `after`."""
     import torch
 
-    from workers import loading, preset
+    from workers import absence, loading, preset
     from workers.accelerator import Accelerator
     from workers.capture import Surroundings, capture, rebuilt, return_to
     from workers.executor import Context, load_entry, seed, take_step
@@ -185,11 +191,13 @@ def _leg(
         return found
 
     os.chdir(scratch)
+    away, away_bytes = Away() if leaves else None, list[int]()
     accelerator, times = Accelerator("cpu"), {"capture": list[float](), "restore": list[float]()}
     preset.configure(PRESET)
     ctx = Context(device=accelerator.device, rank=0, world_size=1, params=params)
     around = Surroundings(code=ZOO, scratch=Path(scratch), ctx=ctx)
     seed()
+    absence.follow()
     if follow:
         loading.follow()
     entry = load_entry(ZOO, f"{module}:Train")
@@ -209,6 +217,8 @@ def _leg(
         trace.append(take_step(job, ctx, done))
         if done in pauses:
             captured()
+        if away is not None and done in leaves:
+            away_bytes.append(away.leave_and_return(captured()))
     if not follow:  # torch's own loaders cannot be captured, and hold no tensor
         vars(job).pop("batches", None)
     found = captured()
@@ -216,7 +226,44 @@ def _leg(
         blocks = [bytes_of(storage) for storage in found.storages]
         Path(after).write_bytes(pickle.dumps((done, bytes(found.graph), blocks)))
     drawn = [torch.rand(1).item(), random.random()]
-    return {"trace": trace, "digest": [_digest(found), drawn], "times_ms": times}
+    digest = [_digest(found), drawn]
+    return {"trace": trace, "digest": digest, "times_ms": times, "away_bytes": away_bytes}
+
+
+class Away:
+    """Off the device and back, as a paused resident goes: sometimes an image lies there already."""
+
+    def __init__(self) -> None:
+        from tests.workers.watching import WATCH
+        from workers import absence, slab, staging
+        from workers.absence import Absence
+        from workers.accelerator import Accelerator
+        from workers.staging import Staging
+        from workers.watch import PAGE
+
+        # These jobs are small.
+        absence.LEAVES_BYTES, staging.WATCHED_BYTES = 64, 2 * PAGE
+        held = slab.Slab(slab.made(1 << 28))
+        self.staging = Staging(held, WATCH)
+        self.absence = Absence(held, Accelerator("cpu"), self.staging.pinned)
+        self.dice = random.Random(0)
+
+    def leave_and_return(self, captured: Any) -> int:
+        """How many bytes were away."""
+        if self.dice.random() < 0.5:
+            layout = self.staging.begin(captured, lambda layout: None)
+            self.staging.join()
+            lying = zip(captured.storages, layout.storages, strict=True)
+        else:
+            layout, lying = self.staging.bring(captured)
+        self.absence.leave(lying, lambda: None)
+        away = [storage for storage, _ in self.absence.away]
+        assert all(storage.nbytes() == 0 for storage in away)
+        size = self.absence.bytes
+        self.staging.lies(self.absence.come_back(lambda size: None))
+        assert not self.absence.away
+        assert size == sum(storage.nbytes() for storage in away)
+        return size
 
 
 def bytes_of(storage: Any) -> bytes:

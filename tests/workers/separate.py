@@ -1,17 +1,21 @@
 """A device in a process of its own, so that it can be stopped and killed.
 
-    python -m tests.workers.separate HOME [--nap S] [--sandbox off]
+    python -m tests.workers.separate HOME [--nap S] [--sandbox off] [--command WORDS --every-s S]
 
-Says "running" once its job steps; without walls the job writes to HOME/steps when each began.
+Says "running" once its job steps; without walls the job writes to HOME/steps when each began.  Or
+it runs a command, and then says, each in a line of JSON, which checkpoints there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from app.core.messages import Saved
 from tests.workers.conftest import Ground
 
 
@@ -20,11 +24,15 @@ def main() -> None:
     parser.add_argument("home", type=Path)
     parser.add_argument("--nap", type=float, default=0.01)
     parser.add_argument("--sandbox", default="off")
+    parser.add_argument("--command", default="")
+    parser.add_argument("--every-s", type=float, default=0.0)
     options = parser.parse_args()
     ground = Ground(
         options.home, lease_s=2.0, lease_margin_s=1.0, beat_s=0.2, sandbox=options.sandbox
     )
     ground.open()
+    if options.command:
+        _run_command(ground, options)
     path = str(options.home / "steps") if options.sandbox == "off" else None
     params = {"nap_s": options.nap, "path": path}
     ground.launch("t1", "jobs:Stamp", params=params)
@@ -32,6 +40,17 @@ def main() -> None:
     sys.stdout.write("running\n")
     sys.stdout.flush()
     time.sleep(60)
+
+
+def _run_command(ground: Ground, options: Any) -> None:
+    ground.launch("t1", options.command.split(), checkpoint_every_s=options.every_s)
+    ground.until(lambda: ground.printed("t1"))
+    sys.stdout.write("running\n")
+    sys.stdout.flush()
+    for told in range(1000):
+        there = ground.until(lambda n=told: ground.all(Saved, "t1")[n : n + 1], timeout_s=60.0)
+        sys.stdout.write(json.dumps(ground.image(there[0])) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

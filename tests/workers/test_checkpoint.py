@@ -90,7 +90,8 @@ def test_what_was_written_comes_back(store, signer):
     found = checkpoint.read(
         written.sha256, into=into, tenant="ten_a", key=signer.public, store=store
     )
-    assert found.layout == slab.layout
+    extents = (found.layout.graph, *found.layout.storages)
+    assert [extent.size for extent in extents] == [3000, *SIZES]
     assert found.manifest.about.step == 1
     assert found.manifest.ranks[0].tensors[0].name == "model.w"
 
@@ -258,11 +259,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "a lost chunk": ("chunk .* is not there", lambda chunk, _: chunk.unlink()),
     "a flipped bit": ("chunk .* hash to", lambda chunk, _: flip(chunk, 1000)),
     "a torn write": (
-        "chunk .* 999 bytes, and 2097152 were promised",
+        "chunk .* of its 1000 bytes the last, .* is no way of writing one",
         lambda chunk, _: change(chunk, chunk.read_bytes()[:1000]),
     ),
-    "an unknown codec": ("no way of writing", lambda chunk, _: flip(chunk, 0)),
-    "an empty chunk": ("chunk .* begins with b''", lambda chunk, _: change(chunk, b"")),
+    "an unknown codec": ("no way of writing", lambda chunk, _: flip(chunk, -1)),
+    "an empty chunk": ("chunk .* of its 0 bytes", lambda chunk, _: change(chunk, b"")),
     "a lost manifest": ("manifest .* is not there", lambda _, manifest: manifest.unlink()),
     "a manifest cut short": (
         "manifest .* hash to",
@@ -450,11 +451,11 @@ def test_a_chunk_is_unpacked_to_what_was_packed(body, times):
 
 def test_no_more_is_unpacked_than_was_promised():
     bomb = b"".join(packed_up(bytes(64 * MB)))
-    assert bomb[:1] == ZSTD
+    assert bomb[-1:] == ZSTD
     assert len(bomb) < 10 * KB
     with pytest.raises(ValueError, match="it says that it has 67108864 bytes"):
         unpacked(bomb, 1000)
-    assert packed_up(os.urandom(100 * KB))[0] == PLAIN
+    assert packed_up(os.urandom(100 * KB))[-1] == PLAIN
 
 
 def test_a_tenant_s_id_leads_nowhere_else(tmp_path):

@@ -334,6 +334,21 @@ def test_checkpoints_are_written_as_often_as_asked(ground):
     assert steps == sorted(set(steps))
 
 
+def test_how_long_a_job_stood_still_for_its_images_is_told_of_each_stay_apart(ground):
+    ground.launch("t1", "jobs:Count", checkpoint_every_s=0.1)
+    ground.until(lambda: len(ground.all(Saved, "t1")) >= 3)
+    ground.pause("t1")
+    paused = ground.event(Paused, "t1")
+    assert 0 < paused.staged_us < paused.held_us
+    assert ground.view("t1").staged_us == paused.staged_us
+    ground.launch("t1", "jobs:Count", epoch=2)  # in place, in the same process
+    assert ground.event(Started, "t1", 2).staged_us == 0
+    ground.steps("t1", paused.step + 3, epoch=2)
+    ground.pause("t1", 2)
+    again = ground.event(Paused, "t1", 2)
+    assert again.staged_us < again.held_us
+
+
 # --- orders ---------------------------------------------------------------------------------------
 
 
@@ -471,17 +486,17 @@ def test_a_stopped_supervisor_does_not_let_its_job_run_on(tmp_path):
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_the_longest_paused_makes_room(grounds):
+def test_who_was_paused_last_is_needed_last_and_makes_room(grounds):
     ground = grounds(residents_max=2)
     for task in ("t1", "t2", "t3"):
         ground.launch(task, "jobs:Count")
         ground.steps(task, 2)
         ground.pause(task)
         ground.event(Saved, task)
-    ground.until(lambda: ground.view("t1") is None and ground.view("t3"))
-    assert ground.view("t2").state == "paused"
-    ground.launch("t1", "jobs:Count", epoch=2, images=_image_of(ground, "t1"))
-    assert ground.event(Started, "t1", 2).resumed == "image"
+    ground.until(lambda: ground.view("t2") is None and ground.view("t3"))
+    assert ground.view("t1").state == "paused"
+    ground.launch("t2", "jobs:Count", epoch=2, images=_image_of(ground, "t2"))
+    assert ground.event(Started, "t2", 2).resumed == "image"
 
 
 def test_memory_is_bounded_by_what_launches_ask_for(grounds):
@@ -491,7 +506,7 @@ def test_memory_is_bounded_by_what_launches_ask_for(grounds):
         ground.steps(task, 2)
         ground.pause(task)
         ground.event(Saved, task)
-    assert ground.view("t1") is None
+    assert [ground.view(task).level for task in ("t1", "t2")] == ["host", "device"]
 
 
 def test_what_is_not_durable_is_never_dropped(grounds):

@@ -124,15 +124,14 @@ def test_an_optimizer_that_steps_at_once_waits():
 def test_gradients_that_add_up_over_steps_are_kept():
     job, stage = Job(), Stage()
     job.step()
-    for n in range(6):
+    for _ in range(6):
         expected = stage.begin(job)
         job.forward()
         stage.staging.join()
         if not stage.staging.spoiled:
             assert same(stage.image(), expected)
-        else:
-            assert n < 2  # it has learnt that they are written to
-    assert stage.images >= 4
+    # Two gradients are large: of each it learns once that it is written to, sooner or later.
+    assert stage.images >= 6 - 2
 
 
 @needs_watch

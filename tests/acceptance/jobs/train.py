@@ -52,6 +52,28 @@ def digest(net):
     return found.hexdigest()
 
 
+class Ranks:
+    """Plain data parallel training; every rank has chance and data of its own."""
+
+    def __init__(self, ctx, *, steps=60, step_s=0.02):
+        self.steps, self.step_s = steps, step_s
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2))
+        self.net = torch.nn.parallel.DistributedDataParallel(net)
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        torch.manual_seed(1 + ctx.rank)
+
+    def step(self, ctx):
+        time.sleep(self.step_s)
+        self.opt.zero_grad()
+        loss = self.net(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        self.opt.step()
+        torch.distributed.all_reduce(total := loss.detach().clone())
+        if ctx.step == self.steps:
+            ctx.finish({"parameters": digest(self.net), "loss": total.item()})
+
+
 class Raises:
     def __init__(self, ctx):
         self.count = 0

@@ -1,7 +1,5 @@
 """Jobs as a tenant would write them; each is run by real residents."""
 
-# ruff: noqa: T201
-
 import hashlib
 import random
 import sys
@@ -140,6 +138,10 @@ def tokenize(ctx, *, text):
 
 def total(ctx, tokens, *, plus=0):
     return {"total": tokens.sum() + plus}
+
+
+def length(ctx, words):
+    return {"length": len(words), "words": words.decode()}
 
 
 class Stamp:

@@ -1,0 +1,134 @@
+"""Tasks move between devices while they run: the bits stay, and no kill at any stage does harm."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import pytest
+
+from tests.acceptance.history import overlaps, runs
+
+pytestmark = pytest.mark.acceptance
+
+STEP_S = 0.05
+STEPS_A_MOVE = 150
+KILLED = 240  # steps of a job that is killed on its way
+ENDED = ("done", "failed", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(system):
+    """With how many steps -> the parameters that the job ends with when nothing happens to it."""
+    client = system.client("alpha")
+
+    def parameters(steps):
+        done = client.wait(submit(client, "undisturbed", steps, step_s=0.0), timeout_s=120)
+        return done["tasks"][0]["result"]["parameters"]
+
+    return cache(parameters)
+
+
+def submit(client, name, steps, *, step_s=STEP_S, **task):
+    params = {"steps": steps, "seed": 3, "step_s": step_s}
+    return client.submit_job("train:Train", name=name, params=params, **task)
+
+
+def started(system, client, name, steps, **task):
+    """A request whose task runs; the task's id."""
+    id = submit(client, name, steps, **task)
+    system.wait_running(client, id)
+    return id, client.request(id)["tasks"][0]["id"]
+
+
+def events(client, id, type_):
+    return [one for one in client.items(f"/v1/requests/{id}/events") if one["type"] == type_]
+
+
+def told(client, id, type_, *, timeout_s=60.0):
+    """Waits until there is an event of this type; the newest, or None if the request has ended."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        if found := events(client, id, type_):
+            return found[-1]
+        if client.request(id)["state"] in ENDED:
+            return None
+        time.sleep(0.02)
+    raise TimeoutError(f"no {type_} within {timeout_s} s")
+
+
+@pytest.mark.parametrize("moves", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_moves_in_a_chain_change_no_bit(system, undisturbed, moves):
+    client, steps = system.client("alpha"), moves * STEPS_A_MOVE
+    id, task = started(system, client, f"chain-{moves}", steps)
+    for n in range(1, moves + 1):
+        before = client.get(f"/v1/tasks/{task}")
+        assert client.post(f"/v1/tasks/{task}/migrate")["move_to"] == "*"
+        until_s = time.monotonic() + 60
+        while client.get(f"/v1/tasks/{task}")["move_to"] is not None:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        assert before["state"] == "running", f"it ended before move {n}"
+        assert len(events(client, id, "task.moved")) == n, events(client, id, "task.move_failed")
+    done = client.wait(id, timeout_s=120)["tasks"][0]
+    assert done["result"] == {"done": steps, "parameters": undisturbed(steps)}
+    assert (done["lost_steps"], done["epoch"]) == (0, moves + 1)
+    assert overlaps(runs(client.log_text(task))) == []
+    system.check_ledger()
+
+
+STAGES = ("task.moving", "task.pausing", "task.launched")
+VICTIMS = ("source", "target", "island")
+
+
+#: Each stage and each victim once; all nine with the long ones.
+KILLS = [
+    pytest.param(stage, victim, marks=() if v == s else pytest.mark.long)
+    for v, victim in enumerate(VICTIMS)
+    for s, stage in enumerate(STAGES)
+]
+
+
+@pytest.mark.parametrize(("stage", "victim"), KILLS)
+def test_a_move_that_is_killed_at_any_stage_leaves_the_task_right(
+    system, undisturbed, stage, victim
+):
+    client = system.client("alpha")
+    wants = {"checkpoint": {"every_s": 1.0, "keep": 2}, "retry": {"max": 2}}
+    id, task = started(system, client, f"{victim}-{stage[5:]}", KILLED, **wants)
+    source = client.get(f"/v1/tasks/{task}")["seat"]
+    launches = len(events(client, id, "task.launched"))
+    client.post(f"/v1/tasks/{task}/migrate")
+    told(client, id, "task.moving")
+    while stage == "task.launched" and len(events(client, id, stage)) == launches:
+        time.sleep(0.02)
+    told(client, id, stage)
+    target = next(name for name in system.handle.facts["devices"] if name != source)
+    named = {"island": "island", "source": device(source), "target": device(target)}
+
+    system.kill(named[victim])
+
+    done = client.wait(id, timeout_s=120)["tasks"][0]
+    assert done["state"] == "done", done
+    assert done["result"] == {"done": KILLED, "parameters": undisturbed(KILLED)}
+    assert done["move_to"] is None
+    assert overlaps(runs(client.log_text(task))) == []
+    system.check_ledger()
+
+
+def device(name):
+    return "device." + name.rpartition(".")[2]
+
+
+def test_a_drained_device_is_emptied_by_moves(system):
+    client, root = system.client("alpha"), system.client("platform", "platform_admin")
+    id, task = started(system, client, "drained", 200)
+    source = client.get(f"/v1/tasks/{task}")["seat"]
+    root.post(f"/v1/devices/{source}/cordon")
+    try:
+        moved = told(client, id, "task.moved")
+        assert (moved["data"]["source"], moved["data"]["lost_steps"]) == (source, 0)
+        assert not root.get(f"/v1/devices/{source}")["busy"]
+        assert client.wait(id, timeout_s=120)["state"] == "done"
+    finally:
+        root.post(f"/v1/devices/{source}/uncordon")

@@ -1,0 +1,592 @@
+"""Inside a resident whose task is a command: a stub that runs a program nobody looks into.
+
+    supervisor -> zygote -> keeper -> stub (this) -> the command and all that it starts
+
+It speaks with the supervisor as `executor` does, by the same words, so that seat, orders, lease and
+checkpoints are the same for both sorts of residents.  The difference is what a pause is: the whole
+tree of processes is stopped where it stands (`freezing`), at any moment, and stays in memory.
+
+What always holds:
+* nothing of the command runs without the seat, nor past the trust deadline: the stub reads that by
+  itself, whoever else hangs, and a tree that does not stop in time is ended;
+* its working folder is kept as an image at each pause and every `checkpoint_every_s`, copied while
+  the tree stands still.  Where the processes are lost the command is started again in that folder;
+* the command cannot reach into the stub, though they are the same user (it is not dumpable, and as
+  process 1 it hears no signal from inside).
+
+The **step** of a command only counts up: by one for each line of progress, and for each time that
+it was stopped to be paused or kept.  So an image's step is no other's, and what lives in memory is
+never older than the newest image that was made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers import command_folder, sandbox
+from workers import image as images
+from workers import slab as slabs
+from workers.command_folder import INTERNAL, Folder, Kept, TooLarge
+from workers.command_io import Progress, bring_in, output_of
+from workers.cuda_checkpoint import Devices, NotDone
+from workers.executor import REPORT_S, SAVES_APART_S, Abandoned, Ending
+from workers.freezing import Tree, WontStop
+from workers.image import Image
+from workers.layout import BadLayout
+from workers.slab import Slab
+from workers.wire import TrustSeen, Wire
+
+JSON = dict[str, Any]
+
+FREEZE_WITHIN_S = 5.0  # a tree that does not stop so soon is ended
+END_WITHIN_S = 5.0  # to see all of it gone once it was killed
+MEMORY_S = 1.0  # memory is asked for at most this often
+
+
+# --- a life ---------------------------------------------------------------------------------------
+
+
+def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> int:
+    """Live; returns the exit status of the process."""
+    stub = Stub(wire=wire, bulk=bulk, trust=trust, slab=slab)
+    try:
+        stub.prepare()
+        while stub.status is None:
+            stub.turn()
+        stub.settle()
+    except Ending as ending:
+        with contextlib.suppress(Abandoned):
+            stub.end_tree()
+            stub.say(ending.message.pop("is"), **ending.message)
+    except Abandoned:
+        return 1
+    finally:
+        stub.end_tree()
+    return 0
+
+
+@dataclass
+class Stub:
+    """`held` says why the tree stands still: "pause", "trust", "copy"; it runs while that is empty.
+
+    `status` is how the command's first process ended, as `os.waitstatus_to_exitcode` says.
+    """
+
+    wire: Wire
+    bulk: socket.socket
+    trust: TrustSeen
+    slab: Slab
+    spec: JSON = field(default_factory=dict)
+    step: int = 0
+    restarts: int = 0
+    is_seated: bool = False
+    has_run: bool = False  # since the step was counted up last
+    held: set[str] = field(default_factory=lambda: {"pause"})
+    wishes: set[str] = field(default_factory=set)
+    process: subprocess.Popen[bytes] | None = None
+    status: int | None = None
+    cancelled: bool = False
+    reported_s: float = 0.0
+    measured_s: float = 0.0
+    memory_bytes: int = 0
+    stood_s: float = 0.0  # while on the seat, because its folder was copied
+    tree: Tree = None  # type: ignore[assignment]  # filled by `prepare`
+    keeping: Keeping = None  # type: ignore[assignment]
+    progress: Progress = None  # type: ignore[assignment]
+    devices: Devices = None  # type: ignore[assignment]
+    wakeups: Wakeups = None  # type: ignore[assignment]
+    settled: dict[str, JSON] = field(default_factory=dict)  # outputs that are stored, or not
+
+    def say(self, word: str, **said: Any) -> None:
+        try:
+            self.wire.send({"is": word, "step": self.step, **said})
+        except OSError as error:
+            raise Abandoned from error
+
+    # --- before the seat ---
+
+    def prepare(self) -> None:
+        sandbox.hide_memory()
+        while not self.spec:
+            self.listen(None)
+        self.wakeups = Wakeups()
+        folder = Path(self.spec["scratch"])
+        self.tree = Tree(is_alone=os.getpid() == 1)
+        self.devices = Devices.found(self.spec["kind"], may_go_on=lambda: self.trust.left_us() > 0)
+        self._fill(folder)
+        try:
+            self.progress = Progress(folder / INTERNAL / "metrics", _tell_owner)
+            bring_in(self.spec["inputs"], self._taken, folder / INTERNAL / "inputs")
+            self.tree.end(END_WITHIN_S)  # whatever they started when they were unpickled
+        except OSError as error:
+            raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
+        self.keeping = Keeping(self, Folder(folder, self.slab))
+        self.keeping.last_step = self.step if self.spec["image"] else None
+        self.say("prepared", preset={}, capabilities=capabilities(self.devices))
+
+    def _taken(self) -> Image:
+        fd = self.wire.fds.pop(0)
+        try:
+            return images.load(fd)
+        finally:
+            os.close(fd)
+
+    def _fill(self, folder: Path) -> None:
+        """The folder as it was kept, or as a command begins."""
+        image = self.spec["image"]
+        try:
+            if not image:
+                command_folder.begun_from(Path(self.spec["code"]), folder)
+            else:
+                index = slabs.read_index(self.slab.fd, image["index_bytes"])
+                about = command_folder.restore(self.slab, index["layout"], folder)
+                self.step, self.restarts = image["step"], int(about["restarts"]) + 1
+            (folder / INTERNAL).mkdir()
+        except (BadLayout, command_folder.BadFolder, slabs.BadIndex) as error:
+            raise _failed("image", f"Its working folder could not be restored: {error}") from error
+        except OSError as error:  # the disk, not the image, is to blame
+            raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
+
+    # --- one turn of the loop ---
+
+    def turn(self) -> None:
+        self._wait()
+        self._mind_orders()
+        self._mind_trust()
+        self.keeping.mind()
+        self._reap()
+        self._mind_progress()
+
+    def _wait(self) -> None:
+        """Until something is heard, or time alone changes something."""
+        self.listen(max(0.0, self._quiet_s()), self.wakeups.fd, self.progress.fd)
+        self.wakeups.clear()
+
+    def _quiet_s(self) -> float:
+        due_s = [self.keeping.due_in_s()]
+        if self.is_seated:
+            due_s += [REPORT_S if self.progress.is_new else MEMORY_S]
+            due_s += [0.25 if "trust" in self.held else max(0, self.trust.left_us()) / 1e6]
+        return min(due_s)
+
+    def listen(self, timeout_s: float | None, *more: int) -> None:
+        poll = select.poll()
+        for fd in (self.wire.fileno(), *more):
+            poll.register(fd, select.POLLIN)
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        for message in self.wire.receive():
+            self._take(message)
+        if self.wire.closed:
+            raise Abandoned
+
+    def _take(self, message: JSON) -> None:
+        match message["is"]:
+            case "begin":
+                self.spec = message["spec"]
+            case "kept" if message["what"] == "image":
+                self.keeping.kept(message)
+            case "kept":
+                self.settled[message["what"]] = message
+            case wish:
+                self.wishes.add(wish)
+
+    # --- orders ---
+
+    def _mind_orders(self) -> None:
+        self.wishes -= {"look"}
+        if "cancel" in self.wishes and not self.cancelled:
+            self._cancel()
+        if "go" in self.wishes and not self.is_seated:
+            self._go()
+        if "pause" in self.wishes and self.is_seated and not self._must_run_to_leave():
+            self._pause()
+
+    def _must_run_to_leave(self) -> bool:
+        """Its device memory leaves only while it is not stopped: then the pause waits for that."""
+        return self.devices.can_leave and bool(self.held)
+
+    def _cancel(self) -> None:
+        """Ask all of it to end; the supervisor ends by force what takes too long."""
+        self.cancelled = True
+        if self.process is None or self.held:
+            raise Ending("stopped")  # it may not run any more, not even to tidy up
+        self.tree.send(signal.SIGTERM)
+
+    def _pause(self) -> None:
+        self.wishes -= {"pause"}
+        self.hold("pause")
+        self.count_stop()
+        self.held -= {"trust"}  # off the seat nothing runs anyway
+        self._report()
+        self.is_seated = False
+        self.say("paused", has_state=self.process is not None)
+
+    def _go(self) -> None:
+        self.wishes -= {"go"}
+        self.is_seated = True
+        self.keeping.off_the_seat_no_more()
+        self._mind_trust()
+        self.let_go("pause")
+
+    def _mind_trust(self) -> None:
+        if not self.is_seated:
+            return
+        is_over = self.trust.left_us() <= 0
+        if is_over and "trust" not in self.held:
+            self.hold("trust", within_s=self.spec["lease_margin_s"] / 2)
+            self.say("still")
+            if self.cancelled:
+                raise Ending("stopped")
+        elif not is_over and "trust" in self.held:
+            self.let_go("trust")
+            self.say("moving")
+
+    # --- stopping and letting go ---
+
+    def hold(self, why: str, within_s: float = FREEZE_WITHIN_S) -> None:
+        """From here on nothing of it runs; raises Ending if it cannot be stopped."""
+        try:
+            if why == "pause":
+                self.devices.leave(self.tree.pids())
+            self.tree.freeze(within_s)
+        except (WontStop, NotDone) as error:
+            told = f"It could not be stopped, so it was ended: {error}"
+            raise _failed("exit", told) from error
+        self.held.add(why)
+
+    def let_go(self, why: str) -> None:
+        if why not in self.held:
+            return
+        self.held.discard(why)
+        if self.held:
+            return
+        self.has_run = True
+        if self.process is None:
+            self._start()
+            return
+        self.tree.thaw()
+        try:
+            self.devices.come_back()
+        except NotDone as error:
+            raise _failed("exit", f"Its device memory could not be restored: {error}") from error
+
+    def count_stop(self) -> None:
+        self.step += self.progress.read()  # what it had written before
+        if self.has_run:
+            self.step, self.has_run = self.step + 1, False
+
+    # --- the command ---
+
+    def _start(self) -> None:
+        argv, folder = self.spec["run"]["command"], self.spec["scratch"]
+        bound = None if self.tree.is_alone else sandbox.die_with_parent
+        try:
+            self.process = subprocess.Popen(
+                argv,
+                cwd=folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                preexec_fn=bound,
+            )
+        except OSError as error:
+            raise _failed("bundle", _cannot_start(argv[0], error), str(error)) from error
+
+    def _environment(self) -> dict[str, str]:
+        spec, internal = self.spec, Path(self.spec["scratch"]) / INTERNAL
+        threads = str(spec["preset"].get("threads", 1))
+        return {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",  # what it prints is seen when it is printed
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "ROUNDHOUSE_TASK": spec["task"],
+            "ROUNDHOUSE_DEVICE": spec["kind"],
+            "ROUNDHOUSE_PARAMS": json.dumps(spec["params"]),
+            "ROUNDHOUSE_INPUTS": str(internal / "inputs"),
+            "ROUNDHOUSE_METRICS": str(internal / "metrics"),
+            "ROUNDHOUSE_RESTARTS": str(self.restarts),
+        }
+
+    def _reap(self) -> None:
+        """Whatever has ended; of orphans we are the parent."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    return
+                if self.process is not None and pid == self.process.pid:
+                    self.status = self.process.returncode = os.waitstatus_to_exitcode(status)
+
+    def end_tree(self) -> None:
+        """The command is over when its first process is: whatever that left behind ends too."""
+        if self.process is None:
+            return
+        with contextlib.suppress(WontStop):  # as process 1 we take it along when we end
+            self.tree.end(END_WITHIN_S)
+        self.process.returncode = self.process.returncode or 0
+
+    # --- progress ---
+
+    def _mind_progress(self) -> None:
+        self.step += self.progress.read()
+        if not self.is_seated or self.held:
+            return
+        now_s = time.monotonic()
+        is_news = self.progress.is_new and now_s - self.reported_s >= REPORT_S
+        if is_news or now_s - self.reported_s >= MEMORY_S:
+            self._report()
+
+    def _report(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self.measured_s >= MEMORY_S or not self.is_seated:
+            self.measured_s, self.memory_bytes = now_s, self.tree.memory_bytes()
+        self.reported_s, self.progress.is_new = now_s, False
+        self.say(
+            "progress",
+            metrics=self.progress.metrics,
+            memory_bytes=self.memory_bytes,
+            staged_us=int(self.stood_s * 1e6),
+        )
+
+    # --- the end ---
+
+    def settle(self) -> None:
+        """The command has ended by itself, or was asked to: its outputs, and the last word."""
+        self.end_tree()
+        if not self.is_seated:
+            raise Abandoned  # killed while it was frozen: nobody ends without a seat
+        if self.cancelled:
+            raise Ending("stopped")
+        self.step += self.progress.read() + self.has_run
+        self._report()
+        if self.status:
+            raise _failed("exit", _how_it_ended(self.status))
+        for name in self.spec["outputs"]:
+            self._put(name, output_of(name, Path(self.spec["scratch"]), step=self.step))
+        raise Ending("finished", result={"exit_status": 0})
+
+    def _put(self, name: str, image: Image) -> None:
+        """Into the store, and wait until it is there."""
+        what = f"output:{name}"
+        self.keeping.finish()
+        self.say("saving", what=what, at_step=self.step, size_bytes=image.size_bytes)
+        try:
+            for piece in image.pieces():
+                self.bulk.sendall(piece)
+        except OSError as error:
+            raise Abandoned from error
+        while what not in self.settled:
+            self.listen(None)
+        if why := self.settled[what].get("error"):
+            raise _failed("exit", f"the output {name!r} could not be stored: {why}")
+
+
+# --- its working folder, kept ---------------------------------------------------------------------
+
+
+class Keeping:
+    """Images of the working folder, one at a time; a thread copies, and nothing waits for it.
+
+    While the command runs: what changed is copied ahead, then the tree is stopped for the rest.
+    While it is paused: the whole is copied at once, as nothing changes.
+    """
+
+    def __init__(self, stub: Stub, folder: Folder) -> None:
+        self.stub, self.folder = stub, folder
+        self.last_step: int | None = None  # of the newest image that is stored or on its way
+        self.left_s = -1e9  # when that one left
+        self.saved_s = self.told_s = time.monotonic()
+        self.stage = ""  # "", "ahead", "copy", or "told": from then on the slab is not ours
+        self.failed = False  # the last one was not stored; the supervisor says when to try again
+        self.is_wished = False  # somebody asked for the one that is being made
+        self._result: Kept | BaseException | None = None
+        self._done = False
+        self._began_s = 0.0
+
+    def due_in_s(self) -> float:
+        """How long until something is to be begun here."""
+        if self.stage or self.stub.process is None:
+            return 60.0
+        if "save" in self.stub.wishes:
+            return 0.0
+        if not self.stub.is_seated:
+            waits = self.last_step == self.stub.step or self.failed
+            return 60.0 if waits else self.left_s + SAVES_APART_S - time.monotonic()
+        every_s = self.stub.spec["checkpoint_every_s"]
+        return self.saved_s + every_s - time.monotonic() if every_s > 0 else 60.0
+
+    def mind(self) -> None:
+        if self._done:
+            self._done = False
+            self._copied()
+        if not self.stage and self.due_in_s() <= 0:
+            self.is_wished = "save" in self.stub.wishes
+            self.stub.wishes -= {"save"}
+            self.saved_s, self.failed = time.monotonic(), False
+            if self.stub.is_seated:
+                self._aside("ahead", self.folder.ahead)
+            else:
+                self._copy()
+
+    def off_the_seat_no_more(self) -> None:
+        """The seat is more urgent than an image that nobody asked for: what was copied stays."""
+        self.saved_s = time.monotonic()
+        every_s = self.stub.spec["checkpoint_every_s"]
+        is_overdue = 0 < every_s < self.saved_s - self.told_s
+        if self.stage == "copy" and not self.is_wished and not is_overdue:
+            self.folder.is_abandoned = True
+
+    def kept(self, message: JSON) -> None:
+        self.stage = ""
+        if message.get("error"):
+            self.last_step, self.failed = None, True
+
+    def finish(self) -> None:
+        """Wait until nothing is on its way."""
+        while self.stage:
+            self.stub.listen(0.05, self.stub.wakeups.fd)
+            self.stub.wakeups.clear()
+            if self._done:
+                self._done, self.stage = False, ""
+
+    def _copy(self) -> None:
+        """Nothing of it runs, from here until all is copied."""
+        stub = self.stub
+        self._began_s = time.monotonic()
+        stub.hold("copy")
+        stub.count_stop()
+        self.last_step = stub.step
+        about = {"restarts": stub.restarts}
+        mapped = stub.tree.written_maps(self.folder.path)
+        self.folder.is_abandoned = False
+        self._aside("copy", lambda: self.folder.copy(about, mapped))
+
+    def _aside(self, stage: str, work: Any) -> None:
+        self.stage, self._result = stage, None
+        threading.Thread(target=self._work, args=(work,), daemon=True).start()
+
+    def _work(self, work: Any) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._result = error
+        self._done = True
+        self.stub.wakeups.wake()
+
+    def _copied(self) -> None:
+        """A thread has done its part."""
+        stage, result = self.stage, self._result
+        self.stage, self._result = "", None
+        if stage == "copy":
+            if self.stub.is_seated:
+                self.stub.stood_s += time.monotonic() - self._began_s
+            self.stub.let_go("copy")
+        if isinstance(result, BaseException):
+            self._not_copied(result)
+        elif stage == "ahead":
+            self._copy()
+        elif isinstance(result, Kept):
+            self._tell(result)
+
+    def _not_copied(self, error: BaseException) -> None:
+        self.last_step, self.left_s = None, time.monotonic()
+        if isinstance(error, command_folder.Abandoned):
+            return
+        self.failed = True
+        if isinstance(error, TooLarge | OSError | slabs.BadIndex):
+            _tell_owner(f"its working folder was not kept, so a restart would lose it: {error}")
+        else:
+            _tell_owner("".join(traceback.format_exception(error)))
+
+    def _tell(self, kept: Kept) -> None:
+        index = {"layout": kept.layout.as_json(), "fingerprint": {}, "tensors": {}}
+        try:
+            size = slabs.write_index(self.stub.slab.fd, index)
+        except (OSError, slabs.BadIndex) as error:
+            self._not_copied(error)
+            return
+        self.stage, self.left_s = "told", time.monotonic()
+        self.told_s = self.left_s
+        self.stub.say("saving", what="image", at_step=self.last_step, index_bytes=size)
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def capabilities(devices: Devices) -> list[str]:
+    """What can be done with a command, in the words of a task's `capabilities`.
+
+    "pause": at any moment; "restart": it cannot be moved, but is started again in its working
+    folder; "device_memory": while it is paused its device memory is free for others.
+    """
+    return ["pause", "restart", *(["device_memory"] if devices.can_leave else [])]
+
+
+class Wakeups:
+    """A descriptor that can be read when a child has ended or a thread has done its part."""
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full, so it wakes
+            os.write(self._write, b"w")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+
+
+def _tell_owner(what: str) -> None:
+    """Into its log; in a thread, as the command may have filled that and be stopped."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"Roundhouse: {what}\n".encode())
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+def _failed(cause: str, message: str, detail: str = "") -> Ending:
+    return Ending("failed", cause=cause, message=message, detail=detail)
+
+
+def _cannot_start(program: str, error: OSError) -> str:
+    match error:
+        case FileNotFoundError():
+            return (
+                f"{program!r} was not found: a program is looked for in PATH, and one with a '/' in"
+                " its name below the working folder, which begins as a copy of the bundle."
+            )
+        case PermissionError():
+            return (
+                f"{program!r} may not be executed. A script of the bundle is run by naming its"
+                f' interpreter: ["bash", {json.dumps(program)}].'
+            )
+    return f"{program!r} could not be started: {error.strerror}."
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"It ended with exit status {status}."
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    more = "; perhaps it ran out of memory" if status == -signal.SIGKILL else ""
+    return f"It was ended by {name}{more}."

@@ -1,0 +1,140 @@
+"""What goes into a command and comes out of it: inputs and outputs as files, and its progress.
+
+An input lies in the folder ROUNDHOUSE_INPUTS: PORT, the bytes of a file that another command made,
+or PORT.pt, what a job or a function gave, as `torch.load` reads it.  An output NAME is the file
+NAME, or NAME with any ending, in the working folder; for whoever takes it as an input it is its
+bytes.  Progress is lines of JSON, each an object, written to ROUNDHOUSE_METRICS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from workers import context_switch
+from workers.accelerator import Accelerator
+from workers.capture import Surroundings
+from workers.executor import Ending, metrics_of
+from workers.image import Image
+
+JSON = dict[str, Any]
+
+LINE_LIMIT_BYTES = 64 * 1024
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def bring_in(ports: Sequence[str], take: Callable[[], Image], folder: Path) -> None:
+    """Lay the inputs into the new `folder`; raises Ending.
+
+    Unpickling runs a tenant's code, so it is done in a process of its own, which then ends.
+    """
+    folder.mkdir()
+    for port in ports:
+        image = take()
+        read, write = os.pipe2(os.O_CLOEXEC)
+        if not (child := os.fork()):
+            os.close(read)
+            _lay_down(image, folder / port, write)
+        os.close(write)
+        with os.fdopen(read, "rb") as said:
+            wrong = said.read().decode("utf-8", "replace")
+        _, status = os.waitpid(child, 0)
+        if status:
+            last = wrong.strip().rpartition("\n")[2] or f"its process ended with {status}"
+            told = f"The input {port!r} could not be loaded: {last}"
+            raise Ending("failed", cause="exception", message=told[:2000], detail=wrong[-60_000:])
+
+
+def _lay_down(image: Image, path: Path, write: int) -> None:
+    status = 1
+    os.closerange(3, write)  # none of our sockets is theirs
+    os.closerange(write + 1, 1 << 16)
+    try:
+        value = context_switch.value(image, around=Surroundings(), accelerator=Accelerator("cpu"))
+        if isinstance(value, bytes):
+            path.write_bytes(value)
+        else:
+            import torch
+
+            torch.save(value, path.with_name(f"{path.name}.pt"))
+        status = 0
+    except BaseException:
+        os.write(write, traceback.format_exc().encode()[-60_000:])
+    finally:
+        os._exit(status)
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+def output_of(name: str, folder: Path, *, step: int) -> Image:
+    """The output of that name, out of the working folder; raises Ending."""
+    found = [path for path in folder.iterdir() if _is_called(path, name)]
+    if len(found) != 1:
+        there = ", ".join(sorted(path.name for path in found)) or "none"
+        told = (
+            f"the output {name!r} is the file {name} or {name}.* in the working folder, and"
+            f" exactly one is wanted; there is: {there}"
+        )
+        raise Ending("failed", cause="exception", message=told, detail="")
+    try:
+        fd = os.open(found[0], os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(fd, "rb") as file:
+            body = file.read()
+    except OSError as error:
+        told = f"the output {name!r} cannot be read: {error}"
+        raise Ending("failed", cause="exception", message=told, detail="") from error
+    around, accelerator = Surroundings(), Accelerator("cpu")
+    return context_switch.stage(body, step=step, around=around, accelerator=accelerator, root=name)
+
+
+def _is_called(path: Path, name: str) -> bool:
+    return path.name == name or (path.name.startswith(f"{name}.") and path.is_file())
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class Progress:
+    """A named pipe that the command writes lines to; `metrics` is what the last one said."""
+
+    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+        os.mkfifo(path, 0o600)
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # so it never ends
+        self.metrics: JSON = {}
+        self.is_new = False
+        self._rest = b""
+        self._complain, self._has_complained = complain, False
+
+    def read(self) -> int:
+        """Take in what was written; how many lines of progress that were."""
+        data = b""
+        with suppress(BlockingIOError):
+            data = os.read(self.fd, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_LIMIT_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        good = [said for line in lines if line.strip() and (said := self._said(line)) is not None]
+        if good:
+            self.metrics, self.is_new = good[-1], True
+        return len(good)
+
+    def _said(self, line: bytes) -> JSON | None:
+        try:
+            body = json.loads(line)
+        except (ValueError, RecursionError):
+            body = None
+        if isinstance(body, dict):
+            return metrics_of(body)
+        if not self._has_complained:
+            self._has_complained = True
+            told = f"a line in ROUNDHOUSE_METRICS is no JSON object: {line[:100]!r}"
+            self._complain(f"{told}; such lines are left out")
+        return None

@@ -1,0 +1,205 @@
+"""A tree of processes, stopped at any moment and let go again, whatever it is doing.
+
+Which processes: where the tree has process ids of its own, we are process 1 there and it is all
+others; elsewhere it is all that descends from us, and we adopt orphans, so that neither a double
+fork nor a session of its own leads out of it.
+
+How: SIGSTOP, which nobody can catch, block or ignore.  A fork that was under way ends before or
+after the signal, so what is found running is signalled again until every thread of every process
+stands still.  Only then is the tree `frozen`; one that does not get there in time is reported, and
+must be ended by the caller.  What the command itself had stopped stays stopped when it is let go.
+
+What always holds: after `freeze` returned, no instruction of the tree is executed until `thaw`.  A
+thread inside the kernel that cannot be interrupted (state D) stops before it gets back to its
+program, so such a one is waited for only for a moment: a parent in `vfork` stands there for as long
+as its stopped child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PROC = Path("/proc")
+_STILL = frozenset("TtZXx")  # stopped, traced, or dead
+_IN_KERNEL = "D"
+_PATIENCE_S = 0.25  # so long what is inside the kernel is waited for
+_LOOK_AGAIN_S = 0.0005
+
+
+class WontStop(Exception):
+    """Some of the tree still runs; the message says which processes, and in which state."""
+
+
+class Tree:
+    """All processes below us.  `is_alone`: we are process 1 of process ids of our own."""
+
+    def __init__(self, *, is_alone: bool) -> None:
+        if is_alone and os.getpid() != 1:
+            raise ValueError("only process 1 is alone; signalling all would reach strangers")
+        self.is_alone = is_alone
+        self.is_frozen = False
+        self._stopped_before: set[int] = set()  # by the command itself
+        if not is_alone:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def pids(self) -> list[int]:
+        """Empty where the walls hide /proc: then `send` alone knows them, as process 1."""
+        us = os.getpid()
+        if self.is_alone:
+            return [pid for pid in _all() if pid != us]
+        below, parents = {us}, _parents()
+        grew = True
+        while grew:
+            found = {pid for pid, parent in parents.items() if parent in below} - below
+            below |= found
+            grew = bool(found)
+        return sorted(below - {us})
+
+    def freeze(self, within_s: float) -> None:
+        """Raises WontStop."""
+        if self.is_frozen:
+            return
+        began_s = time.monotonic()
+        self._stopped_before = {pid for pid in self.pids() if not _moving(pid) and _stat(pid)}
+        while True:
+            self.send(signal.SIGSTOP)
+            moving = {pid: states for pid in self.pids() if (states := _moving(pid))}
+            waited_s = time.monotonic() - began_s
+            in_kernel = all(set(states) == {_IN_KERNEL} for states in moving.values())
+            if not moving or (in_kernel and waited_s >= _PATIENCE_S):
+                self.is_frozen = True
+                return
+            if waited_s >= within_s:
+                raise WontStop(_told(moving, within_s))
+            time.sleep(_LOOK_AGAIN_S)
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        if not (there := self.pids()):
+            self.send(signal.SIGCONT)
+        for pid in there:
+            if pid not in self._stopped_before:
+                self._send(pid, signal.SIGCONT)
+
+    def end(self, within_s: float) -> None:
+        """Kill all of it, and see it gone; raises WontStop if some of it stays."""
+        until_s = time.monotonic() + within_s
+        while True:
+            self.send(signal.SIGKILL)
+            left = {pid: states for pid in self.pids() if (states := _alive(pid))}
+            _reap_all()
+            if not left:
+                return
+            if time.monotonic() >= until_s:
+                raise WontStop(_told(left, within_s))
+            time.sleep(_LOOK_AGAIN_S)
+
+    def send(self, number: signal.Signals) -> None:
+        if self.is_alone:
+            self._send(-1, number)  # at once: the kernel lets no fork come between
+        else:
+            for pid in self.pids():
+                self._send(pid, number)
+
+    def memory_bytes(self) -> int:
+        """Memory that is nobody else's; of what is shared with a file, nothing."""
+        return sum(_memory_bytes(pid) for pid in self.pids())
+
+    def written_maps(self, folder: Path) -> set[str]:
+        """Files below `folder` that are mapped for writing: they change unseen by any clock."""
+        return {path for pid in self.pids() for path in _written_maps(pid, f"{folder}/")}
+
+    def _send(self, pid: int, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # gone, or seen to move afterwards
+            os.kill(pid, number)
+
+
+# --- /proc ----------------------------------------------------------------------------------------
+
+
+def _all() -> list[int]:
+    with suppress(OSError):
+        return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+    return []
+
+
+def _parents() -> dict[int, int]:
+    found = ((pid, _stat(pid)) for pid in _all())
+    return {pid: int(fields[1]) for pid, fields in found if fields}
+
+
+def _stat(pid: int, thread: str = "") -> list[str]:
+    """State, parent, ... as proc_pid_stat(5) says from its third field on; empty if it is gone."""
+    of = _PROC / str(pid)
+    if thread:
+        of = of / "task" / thread
+    try:
+        text = (of / "stat").read_text("utf-8", "replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # its name may hold anything, brackets too
+
+
+def _states(pid: int) -> Iterator[str]:
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+    except OSError:
+        return
+    for thread in threads:
+        if fields := _stat(pid, thread):
+            yield fields[0]
+
+
+def _moving(pid: int) -> str:
+    """The states of those of its threads that do not stand still."""
+    return "".join(sorted({state for state in _states(pid) if state not in _STILL}))
+
+
+def _alive(pid: int) -> str:
+    return "".join(sorted({state for state in _states(pid) if state not in "ZXx"}))
+
+
+def _memory_bytes(pid: int) -> int:
+    try:
+        _, resident, shared, *_ = (_PROC / str(pid) / "statm").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * resource.getpagesize()
+
+
+def _written_maps(pid: int, folder: str) -> Iterator[str]:
+    try:
+        text = (_PROC / str(pid) / "maps").read_text("utf-8", "surrogateescape")
+    except OSError:
+        return
+    for line in text.splitlines():
+        _, rights, *_, path = line.split(maxsplit=5)
+        if "w" in rights and "s" in rights and path.startswith(folder):
+            yield path.removeprefix(folder)
+
+
+def _reap_all() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _told(moving: dict[int, str], within_s: float) -> str:
+    named = [f"process {pid} ({_name(pid)}) is in state {states}" for pid, states in moving.items()]
+    more = f", and {len(named) - 3} more" if len(named) > 3 else ""
+    return f"within {within_s:g} s: {', '.join(named[:3])}{more}"
+
+
+def _name(pid: int) -> str:
+    try:
+        return (_PROC / str(pid) / "comm").read_text("utf-8", "replace").strip()
+    except OSError:
+        return "gone"

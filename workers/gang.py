@@ -1,0 +1,447 @@
+"""N ranks behind one resident: a conductor, and a process for each rank.
+
+    supervisor  <- wire ->  conductor (the resident)  <- wires ->  rank 0 ... rank N-1
+
+To its supervisor a gang is a resident like any other.  The conductor hands on what is ordered and
+says one thing where all ranks have said it; it runs no code of the tenant's.  A rank is an
+`executor` with the same stages, whose default process group is there before its code is loaded; the
+ranks take turns (`workers.turns`) on the one seat that the resident has.
+
+*The cut.*  Before anything is ordered of ranks that step, all are brought to stand before the same
+step: the first to see the wish names one that none has begun, and each stops there.  So an image
+shows all ranks after the same step, and no collective is under way.  Who is late is named in the
+job's log.
+
+*The image.*  Each rank stages into a part of the slab of its own.  To the supervisor it is one
+image: its graph says how many storages belong to which rank, and each rank's graph is a storage.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from workers import ground, sandbox, turns
+from workers.ground import Ground, Handles
+from workers.layout import Extent, Layout
+from workers.slab import INDEX_LIMIT_BYTES, Slab
+from workers.splice import Rank
+from workers.wire import Wire, pair
+
+if TYPE_CHECKING:
+    from workers.executor import Work
+
+JSON = dict[str, Any]
+
+HEAD_BYTES = 2**20  # of the slab: what says which storage is whose
+COLLECTIVE_S = 1800.0  # as long as torch waits for a collective
+LATE_S = 30.0  # to come to a cut, before it is said who is late
+LOOK_S = 0.05
+#: What all ranks have to say before it is said for the gang.
+TOGETHER = ("prepared", "paused", "saving")
+
+
+# --- a rank's side --------------------------------------------------------------------------------
+
+
+class Member:
+    """One rank's hold on its gang, in its own process."""
+
+    def __init__(self, handles: Handles, rank: int) -> None:
+        self.rank = Rank(handles, rank, timeout_s=COLLECTIVE_S)
+        self._is_away = False
+
+    def begin(self) -> None:
+        """From here on the default process group is there."""
+        self.rank.begin()
+
+    def end(self) -> None:
+        self.rank.end()
+
+    @contextmanager
+    def away(self, text: str) -> Iterator[None]:
+        """While it waits for an order the others run; one such wait may lie within another."""
+        if self._is_away:
+            yield
+            return
+        with self.rank.turns.away(text):
+            self._is_away = True
+            try:
+                yield
+            finally:
+                self._is_away = False
+
+    @contextmanager
+    def between(self, step: int, at_cut: Callable[[], None]) -> Iterator[None]:
+        """The safe point before step `step`; `at_cut` returns when it is known why all stand there.
+
+        Within it this rank gives its turn away where it stands at a cut.
+        """
+        self.rank.boundary(step)
+        if not self.rank.turns.is_cut(step):
+            yield
+            return
+        with self.away(f"the cut before step {step}"):
+            at_cut()
+            yield
+
+
+# --- where a rank's image lies --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The part of the slab that a rank stages into; its index lies behind its image."""
+
+    start: int
+    limit_bytes: int
+    index_bytes: int
+
+    @staticmethod
+    def of(rank: int, ranks: int, limit_bytes: int) -> Region:
+        whole = (limit_bytes - HEAD_BYTES) // ranks // mmap.PAGESIZE * mmap.PAGESIZE
+        index = min(INDEX_LIMIT_BYTES, whole // 8) // mmap.PAGESIZE * mmap.PAGESIZE
+        return Region(HEAD_BYTES + rank * whole, whole - index, index)
+
+    def slab(self, fd: int) -> Slab:
+        return Slab(fd, self.start, self.limit_bytes, self.index_bytes)
+
+
+def joined(slab: Slab, indices: list[JSON], regions: list[Region]) -> JSON:
+    """One index for the images of all ranks; whose each storage is, is written into the slab."""
+    extents: list[JSON] = []
+    tensors: JSON = {}
+    counts = []
+    for rank, (index, region) in enumerate(zip(indices, regions, strict=True)):
+        layout = index["layout"]
+        for name, (storage, *rest) in index["tensors"].items():
+            shown = name if rank == 0 else f"rank{rank}.{name}"
+            tensors[shown] = [len(extents) + 1 + storage, *rest]
+        parts = [layout["graph"], *layout["storages"]]
+        extents += [{**part, "offset": part["offset"] + region.start} for part in parts]
+        counts.append(len(parts))
+    graph = json.dumps({"extents": counts}).encode()
+    slab.view(0, len(graph))[:] = graph
+    layout = {"graph": asdict(Extent(offset=0, size=len(graph))), "storages": extents}
+    return {"layout": layout, "fingerprint": indices[0]["fingerprint"], "tensors": tensors}
+
+
+def parted(slab: Slab, layout: Layout, rank: int) -> Layout:
+    """Where in a gang's image that of one rank lies."""
+    graph = slab.view(layout.graph.offset, layout.graph.size)
+    counts = json.loads(bytes(graph))["extents"]
+    begin = sum(counts[:rank])
+    own, *storages = layout.storages[begin : begin + counts[rank]]
+    return replace(layout, graph=own, storages=tuple(storages))
+
+
+# --- the conductor --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int
+    pidfd: int
+    wire: Wire
+    region: Region
+    part: Slab  # its region
+    said: dict[str, JSON] = field(default_factory=dict)  # of TOGETHER, not yet said for the gang
+    progress: JSON = field(default_factory=dict)
+    last: JSON | None = None  # its last word
+    is_still: bool = False
+    is_gone: bool = False
+
+
+def conduct(work: Work, live: Callable[[Work], int]) -> int:
+    """Fork the ranks, each of which is to `live`, and conduct them; the exit status."""
+    ranks = work.spec["world_size"]
+    handles = ground.make(ranks)
+    board = Ground(handles)
+    turns.seat_all(board, 1)
+    regions = [Region.of(rank, ranks, work.slab.limit_bytes) for rank in range(ranks)]
+    members = [_fork(work, live, handles, rank, regions[rank]) for rank in range(ranks)]
+    for fd in work.fds:
+        os.close(fd)
+    conductor = _Conductor(work, board, members)
+    try:
+        return conductor.run()
+    finally:
+        conductor.end_all()
+
+
+def _fork(
+    work: Work, live: Callable[[Work], int], handles: Handles, rank: int, region: Region
+) -> _Rank:
+    wire, theirs = pair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            sandbox.die_with_parent()
+            wire.close()
+            work.wire.close()
+            _become(work, theirs, handles, rank, region)
+            status = live(work)
+        except BaseException:
+            traceback.print_exc()  # into the job's log
+        finally:
+            os._exit(status)
+    theirs.close()
+    return _Rank(rank, pid, os.pidfd_open(pid), wire, region, region.slab(work.slab.fd))
+
+
+def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region: Region) -> None:
+    """This process is a rank from here on: its own wire, its own part of the slab."""
+    work.wire, work.watch = Wire(sock), None
+    # The conductor's mapping was not forked along; `execute` holds on to it until we end: dropping
+    # it would unmap what lies at its addresses here.
+    work.whole, work.slab = Slab(work.slab.fd), region.slab(work.slab.fd)
+    work.spec = {**work.spec, "rank": rank, "checkpoint_every_s": 0.0}
+    if rank:
+        work.spec["outputs"] = []
+    work.member = Member(handles, rank)
+
+
+class _Conductor:
+    """What the ranks are told, and what is said for them."""
+
+    def __init__(self, work: Work, board: Ground, ranks: list[_Rank]) -> None:
+        self.work, self.board, self.ranks = work, board, ranks
+        self.asked: dict[str, JSON] = {}  # of ranks that step: told when all stand at a cut
+        self.asked_s = 0.0
+        self.is_seated = False
+        self.is_saving = False
+        self.is_still = False
+        self.saved_s = time.monotonic()
+        self._poll = select.poll()
+        for fd in (work.wire.fileno(), *(f for r in ranks for f in (r.wire.fileno(), r.pidfd))):
+            self._poll.register(fd, select.POLLIN)
+
+    def run(self) -> int:
+        while True:
+            self._poll.poll(self._look_in_ms())
+            for message in self.work.wire.receive():
+                self._order(message)
+            if self.work.wire.closed:
+                return 1
+            for rank in self.ranks:
+                self._hear(rank)
+            if (last := self._last_word()) is not None:
+                self.work.say(last.pop("is"), **last)
+                return 0
+            self._keep_time()
+
+    def end_all(self) -> None:
+        for rank in self.ranks:
+            if not rank.is_gone:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+
+    # --- orders ---
+
+    def _order(self, message: JSON) -> None:
+        match message["is"]:
+            case "kept" if message["what"] != "image":
+                self._tell(message, self.ranks[:1])
+            case "leave" | "return":
+                self._stay(message)
+            case "pause" | "save" | "cancel" if self.is_seated:
+                self._ask(message)
+            case word:
+                self.is_saving &= word != "kept"
+                self.is_seated |= word == "go"
+                self._tell(message, self.ranks)
+
+    def _ask(self, message: JSON) -> None:
+        """Of ranks that step: first they must stand at a cut."""
+        if message.get("leave"):
+            self._stay(message)
+            message = {"is": "pause"}
+        if not self.asked:
+            turns.call_to_cut(self.board)
+            self.asked_s = time.monotonic()
+        self.asked[message["is"]] = message
+
+    def _stay(self, message: JSON) -> None:
+        """The memory of a gang stays where it is; that is what is answered."""
+        said = {"bytes": 0, "settled": True, "memory_bytes": self._memory_bytes()}
+        self.work.say("away", turn=message["turn"], **said)
+
+    def _tell(self, message: JSON, ranks: list[_Rank]) -> None:
+        for rank in ranks:
+            with suppress(OSError):  # it is ending: its exit is heard
+                rank.wire.send(message)
+
+    # --- what ranks say ---
+
+    def _hear(self, rank: _Rank) -> None:
+        for message in rank.wire.receive():
+            self._take(rank, message)
+        if not rank.is_gone and select.select([rank.pidfd], [], [], 0)[0]:
+            for message in rank.wire.receive():
+                self._take(rank, message)
+            self._poll.unregister(rank.pidfd)
+            _, status = os.waitpid(rank.pid, 0)
+            rank.is_gone = True
+            rank.last = rank.last or _unsaid(rank.number, os.waitstatus_to_exitcode(status))
+        if rank.wire.closed and rank.wire.fileno() >= 0:
+            self._poll.unregister(rank.wire.fileno())
+            rank.wire.close()
+
+    def _take(self, rank: _Rank, message: JSON) -> None:
+        word = message["is"]
+        if word in ("failed", "finished", "stopped"):
+            rank.last = message
+            self._look_at_cut()
+        elif word == "at_cut":
+            rank.said[word] = message
+            self._look_at_cut()
+        elif word == "progress":
+            rank.progress = message
+            if rank.number == 0:
+                self._say_progress()
+        elif word == "saving" and message["what"] != "image":
+            self.work.say("saving", **_without_head(message))
+        elif word in ("still", "moving"):
+            rank.is_still = word == "still"
+            self._look_whether_still()
+        elif word in TOGETHER:
+            rank.said[word] = message
+            self._look_whether_together(word)
+
+    def _look_whether_together(self, word: str) -> None:
+        said = [rank.said.pop(word) for rank in self.ranks] if self._have_all(word) else []
+        if not said:
+            return
+        match word:
+            case "prepared":
+                capabilities = max((each["capabilities"] for each in said), key=_inexact)
+                first = {**said[0], "capabilities": capabilities}
+                self.work.say("prepared", **_without_head(first), step=self._same_step(said))
+            case "paused":
+                self.is_seated = False
+                has_state = all(each["has_state"] for each in said)
+                self.work.say("paused", has_state=has_state, step=self._same_step(said))
+            case "saving":
+                self._say_saving(said)
+
+    def _have_all(self, word: str) -> bool:
+        return all(word in rank.said for rank in self.ranks)
+
+    def _look_at_cut(self) -> None:
+        """If all stand before the same step they are told why, and to go on from there.
+
+        Once a rank has finished there is no step after which all are there: it is too late to
+        pause or save them.
+        """
+        here = [rank for rank in self.ranks if rank.last is None]
+        if not here or any("at_cut" not in rank.said for rank in here):
+            return
+        turns.end_cut(self.board)
+        asked, self.asked = self.asked, {}
+        for rank in here:
+            del rank.said["at_cut"]
+        for word, message in asked.items():
+            if len(here) == len(self.ranks) or word == "cancel":
+                self._tell(message, here)
+        self._tell({"is": "on"}, here)
+
+    def _say_saving(self, said: list[JSON]) -> None:
+        slab, regions = self.work.slab, [rank.region for rank in self.ranks]
+        sizes = [each["index_bytes"] for each in said]
+        parts = zip(self.ranks, sizes, strict=True)
+        indices = [rank.part.read_index(size) for rank, size in parts]
+        size = slab.write_index(joined(slab, indices, regions))
+        step = {each["at_step"] for each in said}
+        assert len(step) == 1, step
+        self.is_saving, self.saved_s = True, time.monotonic()
+        self.work.say("saving", what="image", at_step=step.pop(), index_bytes=size)
+
+    def _say_progress(self) -> None:
+        said = self.ranks[0].progress
+        staged_us = max(rank.progress.get("staged_us", 0) for rank in self.ranks)
+        own = {"memory_bytes": self._memory_bytes(), "staged_us": staged_us, "step": self._step()}
+        self.work.say("progress", **{**_without_head(said), **own})
+
+    def _look_whether_still(self) -> None:
+        """Nothing steps: each stands still, or waits for one that does."""
+        waits = (turns.State.WAITING, turns.State.DONE)
+        still = all(
+            rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.ranks
+        )
+        if still != self.is_still:
+            self.is_still = still
+            self.work.say("still" if still else "moving")
+
+    # --- time ---
+
+    def _keep_time(self) -> None:
+        now_s, every_s = time.monotonic(), self.work.spec["checkpoint_every_s"]
+        if any(rank.is_still for rank in self.ranks):
+            self._look_whether_still()
+        due = every_s > 0 and now_s - self.saved_s >= every_s
+        if due and self.is_seated and not (self.is_saving or self.asked):
+            self._ask({"is": "save"})
+        if self.asked and now_s - self.asked_s >= LATE_S:
+            self.asked_s = now_s
+            late = [str(rank.number) for rank in self.ranks if "at_cut" not in rank.said]
+            told = f"rank {', '.join(late)} did not come to a safe point for {LATE_S:.0f} s: "
+            sys.stderr.write(told + turns.Turns(self.board, 0).standing() + "\n")
+            sys.stderr.flush()
+
+    def _look_in_ms(self) -> float:
+        if any(rank.is_still for rank in self.ranks):
+            return LOOK_S * 1000
+        every_s = self.work.spec["checkpoint_every_s"]
+        return 1000 * min(every_s or 1.0, 1.0)
+
+    # --- all of them ---
+
+    def _last_word(self) -> JSON | None:
+        """The gang's: the first failure that is one, or the first rank's when all have ended."""
+        words = [rank.last for rank in self.ranks]
+        failed = [(n, word) for n, word in enumerate(words) if word and word["is"] == "failed"]
+        if failed:
+            number, word = min(failed, key=lambda each: "GangFailed" in each[1]["message"])
+            return {**word, "message": f"rank {number}: {word['message']}"}
+        if any(word is None for word in words):
+            return None
+        return dict(words[0] or {})
+
+    def _step(self) -> int:
+        return min(rank.progress.get("step", 0) for rank in self.ranks)
+
+    def _same_step(self, said: list[JSON]) -> int:
+        steps = {each["step"] for each in said}
+        assert len(steps) == 1, f"the ranks stand after steps {sorted(steps)}"
+        return int(steps.pop())
+
+    def _memory_bytes(self) -> int:
+        return sum(rank.progress.get("memory_bytes", 0) for rank in self.ranks)
+
+
+def _inexact(capabilities: list[str]) -> bool:
+    return "equivalent" in capabilities
+
+
+def _without_head(message: JSON) -> JSON:
+    return {name: value for name, value in message.items() if name not in ("is", "step")}
+
+
+def _unsaid(rank: int, code: int) -> JSON:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with status {code}"
+    return {"is": "failed", "cause": "exit", "message": f"its process {how}.", "detail": ""}

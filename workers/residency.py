@@ -1,0 +1,227 @@
+"""Where the state of each resident lies: on the device, in host memory, or only in the store.
+
+    device   its memory lies there; with a seat it may step at once
+    leaving  its storages are being let go of, their bytes are in its slab or on their way there
+    host     the process and its objects live on, their bytes lie in its slab
+    coming   its storages come back, as far as they are granted room
+    store    its process has ended; its image is durable, and a Launch begins from there
+
+Two budgets bound this: `memory_bytes` what residents have on the device, `host_memory_bytes` what
+their slabs take.  On a CPU device both are memory of the same machine, and are counted apart all
+the same: what a slab takes is never device memory.
+
+Who must go is who is needed last.  What is wanted and not there yet is given to one at a time, so
+that two who come back never wait for each other.  Nobody's last bytes are given up: a process ends
+for room only when its image is durable.
+
+No torch: this is the supervisor's side; the resident's is `absence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from workers.house import House
+from workers.resident import Nonsense, Resident, number
+
+JSON = dict[str, Any]
+
+GRANT_BYTES = 16 * 2**20  # the least that is granted, as long as more is wanted
+LEAVE_US = 10_000_000  # who has not let go by then is ended, if its image is durable
+
+
+class Residency:
+    """All residents of a device and their memory.  In the supervisor's thread.
+
+    `end` ends a process; `held_ahead` is what slabs take whose resident is not born yet.
+    `lacks` is "bytes" or "places" while somebody wants what nobody who is paused can give.
+    `expected` are tasks in the order in which the island will seat them here.
+    """
+
+    def __init__(
+        self,
+        house: House,
+        residents: dict[int, Resident],
+        end: Callable[[Resident], None],
+        held_ahead: Callable[[], int],
+    ) -> None:
+        self.house, self.residents, self.end = house, residents, end
+        self.held_ahead = held_ahead
+        self.expected: list[str] = []
+        self.lacks = ""
+
+    # --- accounts ---
+
+    @property
+    def living(self) -> list[Resident]:
+        return [r for r in self.residents.values() if not r.doom]
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the device; less than none if somebody grew."""
+        return self.house.memory_bytes - sum(r.on_device_bytes for r in self.living)
+
+    @property
+    def free_host_bytes(self) -> int:
+        in_slabs = sum(r.slab_bytes for r in self.living) + self.held_ahead()
+        return self.house.host_memory_bytes - in_slabs
+
+    def by_tenant(self) -> JSON:
+        """tenant -> [bytes on the device, bytes in host memory], of all that live here."""
+        held: JSON = {}
+        for resident in self.living:
+            pair = held.setdefault(resident.stay.launch.tenant, [0, 0])
+            pair[0] += resident.on_device_bytes
+            pair[1] += resident.slab_bytes
+        return held
+
+    # --- room ---
+
+    def look(self, now_us: int) -> bool:
+        """Back into bounds, and bring back who is wanted; is everybody here who is?"""
+        self.lacks = ""
+        for resident in self.living:
+            if resident.level == "leaving" and now_us >= resident.leave_by_us:
+                self._did_not_leave(resident, now_us)
+            elif resident.level == "coming" and resident.stay.state == "paused":
+                self.begin_to_evict(resident, now_us)  # it was called off
+        wanted = [r for r in self.living if r.stay.state == "seating" and r.level != "device"]
+        if not wanted:
+            self._make_room(0, now_us, places=0)
+            return True
+        self._let_come(min(wanted, key=lambda r: r.stay.arrived_us), now_us)
+        return False
+
+    def has_room(self, bytes_wanted: int, now_us: int) -> bool:
+        """Is there room for one more process?  Else it is being made, if somebody can make it."""
+        self.lacks, there = self._make_room(bytes_wanted, now_us, places=1)
+        return there
+
+    def _make_room(
+        self, wanted: int, now_us: int, *, places: int, coming: Resident | None = None
+    ) -> tuple[str, bool]:
+        """What is lacking that nobody can give, and whether there is room now."""
+        while self.living and not self._has_places(places):
+            if not self._end_one(self.living):
+                return "places", False
+        while self.free_bytes < wanted:
+            leaving = [r for r in self.living if r.level == "leaving"]
+            if leaving and self.free_bytes + sum(r.on_device_bytes for r in leaving) >= wanted:
+                return "", False
+            if self._evict_one(now_us):
+                continue
+            if leaving:
+                return "", False
+            if not self._end_for_bytes(wanted):
+                others = [r for r in self.living if r is not coming and r.level != "host"]
+                # Alone on the device: whether it fits at all is not decided here.
+                return ("bytes", False) if others else ("", True)
+        return "", True
+
+    def _has_places(self, places: int) -> bool:
+        fits = len(self.living) + places <= self.house.residents_max
+        return fits and self.free_host_bytes >= 0
+
+    def _evict_one(self, now_us: int) -> bool:
+        """Have the one that is needed last let go of the device, if there is one."""
+        paused = [r for r in self.living if r.stay.state == "paused" and r.level == "device"]
+        fitting = (r for r in paused if r.may_leave and self._fits_host(r))
+        for resident in self.needed_last_first(fitting):
+            self.begin_to_evict(resident, now_us)
+            return True
+        return False
+
+    def begin_to_evict(self, resident: Resident, now_us: int) -> None:
+        resident.send("leave", turn=self._leaves(resident, now_us))
+
+    def with_pause(self, resident: Resident, now_us: int) -> JSON:
+        """What a pause says: to leave at once, if that is what somebody waits for."""
+        if self.lacks != "bytes" or not resident.may_leave or not self._fits_host(resident):
+            return {}
+        return {"leave": True, "turn": self._leaves(resident, now_us)}
+
+    def _leaves(self, resident: Resident, now_us: int) -> int:
+        resident.level, resident.leave_by_us = "leaving", now_us + LEAVE_US
+        resident.turn += 1
+        return resident.turn
+
+    def _fits_host(self, resident: Resident) -> bool:
+        return resident.memory_bytes - resident.slab_bytes <= self.free_host_bytes
+
+    def _end_for_bytes(self, wanted: int) -> bool:
+        """End one, if so much is free when all are gone that may go."""
+        holding = [r for r in self.living if r.on_device_bytes]
+        gained = sum(r.on_device_bytes for r in holding if _may_end(r))
+        return self.free_bytes + gained >= wanted and self._end_one(holding)
+
+    def _end_one(self, among: Iterable[Resident]) -> bool:
+        """End the paused one that is needed last, if its image is durable."""
+        for resident in self.needed_last_first(filter(_may_end, among)):
+            self.end(resident)
+            return True
+        return False
+
+    def _did_not_leave(self, resident: Resident, now_us: int) -> None:
+        if resident.stay.state == "pausing":  # its step takes long
+            resident.leave_by_us = now_us + LEAVE_US
+            return
+        resident.level, resident.may_leave = "device", False
+        if _may_end(resident):
+            self.end(resident)
+
+    # --- coming back ---
+
+    def _let_come(self, resident: Resident, now_us: int) -> None:
+        if resident.level == "leaving":
+            return  # it says when it is done
+        lacking = resident.lacking_bytes
+        self.lacks, there = self._make_room(lacking, now_us, places=0, coming=resident)
+        granted = lacking if there else min(lacking, max(0, self.free_bytes))
+        if granted < min(lacking, GRANT_BYTES) or (not lacking and resident.level == "coming"):
+            return
+        resident.level = "coming"
+        resident.granted_bytes += granted
+        resident.turn += 1
+        resident.send("return", bytes=granted, turn=resident.turn)
+
+    def heard(self, resident: Resident, message: JSON) -> None:
+        """`away`: so much is off the device; `settled`: and it has done what it was told last."""
+        away_bytes, turn = number(message, "bytes"), number(message, "turn")
+        memory_bytes = number(message, "memory_bytes")
+        if turn > resident.turn:
+            raise Nonsense("it says what is away without being asked")
+        if turn < resident.turn:
+            return  # it was told something else meanwhile, and answers that too
+        resident.away_bytes = away_bytes
+        if message.get("settled") is True:
+            resident.measure()
+            if away_bytes > resident.slab_bytes:
+                raise Nonsense("more is away than lies in its slab")
+            is_back = resident.level != "leaving" and not away_bytes
+            resident.level = "device" if is_back else "host"
+            resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
+
+    # --- who is needed last ---
+
+    def needed_last_first(self, paused: Iterable[Resident]) -> list[Resident]:
+        """As the island expects it; where it does not say, by when each is expected back.
+
+        Who shares a device takes turns: each comes back about as long after its pause as it did
+        before.  Of those that have not come back yet, the one paused first has waited longest and
+        comes first; so the one paused last goes, not, as in a cache, the one not used longest.
+        """
+        place = {task: number for number, task in enumerate(self.expected)}
+        known = [r.absent_us for r in self.living if r.absent_us]
+        usual_us = sum(known) // len(known) if known else 0
+
+        def need(resident: Resident) -> tuple[int, int]:
+            back_us = resident.paused_us + (resident.absent_us or usual_us)
+            return place.get(resident.task, len(place)), back_us
+
+        return sorted(paused, key=need, reverse=True)
+
+
+def _may_end(resident: Resident) -> bool:
+    paused = resident.stay.state == "paused" and not resident.doom
+    return paused and resident.is_durable and not resident.is_saving
