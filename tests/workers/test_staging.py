@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -67,6 +70,17 @@ class Stage:
         captured = capture(job, around=Surroundings(), accelerator=CPU)
         self.staging.begin(captured, self.told.put)
         return expected
+
+    @contextlib.contextmanager
+    def held_up(self, job: Job) -> Iterator[None]:
+        """An image of the next safe point; none of it is copied before the end of the block."""
+        free = threading.Event()
+        captured = capture(job, around=Surroundings(), accelerator=CPU)
+        self.staging.begin(captured, lambda _: free.wait(timeout=20))  # keeps the thread busy
+        job.step()
+        self.begin(job)
+        yield
+        free.set()
 
     def image(self) -> list[torch.Tensor]:
         """The state of the job in the newest image; the random numbers of this process stay."""
@@ -148,14 +162,9 @@ def test_who_writes_outside_an_optimizer_spoils_one_image_and_no_other(write):
     job, stage = Job(), Stage()
     for _ in range(2):
         job.step()
-    # While the thread holds nothing up, a write may come after the copy: write until it was seen.
-    for _ in range(100):
-        stage.begin(job)
+    with stage.held_up(job):
         write(job)
-        stage.staging.join()
-        if stage.staging.spoiled:
-            break
-        stage.told.get(timeout=20)
+    stage.staging.join()
     assert stage.staging.spoiled
     for _ in range(3):
         expected = stage.begin(job)
