@@ -459,6 +459,22 @@ def migrate(
     show(moved, output, lambda: table(moved, telling.WISHED))
 
 
+@app.command()
+def resize(
+    ctx: typer.Context,
+    id: Which,
+    most: Annotated[int, typer.Argument(min=1, help="so many devices it may hold at most")],
+    output: Format = Output.table,
+) -> None:
+    """Let a task of several ranks hold fewer devices, or more; its bits stay the same."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        tasks = [id] if kind == "tasks" else [task["id"] for task in _open_tasks(client, id)]
+        wish = {"devices_max": most}
+        resized = [client.post(f"/v1/tasks/{task}/resize", wish) for task in tasks]
+    show(resized, output, lambda: table(resized, telling.WISHED))
+
+
 def _wish(ctx: typer.Context, ids: list[str], verbs: dict[str, str], output: Output) -> None:
     """All of them are tried; the first problem is the one that is told in the end."""
     done, first = [], None

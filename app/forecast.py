@@ -92,7 +92,13 @@ class Learned:
 def _history(session: Session) -> History:
     """From the newest placements that ended a task, the oldest first."""
     columns = (Placement.task_id, Placement.end, Placement.ended_at)
-    newest = select(*columns).order_by(Placement.id.desc()).limit(PLACEMENTS).subquery()
+    newest = (
+        select(*columns)
+        .where(~Placement.guest)
+        .order_by(Placement.id.desc())
+        .limit(PLACEMENTS)
+        .subquery()
+    )
     query = (
         select(
             TaskRow.tenant_id,

@@ -35,7 +35,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app import db, launch, ledger
+from app import db, launch, ledger, lending
 from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
@@ -95,10 +95,15 @@ def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Desk:
-    """What a plan is about: its tasks, their open placements, and what its launches refer to."""
+    """What a plan is about: its tasks, their open placements, and what it gives them."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
     open: dict[str, Placement] = field(default_factory=dict)
+    guests: dict[str, list[Placement]] = field(default_factory=dict)
+    seats: Mapping[str, str] = field(default_factory=dict)  # who is launched -> where
+    lent: set[str] = field(
+        default_factory=set
+    )  # of these devices: another's guest still sits there
     devices: Mapping[str, Device] = field(default_factory=dict)
     shelf: launch.Shelf = field(default_factory=launch.Shelf)
 
@@ -112,13 +117,17 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
     if len(tasks) < len(wanted):
         return None
     seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
-    seats = {each.task: each.device for each in plan.decisions if each.move == Move.Launch}
-    query = select(Device).where(Device.id.in_(seats.values()))
-    devices = {row.id: row for row in session.scalars(query)} if seats else {}
-    launches = [(tasks[id], devices[str(seat)]) for id, seat in seats.items()]
+    seats = {each.task: str(each.device) for each in plan.decisions if each.move == Move.Launch}
+    spliced = [id for each in plan.decisions if each.move == Move.Splice for id in each.devices]
+    query = select(Device).where(Device.id.in_([*seats.values(), *spliced]))
+    devices = {row.id: row for row in session.scalars(query)} if seats or spliced else {}
+    launches = [(tasks[id], devices[seat]) for id, seat in seats.items()]
     return _Desk(
         tasks=tasks,
         open={row.task_id: row for row in _open(session, Placement.task_id, seated)},
+        guests=lending.guests(session, [id for id in seated if tasks[id].devices_max > 1]),
+        seats=seats,
+        lent=lending.lent(session, seats.values()),
         devices=devices,
         shelf=launch.look_up(session, launches),
     )
@@ -166,7 +175,8 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     task.epoch += 1
     task.event_seq = task.order_seq = task.held_us = 0
     task.cost_milli = decision.cost
-    task.seat, task.launched_at, task.started_at = device.id, db.now(session), None
+    task.seat, task.launched_at = device.id, db.now(session)
+    task.started_at = task.resized_at = None
     placement = Placement(
         task_id=task.id,
         epoch=task.epoch,
@@ -179,24 +189,52 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     )
     session.add(placement)
     desk.open[task.id] = placement
-    _order(session, task, "Launch", **desk.shelf.body(task, device))
+    body = desk.shelf.body(task, device)
+    if device.id in desk.lent:
+        body["surely_until_us"] = 0  # it may get ready; the seat it has when an answer says so
+    _order(session, task, "Launch", **body)
     tell(session, task, "task.launched", decision.because, device=device.id, rule=decision.rule)
 
 
 def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, Move.Pause)
-    desk.open[task.id].leaving = True
-    moves = decision.rule == "move"
-    _order(session, task, "Pause", successor=decision.against or "", moves=moves)
+    _leaves(desk, task)
+    moves, successor = decision.rule == "move", decision.against or ""
+    if desk.seats.get(successor) != task.seat:
+        successor = ""  # it takes another seat of those that are let go
+    _order(session, task, "Pause", successor=successor, moves=moves)
     # Not for whom: that may be another tenant's task.
     tell(session, task, "task.pausing", decision.because, rule=decision.rule)
+
+
+def _leaves(desk: _Desk, task: Task) -> None:
+    """All that it holds may be promised to others."""
+    for placement in (desk.open[task.id], *desk.guests.get(task.id, ())):
+        placement.leaving = True
+
+
+def _splice(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
+    _move(session, task, Move.Splice)
+    home, guests = desk.open[task.id], desk.guests.get(task.id, [])
+    for guest in guests:
+        guest.leaving = guest.device_id not in decision.devices
+    stay = [home, *(guest for guest in guests if not guest.leaving)]
+    had = {placement.device_id for placement in stay}
+    lent = [desk.devices[id] for id in decision.devices if id not in had]
+    if lent:
+        session.flush()  # first the seats are given up
+        cost = decision.cost or sum(desk.devices[id].cost_milli for id in decision.devices)
+        lending.lend(session, task, lent, cost - sum(each.cost_milli for each in stay))
+        task.resized_at, task.cost_milli = db.now(session), decision.cost
+    _order(session, task, "Resize", seats=len(decision.devices))
+    tell(session, task, "task.resizing", decision.because, devices=list(decision.devices))
 
 
 def _cancel(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     on_a_device = task.state in lifecycle.ON_A_DEVICE
     _move(session, task, Move.Cancel)
     if on_a_device:
-        desk.open[task.id].leaving = True
+        _leaves(desk, task)
         _order(session, task, "Cancel")
     else:
         _end(session, task, "task.cancelled", decision.because)
@@ -216,6 +254,7 @@ _DECIDED = {
     Move.Unlocked: _unlock,
     Move.Locked: _lock,
     Move.Launch: _launch,
+    Move.Splice: _splice,
     Move.Pause: _pause,
     Move.Cancel: _cancel,
     Move.GaveUp: _give_up,
@@ -272,12 +311,13 @@ class Believed:
     """All that some heartbeats may touch, as it was before them, and locked.
 
     `open` are the placements that have not ended, `unanswered` the orders that the device has not
-    shown to have taken in; both by device.
+    shown to have taken in; both by device.  `lent` are devices that another one's task holds.
     """
 
     devices: dict[str, Device]
     tasks: dict[str, Task]
     open: dict[str, list[Placement]]
+    lent: set[str]
     unanswered: dict[str, list[Order]]
 
 
@@ -352,6 +392,8 @@ def _record(
         drop: list[list[Any]] = []
         for view in alive.residents:
             here = _confirm(session, house, view)
+            if here and device.id in believed.lent:
+                continue  # it stays, and has the seat when who was lent it has let go
             (keep if here else drop).append([view.task, view.epoch])
         changed |= _miss(session, house, alive)
         changed |= _look_ahead(house, alive)
@@ -375,9 +417,12 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     mine = select(Device).where(Device.id.in_(ids)).order_by(Device.id)
     locked = mine.with_for_update(key_share=True).execution_options(populate_existing=True)
     devices = {device.id: device for device in session.scalars(locked)}
-    open_ = defaultdict[str, list[Placement]](list)
-    for placement in _open(session, Placement.device_id, ids):
-        open_[placement.device_id].append(placement)
+    open_, lent = defaultdict[str, list[Placement]](list), set[str]()
+    for placement in _open(session, Placement.device_id, ids, guests=True):
+        if placement.guest:
+            lent.add(placement.device_id)
+        else:
+            open_[placement.device_id].append(placement)
     named = {view.task for alive in alives for view in alive.residents}
     named |= {event.task for alive in alives for event in alive.events}
     named |= {image["task"] for alive in alives for image in alive.ahead}
@@ -389,7 +434,7 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
         for order in session.scalars(query.order_by(Order.id)):
             unanswered[order.device_id].append(order)
-    return Believed(devices=devices, tasks=tasks, open=open_, unanswered=unanswered)
+    return Believed(devices=devices, tasks=tasks, open=open_, lent=lent, unanswered=unanswered)
 
 
 def _house(device: Device, believed: Believed) -> _House:
@@ -489,7 +534,7 @@ def _take_in(
         task.event_seq = event.seq
         if placement.ended_at is None or isinstance(event, messages.Saved):
             placement.last_step = event.step
-            _note(session, placement, event)
+            _note(session, task, placement, event)
             if careful:
                 _apply(session, task, placement, event)
             else:
@@ -564,7 +609,7 @@ def _moved(session: Session, task: Task, lost: int) -> None:
     """It runs where it was to be moved; how long it stood still is by our clock."""
     moving = migration.from_json(task.moving or {})
     stood = select(Placement.ended_at).where(
-        Placement.task_id == task.id, Placement.epoch == moving.epoch
+        Placement.task_id == task.id, Placement.epoch == moving.epoch, ~Placement.guest
     )
     ended_at, now = session.scalar(stood), db.now(session)
     downtime_us = 0 if ended_at is None else round((now - ended_at).total_seconds() * 1e6)
@@ -584,6 +629,20 @@ def _moved(session: Session, task: Task, lost: int) -> None:
         lost_steps=lost,
     )
     task.move_to = task.moving = None
+
+
+def _resized(session: Session, task: Task, placement: Placement, event: messages.Resized) -> None:
+    if task.state == "stopping":
+        return  # it was cancelled meanwhile, and lets go of all
+    _move(session, task, Move.Spliced)
+    guests = lending.of_task(session, task)
+    if left := [guest for guest in guests if guest.leaving]:
+        lending.end(session, left, "resized")
+        task.resized_at = db.now(session)
+        task.cost_milli = lending.cost(session, [p for p in (placement, *guests) if not p.leaving])
+    seats = "one device" if event.seats == 1 else f"{event.seats} devices"
+    told = f"It goes on after step {event.step} on {seats}."
+    tell(session, task, "task.resized", told, step=event.step, devices=event.seats)
 
 
 def _saved(session: Session, task: Task, placement: Placement, event: messages.Saved) -> None:
@@ -633,7 +692,7 @@ def _keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> Non
 
 def _of_writer(column: Any, event: messages.Saved) -> Any:
     """A column of the device that wrote a checkpoint."""
-    wrote = (Placement.task_id == event.task, Placement.epoch == event.epoch)
+    wrote = (Placement.task_id == event.task, Placement.epoch == event.epoch, ~Placement.guest)
     query = select(column).join(Placement, Placement.device_id == Device.id).where(*wrote)
     return query.scalar_subquery()
 
@@ -716,6 +775,7 @@ def _stopped(session: Session, task: Task, placement: Placement, event: messages
 _EVENTS: dict[type, Any] = {
     messages.Started: _started,
     messages.Saved: _saved,
+    messages.Resized: _resized,
     messages.Paused: _paused,
     messages.Finished: _finished,
     messages.Failed: _failed,
@@ -741,7 +801,7 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
         return task.image_on == house.device.id
     placement = house.placement(task)
     placement.last_step = view.step
-    _note(session, placement, view)
+    _note(session, task, placement, view)
     task.held_us = placement.held_us
     if task.started_at is not None and view.step > task.step:
         task.step = view.step
@@ -750,9 +810,15 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
 
 
 def _note(
-    session: Session, placement: Placement, said: messages.Event | messages.ResidentView
+    session: Session,
+    task: Task,
+    placement: Placement,
+    said: messages.Event | messages.ResidentView,
 ) -> None:
+    before_us = placement.held_us
     ledger.note(session, placement, said.held_us)
+    if placement.held_us > before_us and placement.epoch == task.epoch:
+        lending.charge(session, lending.of_task(session, task), placement.held_us - before_us)
     placement.staged_us = max(placement.staged_us, said.staged_us)
 
 
@@ -847,12 +913,14 @@ def _locked(session: Session, which: ColumnElement[bool], *, wait: bool = True) 
 
 
 def _open(
-    session: Session, by: InstrumentedAttribute[str], ids: Sequence[str]
+    session: Session, by: InstrumentedAttribute[str], ids: Sequence[str], *, guests: bool = False
 ) -> Sequence[Placement]:
     """Those that have not ended of these tasks or devices."""
     if not ids:
         return []
     query = select(Placement).where(by.in_(ids), Placement.ended_at.is_(None))
+    if not guests:
+        query = query.where(~Placement.guest)
     return session.scalars(query.order_by(Placement.id)).all()
 
 
@@ -903,6 +971,7 @@ def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Pla
         Placement.task_id == task_id,
         Placement.epoch == epoch,
         Placement.device_id == house.device.id,
+        ~Placement.guest,
     )
     return session.scalar(query)
 
@@ -910,8 +979,10 @@ def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Pla
 def _close(session: Session, task: Task, placement: Placement, end: str) -> None:
     """The task lets go of its seat: what it held is final, and no order waits for an answer."""
     placement.ended_at, placement.end = db.now(session), end
+    lending.end(session, lending.of_task(session, task), end)
     task.total_held_us += placement.held_us
-    task.held_us, task.seat, task.started_at = 0, None, None
+    task.held_us, task.seat = 0, None
+    task.started_at = task.resized_at = None
     session.info.setdefault("closed", set()).add((task.id, task.epoch))
 
 

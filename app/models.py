@@ -272,9 +272,10 @@ class Task(Base):
 
     `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
     recorded and the last order written in this epoch.  `seat` is the device held or about to be
-    held; `image_on` the device in whose host memory a paused image at `step` lies, and `saved`
-    whether that image is durable too.  `move_to` is the device that it is to be moved to ("*": any
-    other), and `moving` how far that is (`core.migration.Moving`).
+    held, the home of an elastic task, and `resized_at` since when that holds as many as it does;
+    `image_on` the device in whose host memory a paused image at `step` lies, and `saved` whether
+    that image is durable too.  `move_to` is the device that it is to be moved to ("*": any other),
+    and `moving` how far that is (`core.migration.Moving`).
 
     `cost_milli` is what a second in this epoch costs, if it is
     charged by its memory and not by its device.  `waited_us` is the sum of all waits that ended;
@@ -316,6 +317,7 @@ class Task(Base):
     step: Mapped[int] = mapped_column(BigInteger, server_default="0")
     launched_at: Mapped[datetime | None]
     started_at: Mapped[datetime | None]
+    resized_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     first_started_at: Mapped[datetime | None]
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -414,6 +416,8 @@ class Placement(Base):
     `held_us` is what the device measured from taking the seat to letting go; for `staged_us` of it
     the job stood still, because its state was copied.  `leaving` is set when the device was told to
     let go: from then on the seat may be promised to the next task.
+
+    A `guest` is a row more: a device that an elastic task holds beyond its home (`app.lending`).
     """
 
     __tablename__ = "placements"
@@ -430,6 +434,7 @@ class Placement(Base):
     started_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
+    guest: Mapped[bool] = mapped_column(server_default=text("false"))
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -437,12 +442,25 @@ class Placement(Base):
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     end: Mapped[str | None]
     __table_args__ = (
-        UniqueConstraint("task_id", "epoch"),
+        Index(
+            "uq_placements_home",
+            "task_id",
+            "epoch",
+            unique=True,
+            postgresql_where=text("not guest"),
+        ),
         Index(
             "uq_placements_open_task",
             "task_id",
             unique=True,
-            postgresql_where=text("ended_at is null"),
+            postgresql_where=text("ended_at is null and not guest"),
+        ),
+        Index(
+            "uq_placements_open_guest",
+            "task_id",
+            "device_id",
+            unique=True,
+            postgresql_where=text("ended_at is null and guest"),
         ),
         Index(
             "uq_placements_open_seat",

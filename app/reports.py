@@ -272,7 +272,7 @@ class _Work:
 _BY_MEMORY = (
     select(Task.id)
     .join(Placement, Placement.task_id == Task.id)
-    .where(Placement.ended_at.is_(None), Task.cost_milli > 0)
+    .where(Placement.ended_at.is_(None), ~Placement.guest, Task.cost_milli > 0)
 )
 
 _WORK = text(

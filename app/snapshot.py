@@ -16,7 +16,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
-from app import ledger
+from app import ledger, lending
+from app.core.board import LEAVES_A_SEAT
 from app.core.island import (
     RESTARTS,
     Conditions,
@@ -30,7 +31,7 @@ from app.core.island import (
 )
 from app.core.lifecycle import ENDED, ON_A_DEVICE
 from app.core.migration import MOVABLE
-from app.models import Account, Host, LedgerBase, Need
+from app.models import Account, Host, LedgerBase, Need, Placement
 from app.models import Device as DeviceRow
 from app.models import Lift as LiftRow
 from app.models import Task as TaskRow
@@ -72,6 +73,8 @@ def policy(base: LedgerBase) -> Policy:
         idle_credit_s=settings().idle_credit_s,
         slice_min_s=settings().slice_min_s,
         slice_max_s=settings().slice_max_s,
+        grow_after_s=settings().grow_after_s,
+        homebound=True,
     )
 
 
@@ -146,6 +149,7 @@ _COLUMNS = (
     TaskRow.id, TaskRow.request_id, TaskRow.tenant_id, TaskRow.user_id, TaskRow.state,
     TaskRow.epoch, TaskRow.kind, TaskRow.memory_bytes, TaskRow.priority, TaskRow.submitted_at,
     TaskRow.hold, TaskRow.not_before, TaskRow.seat, TaskRow.launched_at, TaskRow.started_at,
+    TaskRow.resized_at,
     TaskRow.held_us, TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
     TaskRow.devices_max, TaskRow.island,
@@ -164,12 +168,15 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
     splicing = _splicing(session, rows)
+    spread = [row.id for row in rows if row.state in ON_A_DEVICE and row.devices_max > 1]
+    guests = lending.guests(session, spread)
     return {
         row.id: _task(
             row,
             waits_for.get(row.id, ()),
             broken.get(row.id, ()),
             elastic=(row.island, row.kind) in splicing,
+            guests=guests.get(row.id, ()),
             now_s=now_s,
         )
         for row in rows
@@ -180,7 +187,7 @@ def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str
     """(island, kind) of which every device says in its facts that ranks can share it ("splice").
 
     Here alone it is decided whether tasks are elastic, and may be given more devices than they
-    need.  No device worker says so yet, so on a live island every task has a fixed width.
+    need.
     """
     if all(row.devices_max <= row.devices_min for row in rows):
         return frozenset()
@@ -192,13 +199,27 @@ def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str
 
 
 def _task(
-    row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], *, elastic: bool, now_s: float
+    row: Row[Any],
+    waits_for: Sequence[str],
+    broken: Sequence[str],
+    *,
+    elastic: bool,
+    guests: Sequence[Placement],
+    now_s: float,
 ) -> Task:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
-    accrued_us = 0
+    resized_s = _seconds(row.resized_at) if row.state in ON_A_DEVICE else None
+    accrued_us = held_us = 0
     if started_s is not None:
         # What it has held since the last heartbeat is charged with the next one.
         accrued_us = max(0, int((now_s - started_s) * 1e6) - row.held_us)
+        held_us = row.held_us + accrued_us
+    if resized_s is not None:
+        held_us = min(held_us, max(0, int((now_s - resized_s) * 1e6)))
+        accrued_us = min(held_us, accrued_us)
+    lets_go = row.state in LEAVES_A_SEAT  # of all at once
+    seats = [each.device_id for each in guests if lets_go or not each.leaving]
+    leaves = [each.device_id for each in guests if each.device_id not in seats]
     return Task(
         id=row.id,
         request=row.request_id,
@@ -220,11 +241,13 @@ def _task(
         movable=MOVABLE in row.capabilities,
         moves_to=_moves_to(row),
         stops=row.moving is not None and row.moving["stopping"],
-        seats=(row.seat,) if row.seat is not None else (),
+        seats=(row.seat, *seats) if row.seat is not None else (),
+        leaves=tuple(leaves),
         launched_s=_seconds(row.launched_at) or 0.0,
         started_s=started_s,
+        resized_s=resized_s,
         accrued_us=accrued_us,
-        held_us=row.held_us + accrued_us,
+        held_us=held_us,
         image_on=row.image_on,
         saved=row.saved,
         restarts=RESTARTS in row.capabilities,

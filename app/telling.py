@@ -134,7 +134,7 @@ TASKS = [
     Column("TASK", lambda t: t["name"]),
     Column("ID", lambda t: t["id"]),
     Column("STATE", lambda t: _task_state(t)),
-    Column("DEVICE", lambda t: t["seat"] or (t["image_on"] and f"({t['image_on']})")),
+    Column("DEVICE", lambda t: _seats(t) or (t["image_on"] and f"({t['image_on']})")),
     Column("STEP", lambda t: t["step"], right=True),
     Column("HELD", lambda t: seconds(t["held_us"]), right=True),
     Column("PAUSES", lambda t: t["pauses"], right=True),
@@ -162,6 +162,11 @@ PLACEMENTS = [
 ]
 
 
+def _seats(task: JSON) -> str:
+    """All that it holds, its home first."""
+    return ", ".join([task["seat"], *task["lent"]]) if task["seat"] else ""
+
+
 def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
     head = facts(
         [
@@ -169,7 +174,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("of", value["request_id"]),
             ("name", value["name"]),
             ("state", _task_state(value)),
-            ("device", value["seat"]),
+            ("device", _seats(value)),
             ("moves to", _where_to(value)),
             ("image in the memory of", value["image_on"]),
             ("needs", [need["task"] for need in value["needs"]] or None),

@@ -49,7 +49,7 @@ def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
             (Placement.staged_us / 1e6).label("staged_s"),
             (func.lag(Placement.device_id).over(**line) != Placement.device_id).label("elsewhere"),
         )
-        .where(Placement.task_id.in_(tasks))
+        .where(Placement.task_id.in_(tasks), ~Placement.guest)
         .subquery()
     )
     of = stays.c

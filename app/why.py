@@ -597,6 +597,7 @@ def _on_devices(island: str) -> Select[Any]:
         .join(Placement, Placement.task_id == TaskRow.id)
         .where(
             Placement.ended_at.is_(None),
+            ~Placement.guest,
             TaskRow.island == island,
             TaskRow.state.in_(ON_A_DEVICE),
         )

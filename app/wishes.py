@@ -1,4 +1,5 @@
-"""What people ask for after they submitted: cancel, hold, release, save, move, another priority.
+"""What people ask for after they submitted: cancel, hold, release, save, move, resize, another
+priority.
 
 A wish is written down and answered at once; the island acts on it and writes the state.  Asking
 twice changes nothing more.  Each wish that changes something leaves an event that says who asked.
@@ -21,7 +22,7 @@ from app.changes import changes
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.migration import ANYWHERE, MOVABLE
 from app.db import after_commit
-from app.errors import Conflict, Forbidden
+from app.errors import BadInput, Conflict, Forbidden
 from app.models import Event, Request, Task
 
 ADMIN_HOLD, USER_HOLD = "admin", "user"
@@ -104,12 +105,26 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         raise Conflict(f"it is {task.state}; only a task on a device can be moved")
     if task.devices_min > 1:
-        raise Conflict("it holds several devices at once, and only one can be moved")
+        raise Conflict("it needs several devices at once, and only one can be moved")
     if task.state == State.running and MOVABLE not in task.capabilities:
         raise Conflict("its state cannot be captured, so it cannot be moved")
     if _one(session, task, lambda task: _wish_move(task, to)):
         where = "any other device" if to == ANYWHERE else to
         _tell(session, task, task, "task.move_asked", f"{by} asked to move it to {where}.")
+
+
+def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
+    """It is to hold `most` devices at most; raises Conflict if it has no ranks to share them."""
+    _check_live(task)
+    ranks = task.descriptor["world_size"]
+    if ranks == 1:
+        raise Conflict("it has one rank, which sits on one device; see `world_size`")
+    if not task.devices_min <= most <= ranks:
+        told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
+        raise BadInput.at("/devices_max", told, "range")
+    if _one(session, task, lambda task: _set(task, "devices_max", most)):
+        told = f"{by} asked that it holds no more than {most} devices."
+        _tell(session, task, task, "task.resize_asked", told)
 
 
 def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:

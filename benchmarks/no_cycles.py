@@ -100,7 +100,7 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
     devices = {
         f"d{n}": Device(
             id=f"d{n}",
-            host="h",
+            host="g" if n == 2 else "h",
             kind=dice.choice(odds.kinds) if n else "cpu",
             memory_bytes=dice.choice([4, 8, 8]),
             cost=1000,
@@ -114,6 +114,7 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
         slice_max_s=0.0 if timeless else 3.0,
         patience_s=PATIENCE_S,
         grow_after_s=0.0 if timeless else GROW_AFTER_S,
+        homebound=seed % 8 > 3,
     )
     snapshot = Snapshot(
         island="random", policy=policy, tenants=tenants, users=users, devices=devices, tasks={}
@@ -547,12 +548,19 @@ def _cut(tables: Tables, holding: dict[str, Task], now: Task, gains: Task) -> It
     had = holding[now.id]
     if not set(now.seats) < set(had.seats) or len(now.seats) < now.width:
         yield f"{now.id} was on {had.seats}, is on {now.seats}, and needs {now.width}"
+    if _home(tables) and now.seats[0] != had.seats[0]:
+        yield f"{now.id} gave its home back"
     mine, theirs = tables.part(gains, now)
     if now.user == gains.user:
         return
     spare = _spare(tables, theirs, now.kind)
     if len(had.seats) - len(now.seats) > spare and not (mine and tables.owed(mine[-1], gains)):
         yield f"{now.id} gave back what is guaranteed to {theirs}, to {gains.id}, who borrows"
+
+
+def _home(tables: Tables) -> int:
+    """How many devices an elastic task never gives back, though it could do without."""
+    return int(tables.snapshot.policy.homebound)
 
 
 def _spare(tables: Tables, tenants: list[str], kind: str) -> int:
@@ -581,7 +589,7 @@ def _not_needed(
     for task in after:
         _, theirs = tables.part(gains, task)
         spare = beyond(task) if task.user == gains.user else _spare(tables, theirs, task.kind)
-        suit = sum(fits(devices[id], gains) for id in task.seats)
+        suit = sum(fits(devices[id], gains) for id in task.seats[_home(tables) :])
         given = max(0, min(spare, suit, beyond(task)))
         cut.append((task, replace(task, seats=task.seats[: len(task.seats) - given])))
         _swap(tables, *cut[-1])
@@ -601,8 +609,8 @@ def _overgrown(
     new = set(now.seats) - set(had.seats)
     if not set(had.seats) < set(now.seats) or len(now.seats) > now.width_max or new & held:
         yield f"{now.id} was on {had.seats}, is on {now.seats}, of at most {now.width_max}"
-    if not all(fits(devices[id], now) for id in new):
-        yield f"{now.id} grew onto {new}, which do not fit"
+    if not all(fits(devices[id], now) and _near(before, had, id) for id in new):
+        yield f"{now.id} grew from {had.seats} onto {new}, which do not fit"
     if (over := tables.over(now, 0, grown=len(new))) is not None:
         yield f"{now.id} grew beyond a limit of {over}"
     for task in before.tasks.values():
@@ -611,6 +619,12 @@ def _overgrown(
         free = [id for id in devices if id not in held and fits(devices[id], task)]
         if task.kind == now.kind and len(free) >= task.width:
             yield f"{now.id} grew while {task.id} waited, who could have had {free}"
+
+
+def _near(snapshot: Snapshot, task: Task, id: str) -> bool:
+    """May it grow onto this device, wherever that is?"""
+    devices = snapshot.devices
+    return not snapshot.policy.homebound or devices[id].host == devices[task.seats[0]].host
 
 
 def _nothing_is_idle(seed: int, shop: Shop) -> None:
@@ -630,9 +644,13 @@ def _nothing_is_left(seed: int, snapshot: Snapshot, tables: Tables, held: set[st
     """Where growing need not wait: no device is free that an elastic task could use."""
     wanted = {task.kind for task in snapshot.tasks.values() if task.state == "waiting"}
     for task in snapshot.tasks.values():
-        free = [d.id for d in snapshot.devices.values() if d.id not in held and fits(d, task)]
         could = task.seats and len(task.seats) < task.width_max and task.kind not in wanted
-        if could and free and tables.over(task, 0, grown=1) is None:
+        free = [d.id for d in snapshot.devices.values() if d.id not in held and fits(d, task)]
+        if (
+            could
+            and any(_near(snapshot, task, id) for id in free)
+            and tables.over(task, 0, grown=1) is None
+        ):
             raise Unruly(seed, f"{task.id} is on {task.seats}, and {free} are free")
 
 

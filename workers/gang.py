@@ -5,7 +5,8 @@
 To its supervisor a gang is a resident like any other.  The conductor hands on what is ordered and
 says one thing where all ranks have said it; it runs no code of the tenant's.  A rank is an
 `executor` with the same stages, whose default process group is there before its code is loaded; the
-ranks take turns (`workers.turns`) on the one seat that the resident has.
+ranks take turns (`workers.turns`) on the resident's seat, and on as many others of this host as are
+lent to it: whose devices these are is the scheduler's affair.
 
 *The cut.*  Before anything is ordered of ranks that step, all are brought to stand before the same
 step: the first to see the wish names one that none has begun, and each stops there.  So an image
@@ -223,6 +224,7 @@ class _Conductor:
         self.work, self.board, self.ranks = work, board, ranks
         self.asked: dict[str, JSON] = {}  # of ranks that step: told when all stand at a cut
         self.asked_s = 0.0
+        self.wished = 0  # so many seats, and not told yet that they have them
         self.is_seated = False
         self.is_saving = False
         self.is_still = False
@@ -261,10 +263,20 @@ class _Conductor:
                 self._stay(message)
             case "pause" | "save" | "cancel" if self.is_seated:
                 self._ask(message)
+            case "resize":
+                self.wished = message["seats"]
+                turns.wish(self.board, self.wished)
             case word:
                 self.is_saving &= word != "kept"
-                self.is_seated |= word == "go"
+                if word == "go":
+                    self._go()
                 self._tell(message, self.ranks)
+
+    def _go(self) -> None:
+        """The seat is theirs; what they were lent besides, before, is not."""
+        self.is_seated, self.wished = True, 0
+        if turns.seats(self.board) > 1:
+            turns.reseat(self.board, 1)
 
     def _ask(self, message: JSON) -> None:
         """Of ranks that step: first they must stand at a cut."""
@@ -391,6 +403,9 @@ class _Conductor:
 
     def _keep_time(self) -> None:
         now_s, every_s = time.monotonic(), self.work.spec["checkpoint_every_s"]
+        if self.wished and turns.seats(self.board) == self.wished:
+            self.work.say("resized", seats=self.wished, step=self._step())
+            self.wished = 0
         if any(rank.is_still for rank in self.ranks):
             self._look_whether_still()
         due = every_s > 0 and now_s - self.saved_s >= every_s
@@ -404,7 +419,7 @@ class _Conductor:
             sys.stderr.flush()
 
     def _look_in_ms(self) -> float:
-        if any(rank.is_still for rank in self.ranks):
+        if self.wished or any(rank.is_still for rank in self.ranks):
             return LOOK_S * 1000
         every_s = self.work.spec["checkpoint_every_s"]
         return 1000 * min(every_s or 1.0, 1.0)

@@ -79,6 +79,7 @@ class House:
             "memory_bytes": self.memory_bytes,
             "host_memory_bytes": self.host_memory_bytes,
             "key": self.signer.public,
+            "splice": self.kind == "cpu",  # ranks can take turns here and on other devices
         }
 
 

@@ -62,6 +62,7 @@ class Stay:
     successor: str = ""  # the task that it gives way to, which may get ready first,
     yield_by_us: int | None = None  # until then
     moves: bool = False  # its image is waited for on another device
+    seats: int = 1  # that its ranks have been told to take turns on
     event_seq: int = 0
     events: list[Event] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log())

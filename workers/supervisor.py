@@ -41,6 +41,7 @@ from app.core.messages import (
     Launch,
     Order,
     Pause,
+    Resize,
     Save,
 )
 from workers import ahead, sandbox, transfer
@@ -315,6 +316,9 @@ class Supervisor(threading.Thread):
             self._pause(stay)
         elif isinstance(order, Save):
             self._save(stay)
+        elif isinstance(order, Resize) and stay.resident and stay.state == "running":
+            stay.seats = order.seats
+            stay.resident.send("resize", seats=order.seats)
 
     def _launch(self, launch: Launch) -> None:
         if launch.epoch <= self.newest.get(launch.task, 0) or self.stop_by_us is not None:
@@ -754,6 +758,14 @@ class Supervisor(threading.Thread):
             return
         self._paused(resident)
 
+    def _says_resized(self, resident: Resident, message: JSON) -> None:
+        seats = residents.number(message, "seats")
+        if self.seat is not resident or seats != resident.stay.seats:
+            raise Nonsense(f"it sits on {seats} seats")
+        resident.stay.step = residents.number(message, "step")
+        resident.stay.tell(messages.Resized, now_us(), seats=seats)
+        self.rhythm.happened = True
+
     def _paused(self, resident: Resident) -> None:
         stay = resident.stay
         stay.state, resident.paused_us = "paused", now_us()
@@ -973,6 +985,7 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
     "away": Supervisor._says_away,
     "still": Supervisor._says_still,
     "moving": Supervisor._says_moving,
+    "resized": Supervisor._says_resized,
     "paused": Supervisor._says_paused,
     "saving": Supervisor._says_saving,
     "failed": Supervisor._says_last,

@@ -97,11 +97,26 @@ def seat_of(rank: int, ranks: int, seats: int) -> int:
 
 
 def seat_all(ground: Ground, seats: int) -> None:
-    """Before the first rank comes."""
+    """Before the first rank comes, or while nobody sits (`reseat`, `_regroup`)."""
     words = ground.words
     words[SEATS] = seats
     for rank in range(ground.ranks):
         words[ground.rank(rank) + SEAT] = seat_of(rank, ground.ranks, seats)
+
+
+def reseat(ground: Ground, seats: int) -> None:
+    """While all ranks are away: no wish is open any more, and they come back to so many seats."""
+    words = ground.words
+    with ground.locked():
+        words[WISH] = words[BOUNDARY] = 0
+        if words[SEATS] != seats:
+            words[GENERATION] += 1
+            seat_all(ground, seats)
+
+
+def seats(ground: Ground) -> int:
+    """How many there are; as many as were wished once all ranks have come to a boundary."""
+    return ground.words[SEATS]
 
 
 def wish(ground: Ground, seats: int) -> None:
@@ -488,11 +503,10 @@ class Turns:
         """A new map of seats.  Nobody runs but perhaps this rank."""
         words, ground = self.words, self.ground
         seats, words[WISH], words[BOUNDARY] = words[WISH], 0, 0
-        words[SEATS] = seats
         words[GENERATION] += 1
-        for rank in range(ground.ranks):
-            words[ground.seat(rank) + _HOLDER] = 0
-            words[ground.rank(rank) + SEAT] = seat_of(rank, ground.ranks, seats)
+        seat_all(ground, seats)
+        for seat in range(ground.ranks):
+            words[ground.seat(seat) + _HOLDER] = 0
         if words[self.me + STATE] == State.RUNNING:
             words[ground.seat(self.seat) + _HOLDER] = self.rank + 1
         self.ready(Wait.BOUNDARY)

@@ -95,12 +95,14 @@ _TASK = _object(
             ),
             "description": "start conditions beyond the inputs",
         },
-        "world_size": _whole("ranks; they take turns on one device of kind cpu", 1),
+        "world_size": _whole(
+            "ranks; they take turns on as many devices of kind cpu as it holds", 1
+        ),
         "devices": _object(
             {
                 "kind": {"type": "string", "default": "cpu"},
-                "min": _whole("fewest devices; only 1 so far", 1),
-                "max": _whole("most devices", 1),
+                "min": _whole("devices it needs; only 1 so far", 1),
+                "max": _whole("devices it can use; default: as many as ranks", 1),
                 "memory_bytes": _whole("that each device must have", 0),
             }
         ),

@@ -204,6 +204,9 @@ class TaskOut(Out):
     cancel_asked: bool = False
     island: str | None = None
     seat: str | None = Field(None, description="the device that it holds or is about to hold")
+    lent: list[str] = Field(
+        [], description="devices that it holds besides, as long as nobody else asks for them"
+    )
     image_on: str | None = Field(None, description="the device whose host memory holds its image")
     move_to: str | None = Field(
         None, description="the device that it is being moved to; `*`: to any other"
@@ -215,7 +218,7 @@ class TaskOut(Out):
     attempts: int = 0
     pauses: int = 0
     lost_steps: int = 0
-    held_us: int = Field(0, description="device time held so far, over all epochs")
+    held_us: int = Field(0, description="how long it has held its seat so far, over all epochs")
     needs: list[NeedOut] = []
     metrics: dict[str, Any] = {}
     capabilities: list[str] = Field(
@@ -241,6 +244,11 @@ class MigrateIn(In):
     to: str | None = Field(
         None, description="the device to move it to; none: the best other one that is free"
     )
+
+
+class ResizeIn(In):
+    model_config = example(devices_max=2)
+    devices_max: int = Field(ge=1, description="so many devices it may hold at most")
 
 
 class RequestSummary(Out):
@@ -434,12 +442,14 @@ class PlacementOut(Out):
         started_at=_AT,
         ended_at=None,
         held_us=4_200_000,
+        guest=False,
         first_step=800,
         last_step=1200,
         end=None,
     )
     epoch: int
     device_id: str
+    guest: bool = Field(description="one of the devices that an elastic task had beyond its first")
     kind: str
     launched_at: datetime
     started_at: datetime | None
@@ -447,7 +457,7 @@ class PlacementOut(Out):
     held_us: int
     first_step: int | None
     last_step: int | None
-    end: str | None = Field(description="paused, moved, finished, failed, stopped or lost")
+    end: str | None = Field(description="paused, moved, resized, finished, failed, stopped or lost")
 
 
 class EventOut(Out):

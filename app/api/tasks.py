@@ -1,4 +1,5 @@
-"""Tasks: how each one stands, why it waits, what it did; pause, resume, save, move, cancel."""
+"""Tasks: how each one stands, why it waits, what it did; pause, resume, save, move,
+resize, cancel."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from fastapi import Body, Query
 from sqlalchemy import select
 from sqlalchemy.orm import Session, aliased
 
-from app import why, wishes
+from app import lending, why, wishes
 from app.api.auth import Authed
 from app.api.cursors import Paged, PagedBy200
 from app.api.edge import v1_router
@@ -23,6 +24,7 @@ from app.api.schemas import (
     MigrateIn,
     Page,
     PlacementOut,
+    ResizeIn,
     TaskOut,
     TaskState,
 )
@@ -131,10 +133,11 @@ def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dic
     summary="Where it ran, newest first",
 )
 def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """One entry a launch; what it held there is what is charged."""
+    """One entry a launch, and one for each device that it was lent besides; what it held there is
+    what is charged."""
     task = visible_task(session, caller, id)
     query = select(Placement).where(Placement.task_id == task.id)
-    return paging.read(session, query, by=Placement.epoch, newest_first=True).page()
+    return paging.read(session, query, by=Placement.id, newest_first=True).page()
 
 
 # --- wishes -------------------------------------------------------------------------------------
@@ -209,6 +212,24 @@ def migrate_task(
     return _after(session, task)
 
 
+@router.post(
+    "/tasks/{id}/resize",
+    status_code=202,
+    response_model=TaskOut,
+    summary="Let it hold fewer devices, or more",
+    responses=declared(403, 409, 422),
+)
+def resize_task(id: str, body: ResizeIn, caller: Authed, session: Db) -> TaskOut:
+    """Its ranks stay as many as they are, and take turns on the devices that it holds.
+
+    It gives back what is too many at its next safe point, and takes more when nobody else could
+    use them.  Its result has the same bits, however many devices it had and when.
+    """
+    task = task_to_act_on(session, caller, id)
+    wishes.resize_task(session, task, body.devices_max, by=caller.user_name)
+    return _after(session, task)
+
+
 def _must_fit(session: Session, task: Task, to: str) -> None:
     """Raises BadInput at /to if the task can never run on that device."""
     device = session.get(Device, to)
@@ -246,7 +267,8 @@ def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
 
 def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
     needs = _needs(session, [task.id for task in tasks])
-    return [_task_out(task, needs[task.id]) for task in tasks]
+    lent = lending.guests(session, [task.id for task in tasks if task.devices_max > 1])
+    return [_task_out(task, needs[task.id], lent[task.id]) for task in tasks]
 
 
 def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
@@ -263,10 +285,11 @@ def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def _task_out(task: Task, needs: list[dict[str, str]]) -> TaskOut:
+def _task_out(task: Task, needs: list[dict[str, str]], lent: list[Placement]) -> TaskOut:
     shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
     shown |= {
         "needs": needs,
+        "lent": [guest.device_id for guest in lent],
         "cancel_asked": task.cancel_asked_at is not None,
         "held_us": task.total_held_us + task.held_us,
     }

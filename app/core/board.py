@@ -445,7 +445,7 @@ class Board:
         lost = [
             stay.id
             for stay in self.stays.values()
-            if any(self._gone(device) for device in stay.task.holds)
+            if any(self.is_lost(device) for device in stay.task.holds)
         ]
         self.astray = False
         if self.now_s >= self.leases_due_s:
@@ -454,7 +454,8 @@ class Board:
                 self.set_device(device)
         return sorted(lost)
 
-    def _gone(self, id: str) -> bool:
+    def is_lost(self, id: str) -> bool:
+        """Was it not heard of until its lease ended?"""
         device = self.devices.get(id)
         return device is None or device.lease_until_s + self.policy.lost_grace_s <= self.now_s
 
@@ -788,7 +789,7 @@ class Board:
             self._give_back(stay, task.leaves)
         pool = self.pools.setdefault(task.kind, Pool(task.kind))
         for id in task.seats:
-            self.astray |= self._gone(id)
+            self.astray |= self.is_lost(id)
             if task.state in HOLDS_A_SEAT or id not in self.seated:
                 self.seated[id] = task.id  # until it is seen to leave
                 pool.remove(id)
@@ -808,7 +809,7 @@ class Board:
         stay.rate = task.cost or self._cost_of(task.holds)
         for id in task.seats:
             if id not in had:
-                self.astray |= self._gone(id)
+                self.astray |= self.is_lost(id)
                 self.seated[id] = task.id
                 pool.remove(id)
         for id in had.difference(task.holds):

@@ -153,14 +153,19 @@ def _count_the_lost(paper: _Paper) -> None:
     board = paper.board
     if board.now_s < board.leases_due_s and not board.astray:
         return
+    later = False
     for id in board.look_at_leases():
         task = board.tasks[id]
-        because = f"{' and '.join(task.seats)} was not heard of until its lease ended."
+        lost = [id for id in task.holds if board.is_lost(id)]
+        because = f"{' and '.join(lost)} was not heard of until its lease ended"
+        if _goes_on_without(paper, task, lost, "lease", because):
+            later |= task.state != State.running
+            continue
         paper.move(
             task,
             Move.Lost,
             "lease",
-            because,
+            f"{because}.",
             seats=(),
             leaves=(),
             resized_s=None,
@@ -170,6 +175,7 @@ def _count_the_lost(paper: _Paper) -> None:
             accrued_us=0,
             started_s=None,
         )
+    board.astray |= later
 
 
 # --- 2. to 4. what is new -----------------------------------------------------------------------
@@ -213,7 +219,9 @@ def _obey(paper: _Paper, task: Task) -> None:
     devices = [paper.board.devices[id] for id in task.seats]
     drained = [device.id for device in devices if device.cordoned]
     if task.cancel_asked:
-        paper.move(task, Move.Cancel, "cancel", "It was cancelled.", devices=task.seats)
+        held = task.holds
+        because = "It was cancelled."
+        paper.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
     elif task.state != State.running:
         return  # it is paused when it has come so far
     elif task.conditions.hold:
@@ -225,24 +233,51 @@ def _obey(paper: _Paper, task: Task) -> None:
             paper.move(task, Move.Pause, "move", because, devices=task.seats)
     elif drained:
         _drain(paper, task, drained)
+    elif len(task.seats) > max(task.width, task.width_max):
+        because = f"It was asked to hold {task.width_max} at most."
+        _make_smaller(paper, task, task.seats[: task.width_max], "wish", because)
 
 
 def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:
-    """An elastic task goes on with the other devices, if they are enough."""
-    left = tuple(id for id in task.seats if id not in drained)
-    if not task.elastic or len(left) < task.width:
-        because = f"{drained[0]} is being drained; it goes on elsewhere."
+    because = f"{drained[0]} is being drained"
+    if not _goes_on_without(paper, task, drained, "drain", because):
+        because = f"{because}; it goes on elsewhere."
         paper.move(task, Move.Pause, "drain", because, devices=task.seats)
-        return
+
+
+def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, because: str) -> bool:
+    """An elastic task goes on with the other devices, if they are enough.
+
+    While it is being resized or leaves, its home has more to say first; then it is looked at again.
+    """
+    left = tuple(id for id in task.seats if id not in gone)
+    homeless = paper.board.policy.homebound and task.seat in gone
+    if not task.elastic or len(left) < task.width or homeless:
+        return False
+    if task.state != State.running:
+        return True
+    _make_smaller(paper, task, left, rule, f"{because}; it goes on with fewer devices.")
+    return True
+
+
+def _make_smaller(
+    paper: _Paper,
+    task: Task,
+    seats: tuple[str, ...],
+    rule: str,
+    because: str,
+    against: str | None = None,
+) -> None:
     paper.move(
         task,
         Move.Splice,
-        "drain",
-        f"{drained[0]} is being drained; it goes on with fewer devices.",
-        devices=left,
-        cost=paper.board.cost(task, left),
-        seats=left,
-        leaves=tuple(drained),
+        rule,
+        because,
+        devices=seats,
+        against=against,
+        cost=paper.board.cost(task, seats),
+        seats=seats,
+        leaves=tuple(id for id in task.seats if id not in seats),
     )
 
 
@@ -526,19 +561,9 @@ def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str)
     """Rules F5, F6: the cheapest way to give way is to go on with fewer devices."""
     told = "It goes on with fewer devices, no fewer than it needs: who waits for them needs them."
     for resize in back:
-        stay = resize.stay
         paper.left_over = True  # a device may do for another, or a limit have room
-        paper.move(
-            stay.task,
-            Move.Splice,
-            rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8",
-            told,
-            devices=resize.devices,
-            against=task.id,
-            cost=paper.board.cost(stay.task, resize.devices),
-            seats=resize.devices,
-            leaves=resize.leaves,
-        )
+        by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"
+        _make_smaller(paper, resize.stay.task, resize.devices, by, told, task.id)
 
 
 def _take_turns(paper: _Paper) -> None:

@@ -2,7 +2,7 @@
 
 An elastic task is seated with what it needs (`Task.width`), like any other.  Free devices that
 nobody in line could take are lent to those that can use more; who waits may have them back at once.
-So three things always hold.
+So this always holds.
 
 * What a task holds beyond its need counts as free for all who wait, whoever is better served: it
   gives devices back, and goes on with the rest, before anybody is paused.  One thing is kept: a
@@ -11,6 +11,8 @@ So three things always hold.
 * Growing is nobody's claim: nobody is paused for it, no limit is exceeded by it, and whether a task
   has room, borrows or lends is decided by what tasks need.  So who pauses whom does not depend on
   it.
+* Where ranks are processes of their task's *home*, the first device that it took, it grows onto
+  devices of that host only, and never gives its home back (`Policy.homebound`).
 * It is calm: nobody grows before a while, and a turn, has passed since it was seated or resized, so
   that resizing costs no more of the time than taking turns does.
 
@@ -107,8 +109,8 @@ class _Claim:
         return (*scores, task.priority, -(task.started_s or 0.0), task.id)
 
     def devices(self, stay: Stay) -> list[str]:
-        """All of a stay, those first that it took last; of these first what suits."""
-        latest = stay.devices[::-1]
+        """What a stay could give, those first that it took last; of these first what suits."""
+        latest = stay.devices[self.board.policy.homebound :][::-1]
         return sorted(latest, key=lambda id: not self.suits(stay, id))
 
     def suits(self, stay: Stay, id: str) -> bool:
@@ -339,12 +341,18 @@ class _Shares:
             return False
         if self.board.pools[stay.lane.kind].open[id] < stay.lane.memory_bytes:
             return False
+        if self.board.policy.homebound and not self._is_near(stay, id):
+            return False
         return all(
             branch.held[k] + branch.grown.get(k, 0) + self.given[branch, k] < branch.limit[k]
             for branch in above(stay.leaf)
             for k in (stay.lane.kind, ALL)
             if k in branch.limit
         )
+
+    def _is_near(self, stay: Stay, id: str) -> bool:
+        devices = self.board.devices
+        return devices[id].host == devices[stay.devices[0]].host
 
     def _give(self, stay: Stay) -> None:
         one = lane(stay.lane.kind, 1, stay.lane.memory_bytes)

@@ -143,7 +143,7 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     if task.devices.min > 1:
-        told = "all ranks of a task take turns on one device so far; leave it at 1"
+        told = "ranks that take turns need no more than one device; leave it at 1"
         yield "devices/min", told
     if task.world_size > RANKS_ON_A_DEVICE:
         yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"

@@ -34,6 +34,7 @@ class Policy:
     turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
     backfill: str = "easy"  # F7: behind a gang that does not fit; BACKFILLS
     grow_after_s: float = 60.0  # so long (and a turn) after it was seated or resized a task grows
+    homebound: bool = False  # ranks stay on the host of their task's home (`core.elastic`)
     patience_s: float = 36000.0  # F7: a gang that waited so long goes before all others,
     wide_share: float = 0.02  # if it needs this part of its kind; a narrower one waits longer
     aged_share: float = 0.5  # F7: no more than this part of the devices is held by such gangs
@@ -170,7 +171,7 @@ class Task:
 
     @property
     def elastic(self) -> bool:
-        return self.width_max > self.width
+        return self.width_max > self.width or len(self.holds) > self.width
 
     @property
     def holds(self) -> tuple[str, ...]:

@@ -85,6 +85,14 @@ class Save(Order):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resize(Order):
+    """From the next safe point on the ranks take turns on so many `seats`: this one, and others of
+    this host that are kept for them."""
+
+    seats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Order):
     """End at the next safe point, or by force after the grace period; keep nothing."""
 
@@ -126,6 +134,13 @@ class Saved(Event):
     size_bytes: int
     took_us: int
     new_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(Event):
+    """The ranks sit on so many `seats` now; what they left is free."""
+
+    seats: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +271,8 @@ def key(task: str, epoch: int) -> str:
 _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Launch, Pause, Save, Cancel,
-        Started, Saved, Paused, Finished, Failed, Stopped,
+        Launch, Pause, Save, Resize, Cancel,
+        Started, Saved, Resized, Paused, Finished, Failed, Stopped,
         ResidentView, LogLines, Alive, Answer,
     )
 }  # fmt: skip

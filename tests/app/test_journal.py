@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import event as events
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
+from sqlalchemy.exc import IntegrityError
 
-from app import journal, ledger
+from app import db, journal, ledger, snapshot
 from app.core.island import Decision, Plan
 from app.core.lifecycle import IllegalMove
 from app.core.messages import (
@@ -20,6 +21,7 @@ from app.core.messages import (
     LogLines,
     Paused,
     ResidentView,
+    Resized,
     Saved,
     Started,
     Stopped,
@@ -123,7 +125,8 @@ def started(task, *, seq=1, epoch=1, step=0, resumed="fresh"):
 
 
 def lose(session, task):
-    seated = select(Placement).where(Placement.task_id == task.id, Placement.ended_at.is_(None))
+    home = (Placement.task_id == task.id) & ~Placement.guest
+    seated = select(Placement).where(home, Placement.ended_at.is_(None))
     journal.lose(session, task, session.scalars(seated).one(), "test")
 
 
@@ -501,6 +504,118 @@ class TestLedger:
         hear(session, residents=[view(running, "running", held_us=400)])
         hear(session, residents=[view(running, "running", held_us=900)])
         assert session.scalars(select(Account.total_us)).one() == 900
+
+
+@pytest.fixture
+def grown(session, running):
+    """The task runs on h.0, and h.1 is lent to it."""
+    hear(session, device="h.1")
+    running.devices_max = 3
+    decide(session, running, "Splice", devices=("h.0", "h.1"))
+    assert running.state == "splicing"
+    hear(session, events=[event(Resized, running, 2, seats=2, step=4)])
+    assert running.state == "running"
+    return running
+
+
+def guests(session):
+    query = select(Placement).where(Placement.guest).order_by(Placement.id)
+    return session.scalars(query.execution_options(populate_existing=True)).all()
+
+
+def long_ago(session):
+    """Clocks of this transaction stand still: what is open began a while ago."""
+    session.execute(update(Placement).values(launched_at=func.now() - timedelta(seconds=60)))
+
+
+class TestLending:
+    def test_growing_orders_a_resize_and_takes_the_seat(self, session, grown):
+        order = session.scalars(select(Order).where(Order.kind == "Resize")).one()
+        assert (order.device_id, order.body["seats"], order.seq) == ("h.0", 2, 2)
+        (guest,) = guests(session)
+        assert (guest.device_id, guest.epoch, guest.ended_at) == ("h.1", 1, None)
+        other = copy_of(session, grown)
+        with pytest.raises(IntegrityError), session.begin_nested():
+            decide(session, other, "Launch", devices=("h.1",))
+
+    def test_a_guest_is_charged_for_what_its_home_held_meanwhile(self, session, grown):
+        hear(session, residents=[view(grown, "running", held_us=1000, order_seq=2)])
+        assert guests(session)[0].held_us == 0  # it was lent at this instant
+        long_ago(session)
+        hear(session, residents=[view(grown, "running", held_us=1400, order_seq=2)])
+        hear(session, residents=[view(grown, "running", held_us=1400, order_seq=2)])
+        assert guests(session)[0].held_us == 400
+        assert session.scalars(select(Account.total_us)).one() == 1800
+        assert session.scalar(select(func.sum(Usage.charged_us))) == 1800
+        assert grown.held_us == 1400
+
+    def test_the_device_worker_that_lends_has_nothing_to_show(self, session, grown):
+        hear(session, device="h.1")
+        hear(session, device="h.1", incarnation="p2")
+        assert grown.state == "running"
+        assert guests(session)[0].ended_at is None
+
+    def test_giving_back_frees_the_seat_when_the_ranks_have_left_it(self, session, grown):
+        other = copy_of(session, grown)
+        decide(session, grown, "Splice", devices=("h.0",))
+        decide(session, other, "Launch", devices=("h.1",))
+        launch = session.scalars(select(Order).where(Order.task_id == other.id)).one()
+        assert launch.body["surely_until_us"] == 0
+        ready = [view(other, "seating")]
+        answer = hear(session, device="h.1", residents=ready)
+        assert (answer.keep, answer.drop) == ([], [])
+        hear(session, events=[event(Resized, grown, 3, seats=1, step=9)])
+        assert [guest.end for guest in guests(session)] == ["resized"]
+        answer = hear(session, device="h.1", residents=ready)
+        assert answer.keep == [[other.id, 1]]
+
+    def test_who_is_paused_lets_go_of_all_and_names_a_successor_for_its_own_seat_only(
+        self, session, grown
+    ):
+        decide(session, grown, "Pause", against="tsk_b")
+        pause = session.scalars(select(Order).where(Order.kind == "Pause")).one()
+        assert pause.body["successor"] == ""
+        assert all(guest.leaving for guest in guests(session))
+        hear(session, events=[event(Paused, grown, 3, step=9)])
+        assert [guest.end for guest in guests(session)] == ["paused"]
+        assert (grown.state, grown.resized_at) == ("waiting", None)
+
+    def test_all_ends_with_the_home(self, session, grown):
+        lose(session, grown)
+        assert [guest.end for guest in guests(session)] == ["lost"]
+
+    def test_a_resize_that_was_cancelled_meanwhile_changes_nothing(self, session, grown):
+        decide(session, grown, "Splice", devices=("h.0",))
+        decide(session, grown, "Cancel")
+        hear(session, events=[event(Resized, grown, 3, seats=1)])
+        assert grown.state == "stopping"
+        hear(session, events=[event(Stopped, grown, 4)])
+        assert (grown.state, [g.end for g in guests(session)]) == ("cancelled", ["stopped"])
+
+    def test_the_island_sees_what_it_holds(self, session, grown):
+        for id in ("h.0", "h.1"):
+            device = session.get_one(Device, id)
+            device.facts = {**device.facts, "splice": True}
+
+        def seen():
+            session.flush()
+            return snapshot.load(session, "isle", now_s=db.now_s(session)).tasks[grown.id]
+
+        assert (seen().seats, seen().leaves, seen().width_max) == (("h.0", "h.1"), (), 3)
+        decide(session, grown, "Splice", devices=("h.0",))
+        assert (seen().seats, seen().leaves) == (("h.0",), ("h.1",))
+        decide(session, grown, "Cancel")
+        assert (seen().seats, seen().leaves) == (("h.0", "h.1"), ())
+
+
+def copy_of(session, task):
+    """Another task like it, that waits."""
+    names = ("request_id", "tenant_id", "user_id", "island", "type", "kind", "descriptor")
+    values = {name: getattr(task, name) for name in names}
+    other = Task(id="tsk_b", ordinal=1, name="other", state="waiting", **values)
+    session.add(other)
+    session.flush()
+    return other
 
 
 class TestLogs:

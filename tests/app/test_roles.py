@@ -44,6 +44,7 @@ POST   /v1/tasks/{tsk}/pause             401    403   403   202   202    404    
 POST   /v1/tasks/{tsk}/resume            401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/checkpoint        401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/migrate           401    403   403   202   202    404    404    202
+POST   /v1/tasks/{tsk}/resize            401    403   403   202   202    404    404    202
 POST   /v1/tasks/{tsk}/cancel            401    403   403   202   202    404    404    202
 GET    /v1/checkpoints/{ckp}             401    200   200   200   200    404    404    200
 GET    /v1/checkpoints/{ckp}/tensors     401    410   410   410   410    404    404    410
@@ -91,6 +92,7 @@ BODIES = {
     "POST /v1/requests": {"json": descriptor()},
     "POST /v1/requests:validate": {"json": descriptor()},
     "PATCH /v1/requests/{req}": {"json": {"priority": 5}},
+    "POST /v1/tasks/{tsk}/resize": {"json": {"devices_max": 2}},
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
     "POST /v1/tenants": {"json": {"name": "green"}},
     "PATCH /v1/tenants/ten_red": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
@@ -151,6 +153,7 @@ def _settle(session, submitted, *, ended):
     """
     task = session.get_one(Task, submitted["tasks"][0]["id"])
     task.state, task.capabilities = "running", ["move"]
+    task.descriptor = {**task.descriptor, "world_size": 2}
     whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
     session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
     if ended:

@@ -274,7 +274,7 @@ def test_costs_are_paid_in_both_runs(session, scenery):
 
 
 def test_a_made_up_task_grows_while_nobody_asks_for_the_devices(post, scenery):
-    """40 s of work on two devices: 60 s on one while it may not grow, and 10 s on two."""
+    """40 s of work on two devices: 5 s on one while it may not grow, and 37.5 s on two."""
     scenery.device("d0")
     body = {
         "source": "arrivals",
@@ -285,7 +285,7 @@ def test_a_made_up_task_grows_while_nobody_asks_for_the_devices(post, scenery):
     }
     as_is, what_if = post(body).json()["runs"]
     assert (as_is["resizes"], as_is["lasted_s"]) == (0, 80.0)
-    assert (what_if["resizes"], what_if["lasted_s"]) == (1, 70.0)
+    assert (what_if["resizes"], what_if["lasted_s"]) == (1, 42.5)
     calm = post({**body, "grow_after_s": 20.0}).json()["runs"][1]
     assert calm["lasted_s"] == 50.0
 

@@ -199,6 +199,81 @@ def test_a_drained_device_is_given_back_if_the_others_are_enough() -> None:
     assert told(decide(replace(drained, tasks={"a": needs}), now_s=NOW_S))[:1] == ["a: -"]
 
 
+def test_who_is_asked_to_hold_fewer_gives_back_what_it_took_last() -> None:
+    asked = grown("a", "d0 d1 d2", width_max=2)
+    assert told(decide(on(asked), now_s=NOW_S)) == ["a: d0 d1"]
+    board = Board.of(on(replace(asked, width_max=1)), now_s=NOW_S)
+    assert told(cycle(board)) == ["a: d0"]
+    smaller = board.tasks["a"]
+    assert (smaller.state, smaller.leaves) == ("splicing", ("d1", "d2"))
+    board.set_task(replace(smaller, state="running", leaves=()))
+    assert sorted(board.pools["cpu"].free) == ["d1", "d2", "d3"]
+    assert not board.elastic
+
+
+def test_who_is_cancelled_while_it_is_made_smaller_lets_go_of_all() -> None:
+    smaller = replace(grown("a", "d0 d1"), state="splicing", leaves=("d2",), cancel_asked=True)
+    board = Board.of(on(smaller), now_s=NOW_S)
+    assert told(cycle(board)) == ["a: d0 d1 d2"]
+    board.drop_task("a")
+    assert sorted(board.pools["cpu"].free) == ["d0", "d1", "d2", "d3"]
+
+
+# --- whose ranks are processes of its home -------------------------------------------------------
+
+
+def at_home(*tasks: Task, far: str = "", **drawn: Any) -> Snapshot:
+    """As `on`; the devices named in `far` are another host's."""
+    island = on(*tasks, **drawn)
+    devices = {
+        id: replace(device, host="far" if id in far.split() else "h")
+        for id, device in island.devices.items()
+    }
+    return replace(island, devices=devices, policy=replace(island.policy, homebound=True))
+
+
+def test_it_grows_onto_devices_of_its_host_only() -> None:
+    drawn = at_home(task("a", "d1", width_max=4), far="d0 d3")
+    assert told(decide(drawn, now_s=NOW_S)) == ["a: d1 d2"]
+
+
+def test_it_never_gives_its_home_back() -> None:
+    drawn = at_home(grown("a", "d0 d1"), task("b", memory_bytes=8), devices=2)
+    sizes = {"d0": 8, "d1": 4}
+    devices = {id: replace(d, memory_bytes=sizes[id]) for id, d in drawn.devices.items()}
+    assert told(decide(replace(drawn, devices=devices), now_s=NOW_S)) == ["a: -", "b: d0"]
+    anywhere = replace(drawn, devices=devices, policy=replace(drawn.policy, homebound=False))
+    assert told(decide(anywhere, now_s=NOW_S)) == ["a: d1", "b: d0"]
+
+
+def test_it_goes_on_when_a_device_is_lost_that_was_lent_and_not_without_its_home() -> None:
+    drawn = at_home(grown("a", "d0 d1 d2"), devices=3)
+
+    def without(*lost: str) -> Plan:
+        devices = {
+            id: replace(device, lease_until_s=NOW_S - 1) if id in lost else device
+            for id, device in drawn.devices.items()
+        }
+        return decide(replace(drawn, devices=devices), now_s=NOW_S)
+
+    assert told(without("d1")) == ["a: d0 d2"]
+    assert told(without("d1", "d2")) == ["a: d0"]
+    assert next(d.move for d in without("d0").decisions) == Move.Lost
+
+
+def test_a_device_lost_while_it_is_resized_is_seen_when_that_is_done() -> None:
+    drawn = at_home(replace(grown("a", "d0 d1 d2"), state="splicing"), devices=3)
+    board = Board.of(drawn, now_s=NOW_S)
+    board.set_device(replace(drawn.devices["d2"], lease_until_s=NOW_S + 1))
+    board.at(NOW_S + 2)
+    assert told(cycle(board)) == []
+    board.set_task(replace(board.tasks["a"], state="running"))
+    assert told(cycle(board)) == ["a: d0 d1"]
+
+
+# --- what is told -------------------------------------------------------------------------------
+
+
 def test_what_it_holds_is_told_with_what_of_it_is_lent() -> None:
     assert breadth(grown("a", "d0 d1 d2", width=2)) == (
         "It holds 3 of the 8 devices that it can use, 1 of them until somebody asks for them: "

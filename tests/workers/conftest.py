@@ -26,6 +26,7 @@ from app.core.messages import (
     Event,
     Launch,
     Pause,
+    Resize,
     Save,
     Saved,
     decode,
@@ -182,6 +183,10 @@ class Ground:
 
     def cancel(self, task: str, epoch: int = 1) -> None:
         self.supervisor.receive(Cancel(task=task, epoch=epoch, seq=self._seq(task, epoch)))
+
+    def resize(self, task: str, seats: int, epoch: int = 1) -> None:
+        seq = self._seq(task, epoch)
+        self.supervisor.receive(Resize(task=task, epoch=epoch, seq=seq, seats=seats))
 
     def _seq(self, task: str, epoch: int) -> int:
         self.orders[task, epoch] += 1

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from app.core.messages import Failed, Finished, Paused, Saved, Started, Stopped
+from app.core.messages import Failed, Finished, Paused, Resized, Saved, Started, Stopped
 from tests.workers.conftest import Ground
 
 RANKS, STEPS = 3, 60
@@ -47,6 +47,37 @@ def test_it_is_paused_and_goes_on_in_place_with_the_same_bits(ground, undisturbe
         assert ground.event(Saved, "t1", epoch).step == paused.step
     train(ground, epoch=5)
     assert ground.event(Finished, "t1", 5).result == undisturbed
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_is_resized_saved_and_paused_as_it_runs_with_the_same_bits(ground, undisturbed, seed):
+    chance, seats = random.Random(seed), 1
+    for epoch in range(1, 4):
+        train(ground, epoch=epoch, checkpoint_every_s=0.2)
+        seats = 1
+        ground.event(Started, "t1", epoch)
+        for resized in range(1, 4):
+            seats = chance.choice([n for n in range(1, RANKS + 1) if n != seats])
+            ground.resize("t1", seats, epoch)
+            ground.until(lambda n=resized, e=epoch: len(ground.all(Resized, "t1", e)) == n)
+            assert ground.all(Resized, "t1", epoch)[-1].seats == seats
+        ground.pause("t1", epoch)
+        ground.event(Paused, "t1", epoch)
+    train(ground, epoch=4)
+    assert ground.event(Finished, "t1", 4).result == undisturbed
+
+
+def test_who_is_paused_while_it_is_resized_begins_again_on_one_seat(ground, undisturbed):
+    train(ground)
+    ground.steps("t1", 2)
+    ground.resize("t1", RANKS)
+    ground.pause("t1")
+    ground.event(Paused, "t1")
+    train(ground, epoch=2)
+    ground.event(Started, "t1", 2)
+    ground.resize("t1", 2, epoch=2)
+    assert ground.event(Resized, "t1", 2).seats == 2
+    assert ground.event(Finished, "t1", 2).result == undisturbed
 
 
 def test_it_is_put_back_from_its_checkpoint_with_the_same_bits(ground, undisturbed):

@@ -1,0 +1,83 @@
+"""Devices that an elastic task holds beyond its home: rows of `placements` that are its *guests*.
+
+Its ranks are processes of the home's host (`workers.gang`), so the device worker of a guest's
+device has nothing to do with it: that its seat is taken is written here, and only here.  A guest is
+charged for the time that its home held its seat meanwhile; so no clock but the home's is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from app import db, ledger
+from app.models import Device, Placement, Task
+
+
+def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement]]:
+    """Those that have not ended, by task, in the order in which they were lent."""
+    found = defaultdict[str, list[Placement]](list)
+    if not tasks:
+        return found
+    lent = Placement.guest & Placement.ended_at.is_(None)
+    query = select(Placement).where(lent, Placement.task_id.in_(list(tasks)))
+    for guest in session.scalars(query.order_by(Placement.id)):
+        if guest.ended_at is None:  # it may have ended in this transaction
+            found[guest.task_id].append(guest)
+    return found
+
+
+def of_task(session: Session, task: Task) -> Sequence[Placement]:
+    return guests(session, [task.id])[task.id] if task.devices_max > 1 else ()
+
+
+def lent(session: Session, devices: Collection[str]) -> set[str]:
+    """Those of these devices on which a guest sits."""
+    if not devices:
+        return set()
+    there = Placement.guest & Placement.ended_at.is_(None)
+    query = select(Placement.device_id).where(there, Placement.device_id.in_(list(devices)))
+    return set(session.scalars(query))
+
+
+def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:
+    """These too are the task's from now on; a second of all of them costs `cost_milli`."""
+    whole, more = divmod(max(0, cost_milli), len(devices))
+    for n, device in enumerate(devices):
+        guest = Placement(
+            task_id=task.id,
+            epoch=task.epoch,
+            device_id=device.id,
+            tenant_id=task.tenant_id,
+            user_id=task.user_id,
+            kind=device.kind,
+            cost_milli=whole + (n < more),
+            incarnation=device.incarnation,
+            launched_at=db.now(session),
+            guest=True,
+        )
+        session.add(guest)
+
+
+def charge(session: Session, lent: Iterable[Placement], held_us: int) -> None:
+    """Their home held its seat for `held_us` more; none is charged from before it was lent."""
+    now = db.now(session)
+    for guest in lent:
+        since_us = round((now - guest.launched_at).total_seconds() * 1e6)
+        ledger.note(session, guest, min(guest.held_us + held_us, since_us))
+
+
+def cost(session: Session, placements: Iterable[Placement]) -> int:
+    """What a second of these costs, in thousandths, if that is not what their devices cost."""
+    held = list(placements)
+    of_devices = sum(session.get_one(Device, each.device_id).cost_milli for each in held)
+    charged = sum(each.cost_milli for each in held)
+    return charged if charged != of_devices else 0
+
+
+def end(session: Session, lent: Iterable[Placement], how: str) -> None:
+    for guest in lent:
+        guest.ended_at, guest.end = db.now(session), how
