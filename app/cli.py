@@ -163,6 +163,9 @@ def submit(
         list[str] | None, typer.Option("--param", "-p", help="name=value for the job; repeatable")
     ] = None,
     name: Annotated[str, typer.Option(help="of the request")] = "",
+    ranks: Annotated[
+        int, typer.Option(min=1, help="with --job: ranks that share the devices it gets")
+    ] = 1,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="tell events until it ends")] = False,
     check: Annotated[bool, typer.Option("--check", help="only check it, submit nothing")] = False,
     key: Annotated[
@@ -171,7 +174,7 @@ def submit(
     output: Format = Output.table,
 ) -> None:
     """Submit work: a descriptor in YAML or JSON, or one job of a folder of code."""
-    descriptor = _descriptor(source, job, param or [], name)
+    descriptor = _descriptor(source, job, param or [], name, ranks)
     code = _code(descriptor, source, bundle)
     key = key or str(uuid.uuid4())
     with _client(ctx) as client:
@@ -197,10 +200,12 @@ def submit(
             _watch(client, request["id"], output, waits)
 
 
-def _descriptor(source: Path | None, job: str, params: list[str], name: str) -> JSON:
+def _descriptor(source: Path | None, job: str, params: list[str], name: str, ranks: int) -> JSON:
     if (source is None) == (not job):
         raise typer.BadParameter("give either a descriptor (FILE or FOLDER) or --job module:Class")
-    descriptor = read(source) if source is not None else _one_job(job)
+    if ranks > 1 and not job:
+        raise typer.BadParameter("--ranks is for --job; a descriptor says world_size for each task")
+    descriptor = read(source) if source is not None else _one_job(job, ranks)
     if name:
         descriptor["name"] = name
     if params:
@@ -208,8 +213,8 @@ def _descriptor(source: Path | None, job: str, params: list[str], name: str) -> 
     return descriptor
 
 
-def _one_job(job: str) -> JSON:
-    task = {"name": "train", "type": "train", "run": {"job": job}}
+def _one_job(job: str, ranks: int) -> JSON:
+    task = {"name": "train", "type": "train", "run": {"job": job}, "world_size": ranks}
     return {"tasks": [task]}
 
 

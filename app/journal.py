@@ -125,7 +125,7 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
     return _Desk(
         tasks=tasks,
         open={row.task_id: row for row in _open(session, Placement.task_id, seated)},
-        guests=lending.guests(session, [id for id in seated if tasks[id].devices_max > 1]),
+        guests=lending.guests(session, [id for id in seated if tasks[id].resized_at is not None]),
         seats=seats,
         lent=lending.lent(session, seats.values()),
         devices=devices,

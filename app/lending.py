@@ -31,7 +31,8 @@ def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement
 
 
 def of_task(session: Session, task: Task) -> Sequence[Placement]:
-    return guests(session, [task.id])[task.id] if task.devices_max > 1 else ()
+    """None are looked for where it has had none in this epoch."""
+    return guests(session, [task.id])[task.id] if task.resized_at is not None else ()
 
 
 def lent(session: Session, devices: Collection[str]) -> set[str]:

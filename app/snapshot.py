@@ -168,7 +168,7 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
     splicing = _splicing(session, rows)
-    spread = [row.id for row in rows if row.state in ON_A_DEVICE and row.devices_max > 1]
+    spread = [row.id for row in rows if row.resized_at is not None]
     guests = lending.guests(session, spread)
     return {
         row.id: _task(

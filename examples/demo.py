@@ -1,5 +1,7 @@
 """Three tenants share two devices: real training, one `kill -9`, and a judgment at the end.
 
+When all are done, a job of four ranks has both devices, until somebody else comes.
+
     make demo        (or: python -m examples.demo)
 
 Ends by itself in a few minutes, with status 0 only if every promise held.  The data goes to a
@@ -45,9 +47,11 @@ LOOK_S = 1.0
 PLAIN_WIDTH = 120  # columns, where the terminal does not say
 KILLED = "device.1"
 CHECKPOINT_EVERY_S = 2.0
+RANKS, RANKS_S = 4, 25.0  # of the last job, and how long it takes on one device, about
 
 ENV = {
     "ROUNDHOUSE_DEVICE_THREADS": "1",
+    "ROUNDHOUSE_GROW_AFTER_S": "2",
     "ROUNDHOUSE_SLICE_MAX_S": "2",  # many turns in short time, for the onlooker
     "OMP_NUM_THREADS": "1",
 }
@@ -69,11 +73,13 @@ class Job:
     name: str
     folder: str
     params: Mapping[str, Any]
+    ranks: int = 1
 
 
 DIGITS = Wish(folder="digits", params={"width": 16, "work": 4})
 CHARS = Wish(folder="chars", params={"width": 48, "work": 1})
 WISHES = {"alpha": DIGITS, "beta": DIGITS, "gamma": CHARS}
+DDP = Wish(folder="ddp", params={})
 WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
 
 
@@ -111,7 +117,7 @@ class Demo:
             tenant: Client(system.url, system.keys[tenant]["member"], patience_s=30)
             for tenant in WISHES
         }
-        self.bundles = {tenant: self._upload(tenant) for tenant in WISHES}
+        self.bundles = {wish.folder: self._upload(wish) for wish in (*WISHES.values(), DDP)}
         self.jobs: dict[str, Job] = {}
         self.samples: list[Sample] = []
         self.kill: Kill | None = None
@@ -128,24 +134,32 @@ class Demo:
         # 3. Watch, submit more so that there is always work waiting, and kill a device worker.
         with View(self.console, WEIGHTS, self.system.facts["devices"]) as view:
             self._watch(view, steps)
-        # 4. Judge.
+            # 4. Four ranks take all devices, give one back to who comes, and take it again.
+            self._splice(view, steps)
+        # 5. Judge.
         return self._judge([self._life(id, job) for id, job in self.jobs.items()])
 
     # --- submit ---
 
-    def _upload(self, tenant: str) -> str:
-        bundle = bundle_folder(folder_of(WISHES[tenant].folder))
-        self.members[tenant].upload(bundle.sha256, bundle.body)
+    def _upload(self, wish: Wish) -> str:
+        bundle = bundle_folder(folder_of(wish.folder))
+        for member in self.members.values():
+            member.upload(bundle.sha256, bundle.body)
         return bundle.sha256
 
-    def _submit(self, tenant: str, steps: Mapping[str, int]) -> None:
+    def _submit(self, tenant: str, steps: Mapping[str, int]) -> str:
+        """The id of the task."""
         wish = WISHES[tenant]
         n = sum(job.tenant == tenant for job in self.jobs.values()) + 1
-        name, params = f"{wish.folder}-{n}", {**wish.params, "steps": steps[wish.folder], "seed": n}
-        request = self.members[tenant].submit(descriptor(name, self.bundles[tenant], params))
-        self.jobs[request["tasks"][0]["id"]] = Job(
-            tenant=tenant, name=name, folder=wish.folder, params=params
-        )
+        params = {**wish.params, "steps": steps[wish.folder], "seed": n}
+        name = f"{wish.folder}-{n}"
+        return self._accepted(Job(tenant=tenant, name=name, folder=wish.folder, params=params))
+
+    def _accepted(self, job: Job) -> str:
+        asked = descriptor(job, self.bundles[job.folder])
+        id: str = self.members[job.tenant].submit(asked)["tasks"][0]["id"]
+        self.jobs[id] = job
+        return id
 
     # --- watch ---
 
@@ -165,6 +179,35 @@ class Demo:
                 view.note(at_s, "this takes too long: giving up")
                 return
             time.sleep(LOOK_S)
+
+    def _splice(self, view: View, steps: Mapping[str, int]) -> None:
+        many = round(steps[DIGITS.folder] * RANKS_S / JOB_S)  # a step of both takes as long
+        params = {**DDP.params, "steps": many}
+        id = self._accepted(
+            Job(tenant="alpha", name="ddp-1", folder=DDP.folder, params=params, ranks=RANKS)
+        )
+        if self._until(view, id, lent=True, told=f"its {RANKS} ranks have both devices"):
+            self._submit("beta", steps)
+            self._until(view, id, lent=False, told="it gave one back to who came, and goes on")
+            self._until(view, id, lent=True, told="it has both again")
+        while self._at_s() < GIVE_UP_S and any(self._look(view, self._at_s()).unfinished.values()):
+            time.sleep(LOOK_S)
+
+    def _until(self, view: View, id: str, *, lent: bool, told: str) -> bool:
+        """Watch until it holds more than one device, or no more; False if it ended before."""
+        while self._at_s() < GIVE_UP_S:
+            self._look(view, self._at_s())
+            task = self.admin.get(f"/v1/tasks/{id}")
+            if task["state"] in ENDED:
+                return False
+            if task["state"] == "running" and bool(task["lent"]) == lent:
+                view.note(self._at_s(), f"{self.jobs[id].name}: {told}")
+                return True
+            time.sleep(LOOK_S / 4)
+        return False
+
+    def _at_s(self) -> float:
+        return time.monotonic() - self.began_s
 
     def _look(self, view: View, at_s: float) -> Sample:
         """Takes a sample and shows it."""
@@ -215,7 +258,8 @@ class Demo:
             if life.task["state"] != "done":
                 self.console.print(why(life), markup=False, soft_wrap=True)
         kill = self.kill or Kill(device="nothing", at=datetime.now(UTC))
-        chosen = judge.most_disturbed(lives)
+        spliced = next(life for life in lives if life.task["name"] == "ddp-1")
+        chosen = judge.most_disturbed([life for life in lives if life is not spliced])
         self.console.print(f"now {chosen.name} once more, alone, to compare the bits")
         job = self.jobs[chosen.task["id"]]
         found = [
@@ -225,6 +269,7 @@ class Demo:
             judge.pauses_lose_nothing(lives, kill),
             judge.kill_costs_little(lives, kill),
             judge.same_bits(chosen, alone(job.folder, job.params, chosen.task["preset"])),
+            judge.spliced(spliced, on_devices_enough(self.jobs[spliced.task["id"]])),
         ]
         self.console.print(verdicts(found))
         return found
@@ -244,15 +289,16 @@ def why(life: Life) -> str:
 # --- what is asked for ----------------------------------------------------------------------------
 
 
-def descriptor(name: str, bundle: str, params: Mapping[str, Any]) -> JSON:
+def descriptor(job: Job, bundle: str) -> JSON:
     task = {
-        "name": name,
+        "name": job.name,
         "type": "train",
         "run": {"job": "train:Train"},
-        "params": dict(params),
+        "params": dict(job.params),
+        "world_size": job.ranks,
         "checkpoint": {"every_s": CHECKPOINT_EVERY_S},
     }
-    return {"name": name, "bundle": f"sha256:{bundle}", "tasks": [task]}
+    return {"name": job.name, "bundle": f"sha256:{bundle}", "tasks": [task]}
 
 
 def step_times_ms() -> dict[str, float]:
@@ -272,6 +318,23 @@ def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:
     words = (str(folder_of(folder)), "train:Train", "--params", json.dumps(dict(params)))
     said = run_python("-m", "workers.job", *words, "--preset", json.dumps(preset))
     result: JSON = json.loads(said.splitlines()[-1])["result"]
+    return result
+
+
+def on_devices_enough(job: Job) -> JSON:
+    """The result of a job of several ranks, run by hand, where each has a seat of its own."""
+    many = (
+        "--ranks",
+        str(job.ranks),
+        "--seats",
+        str(job.ranks),
+        "--params",
+        json.dumps(job.params),
+    )
+    steps = ("--steps", str(job.params["steps"]))
+    entry = f"examples.{job.folder}.train:Train"
+    said = run_python("-m", "workers.splice", entry, *many, *steps)
+    result: JSON = json.loads(said.splitlines()[-job.ranks])["result"]
     return result
 
 

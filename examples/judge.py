@@ -173,6 +173,21 @@ def same_bits(life: Life, alone: JSON) -> Verdict:
     )
 
 
+def spliced(life: Life, enough: JSON) -> Verdict:
+    """`enough` is the result of the same job with a device for each rank."""
+    here = (life.task["result"] or {}).get("parameters", "none")
+    lent = [stay for stay in life.placements if stay["guest"]]
+    ends = [stay["end"] for stay in lent]
+    again = ends[:1] == ["resized"] and len(ends) > 1
+    return Verdict(
+        promise=f"{life.name} has a second device while nobody asks, gives it back without a pause,"
+        " and ends with the bits of a device for each rank",
+        held=again and not life.task["pauses"] and here == enough.get("parameters"),
+        numbers=f"lent {len(lent)} times, {life.task['pauses']} pauses, "
+        f"{here[:16]}… and {str(enough.get('parameters'))[:16]}…",
+    )
+
+
 def most_disturbed(lives: Sequence[Life]) -> Life:
     """Whose result proves most: who survived the kill, moved, was paused most."""
     done = [life for life in lives if _is_done(life)] or list(lives)

@@ -410,6 +410,7 @@ class _Conductor:
             self._look_whether_still()
         due = every_s > 0 and now_s - self.saved_s >= every_s
         if due and self.is_seated and not (self.is_saving or self.asked):
+            self.saved_s = now_s  # until the ranks say that they do
             self._ask({"is": "save"})
         if self.asked and now_s - self.asked_s >= LATE_S:
             self.asked_s = now_s

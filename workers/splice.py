@@ -197,7 +197,7 @@ def live(gang: Gang, rank: Rank | Stock) -> JSON:
     if isinstance(entry, type):
         job = entry(ctx, **gang.params)
         told |= _stepped(gang, rank, job, ctx, told["losses"])
-        told["hash"] = state_hash(job)
+        told |= {"hash": state_hash(job), "result": ctx.result}
     else:
         told["losses"].append(_shown(entry(ctx, **gang.params)))
     rank.end()

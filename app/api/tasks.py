@@ -267,7 +267,7 @@ def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
 
 def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
     needs = _needs(session, [task.id for task in tasks])
-    lent = lending.guests(session, [task.id for task in tasks if task.devices_max > 1])
+    lent = lending.guests(session, [task.id for task in tasks if task.resized_at is not None])
     return [_task_out(task, needs[task.id], lent[task.id]) for task in tasks]
 
 

@@ -758,6 +758,8 @@ class Board:
         self._measure_turn(stay, task)
         if task.width_max:
             self.tree.version += 1  # it may be one that can be resized now
+            if task.elastic and stay.id not in self.elastic and not stay.leaving:
+                self._count_grown(stay)  # it was told that it may hold more
             if stay.expected is not None:
                 self._expect(stay)
         if task.state in LEAVES_A_SEAT and not stay.leaving:

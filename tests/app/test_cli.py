@@ -599,8 +599,23 @@ class TestWishes:
             assert result.exit_code == 0, result.output
             assert "already done; nothing changed" in result.stdout
 
+    # --- tenants and users ---
 
-# --- tenants and users ---
+    def test_how_many_devices_the_ranks_may_hold(self, run, code, submitted):
+        words = ("submit", "--job", "train:Train", "--bundle", code, "-o", "json")
+        result = run(*words, "--ranks", "4", "--name", "many")
+        assert result.exit_code == 0, result.output
+        [task] = json.loads(result.stdout)["tasks"]
+        assert task["devices_max"] == 4
+        resized = run("resize", "many", "2", "-o", "json")
+        assert [each["devices_max"] for each in json.loads(resized.stdout)] == [2]
+        too_many = run("resize", task["id"], "5")
+        assert too_many.exit_code == 2
+        assert "its 4 ranks take 1 to 4 devices, not 5" in too_many.stderr
+        assert "it has one rank" in run("resize", submitted, "2").stderr
+
+    def test_ranks_are_for_a_job_without_a_file(self, run, code):
+        assert run("submit", code, "--ranks", "2").exit_code == 2
 
 
 class TestTenants:

@@ -564,6 +564,7 @@ class TestLending:
         ready = [view(other, "seating")]
         answer = hear(session, device="h.1", residents=ready)
         assert (answer.keep, answer.drop) == ([], [])
+        grown.devices_max = 1
         hear(session, events=[event(Resized, grown, 3, seats=1, step=9)])
         assert [guest.end for guest in guests(session)] == ["resized"]
         answer = hear(session, device="h.1", residents=ready)
@@ -603,6 +604,8 @@ class TestLending:
 
         assert (seen().seats, seen().leaves, seen().width_max) == (("h.0", "h.1"), (), 3)
         decide(session, grown, "Splice", devices=("h.0",))
+        assert (seen().seats, seen().leaves) == (("h.0",), ("h.1",))
+        grown.devices_max = 1  # as its owner may wish at any time
         assert (seen().seats, seen().leaves) == (("h.0",), ("h.1",))
         decide(session, grown, "Cancel")
         assert (seen().seats, seen().leaves) == (("h.0", "h.1"), ())

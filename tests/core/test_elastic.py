@@ -211,6 +211,13 @@ def test_who_is_asked_to_hold_fewer_gives_back_what_it_took_last() -> None:
     assert not board.elastic
 
 
+def test_who_is_told_that_it_may_hold_more_grows() -> None:
+    board = Board.of(on(task("a", "d0", width_max=1)), now_s=NOW_S)
+    assert told(cycle(board)) == []
+    board.set_task(replace(board.tasks["a"], width_max=3))
+    assert told(cycle(board)) == ["a: d0 d1 d2"]
+
+
 def test_who_is_cancelled_while_it_is_made_smaller_lets_go_of_all() -> None:
     smaller = replace(grown("a", "d0 d1"), state="splicing", leaves=("d2",), cancel_asked=True)
     board = Board.of(on(smaller), now_s=NOW_S)
