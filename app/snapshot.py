@@ -189,7 +189,7 @@ def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str
     Here alone it is decided whether tasks are elastic, and may be given more devices than they
     need.
     """
-    if all(row.devices_max <= row.devices_min for row in rows):
+    if all(row.devices_max <= row.devices_min and row.resized_at is None for row in rows):
         return frozenset()
     can = func.coalesce(DeviceRow.facts["splice"].astext == "true", False)
     query = select(DeviceRow.island, DeviceRow.kind).group_by(DeviceRow.island, DeviceRow.kind)

@@ -233,9 +233,9 @@ def _obey(paper: _Paper, task: Task) -> None:
             paper.move(task, Move.Pause, "move", because, devices=task.seats)
     elif drained:
         _drain(paper, task, drained)
-    elif len(task.seats) > max(task.width, task.width_max):
-        because = f"It was asked to hold {task.width_max} at most."
-        _make_smaller(paper, task, task.seats[: task.width_max], "wish", because)
+    elif len(task.seats) > (most := max(task.width, task.width_max)):
+        because = f"It may hold {most} at most."
+        _make_smaller(paper, task, task.seats[:most], "wish", because)
 
 
 def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:

@@ -606,7 +606,7 @@ class TestLending:
         decide(session, grown, "Splice", devices=("h.0",))
         assert (seen().seats, seen().leaves) == (("h.0",), ("h.1",))
         grown.devices_max = 1  # as its owner may wish at any time
-        assert (seen().seats, seen().leaves) == (("h.0",), ("h.1",))
+        assert (seen().seats, seen().leaves, seen().width_max) == (("h.0",), ("h.1",), 1)
         decide(session, grown, "Cancel")
         assert (seen().seats, seen().leaves) == (("h.0", "h.1"), ())
 

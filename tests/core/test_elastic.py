@@ -202,6 +202,7 @@ def test_a_drained_device_is_given_back_if_the_others_are_enough() -> None:
 def test_who_is_asked_to_hold_fewer_gives_back_what_it_took_last() -> None:
     asked = grown("a", "d0 d1 d2", width_max=2)
     assert told(decide(on(asked), now_s=NOW_S)) == ["a: d0 d1"]
+    assert told(decide(on(replace(asked, width_max=0)), now_s=NOW_S)) == ["a: d0"]
     board = Board.of(on(replace(asked, width_max=1)), now_s=NOW_S)
     assert told(cycle(board)) == ["a: d0"]
     smaller = board.tasks["a"]
