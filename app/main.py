@@ -17,11 +17,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from app import collector, pages, why
+from app.api import audit as audit_routes
 from app.api import auth, meta, problems, streams
 from app.api import bundles as bundle_routes
 from app.api import checkpoints as checkpoint_routes
@@ -32,7 +32,7 @@ from app.api import shares as share_routes
 from app.api import simulations as simulation_routes
 from app.api import tasks as task_routes
 from app.api import tenants as tenant_routes
-from app.api.edge import BodyLimit, RequestId
+from app.api.edge import BodyLimit, RequestId, operation_id
 from app.changes import changes
 from app.db import engine, transaction
 from app.settings import settings
@@ -49,7 +49,7 @@ def create_app() -> FastAPI:
         openapi_tags=meta.TAGS,
         docs_url=None,
         redoc_url=None,
-        generate_unique_id_function=_operation_id,
+        generate_unique_id_function=operation_id,
         lifespan=_lifespan,
     )
     problems.install(app)
@@ -74,14 +74,10 @@ def _routers() -> list[Any]:
         tenant_routes.users,
         device_routes.router,
         preset_routes.router,
+        audit_routes.router,
         meta.router,
         problems.router,
     ]
-
-
-def _operation_id(route: APIRoute) -> str:
-    first, *rest = route.name.split("_")
-    return first + "".join(word.capitalize() for word in rest)
 
 
 def _body_limit(path: str) -> int:

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     CheckConstraint,
     DateTime,
@@ -166,7 +167,10 @@ class WebSession(Base):
 
 
 class Island(Base):
-    """`leader_until` is the lease of the scheduler that leads; each change of leader is a term."""
+    """`leader_until` is the lease of the scheduler that leads; each change of leader is a term.
+
+    `tally` is what its schedulers have counted, up to `tallied_at` (`workers.island`).
+    """
 
     __tablename__ = "islands"
     name: Mapped[str] = mapped_column(primary_key=True)
@@ -174,6 +178,8 @@ class Island(Base):
     leader_until: Mapped[datetime | None]
     leading_since: Mapped[datetime | None]
     term: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    tally: Mapped[dict[str, Any]] = _json()
+    tallied_at: Mapped[datetime | None]
     created_at: Mapped[datetime] = _now()
 
 
@@ -625,6 +631,40 @@ class Event(Base):
     __table_args__ = (
         Index("ix_events_request_id_txid_id", "request_id", "txid", "id"),
         Index("ix_events_tenant_id_txid_id", "tenant_id", "txid", "id"),
+    )
+
+
+AUDITED_ACTIONS = ("made", "changed", "removed", "asked", "read", "refused")
+
+
+class AuditEvent(Base):
+    """What somebody did as an administrator; a trigger refuses every change (`app.audit`).
+
+    No foreign keys: it outlives what it names.  `tenant_id` is whose affair it is, null that of
+    the platform.  `before` and `after` are `json`, which Postgres keeps letter by letter.
+    """
+
+    __tablename__ = "audit_events"
+    id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[datetime]
+    tenant_id: Mapped[str | None]
+    user_id: Mapped[str]
+    user: Mapped[str]
+    user_tenant_id: Mapped[str]
+    key_id: Mapped[str]
+    address: Mapped[str]
+    request_id: Mapped[str]
+    operation: Mapped[str]
+    action: Mapped[str]
+    target_kind: Mapped[str]
+    target_id: Mapped[str]
+    before: Mapped[dict[str, Any]] = mapped_column(JSON)
+    after: Mapped[dict[str, Any]] = mapped_column(JSON)
+    previous: Mapped[str] = mapped_column(unique=True)  # so the chain cannot fork
+    hash: Mapped[str]
+    __table_args__ = (
+        _one_of("action", AUDITED_ACTIONS),
+        Index("ix_audit_events_tenant_id_id", "tenant_id", "id"),
     )
 
 

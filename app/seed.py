@@ -19,6 +19,7 @@ from alembic.config import Config
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from app import audit
 from app.api import auth
 from app.db import transaction
 from app.models import ApiKey, Tenant, User
@@ -113,6 +114,7 @@ def main() -> None:
     asked = parser.parse_args()
     migrate()
     with transaction() as session:
+        audit.begin(session, audit.Call(operation="seed", user="app.seed"))
         keys = seed(session, read_keys(asked.keys_file), tenants=asked.tenants)
         write_keys(asked.keys_file, keys)  # before the commit: a key that nobody has helps nobody
 

@@ -25,6 +25,8 @@ from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBea
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
+from app import audit
+from app.api.edge import operation_id
 from app.db import Db, transaction
 from app.errors import Forbidden, Unauthenticated
 from app.models import ROLES, ApiKey, Tenant, User, WebSession
@@ -103,10 +105,23 @@ def caller_of_key(session: Session, token: str) -> Caller:
     row = session.execute(_callers(ApiKey.id == id)).one_or_none()
     if row is None or not hmac.compare_digest(row.secret_sha256, _sha256(token)):
         raise Unauthenticated("this API key is unknown, expired or revoked")
-    return _caller(row)
+    return _used(row)
+
+
+def owner_of_key(session: Session, token: str) -> Caller | None:
+    """Whom a key names, whether it opens anything or not."""
+    query = _owners(ApiKey.id == id_of(token))
+    row = session.execute(query).one_or_none()
+    return _caller(row) if row else None
 
 
 def _callers(*which: ColumnElement[bool]) -> Any:
+    return _owners(*which).where(
+        ApiKey.revoked_at.is_(None), func.coalesce(ApiKey.expires_at > func.now(), True)
+    )
+
+
+def _owners(*which: ColumnElement[bool]) -> Any:
     return (
         select(
             ApiKey.id,
@@ -120,16 +135,16 @@ def _callers(*which: ColumnElement[bool]) -> Any:
         )
         .join(User, User.id == ApiKey.user_id)
         .join(Tenant, Tenant.id == User.tenant_id)
-        .where(
-            *which,
-            ApiKey.revoked_at.is_(None),
-            func.coalesce(ApiKey.expires_at > func.now(), True),
-        )
+        .where(*which)
     )
 
 
-def _caller(row: Any) -> Caller:
+def _used(row: Any) -> Caller:
     uses.note(row.id)
+    return _caller(row)
+
+
+def _caller(row: Any) -> Caller:
     return Caller(
         user_id=row.user_id,
         user_name=row.user_name,
@@ -181,7 +196,7 @@ def caller_of_cookie(session: Session, cookie: str) -> Caller:
     row = session.execute(_callers(ApiKey.id == of_cookie.scalar_subquery())).one_or_none()
     if row is None:
         raise Unauthenticated("you are not signed in any more")
-    return _caller(row)
+    return _used(row)
 
 
 def from_our_origin(request: Request) -> bool:
@@ -209,13 +224,31 @@ def authenticated(
     cookie: Annotated[str | None, Security(_cookie)],
 ) -> Caller:
     if bearer is not None:
-        return caller_of_key(session, bearer.credentials)
+        return _calls(request, session, caller_of_key(session, bearer.credentials))
     if cookie is None or "authorization" in request.headers:
         raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
     caller = caller_of_cookie(session, cookie)
     if request.method not in SAFE_METHODS and not from_our_origin(request):
         raise Forbidden("with a cookie, only the pages of this service may change something")
+    return _calls(request, session, caller)
+
+
+def _calls(request: Request, session: Session, caller: Caller) -> Caller:
+    audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
     return caller
+
+
+def call_of(request: Request, caller: Caller, operation: str) -> audit.Call:
+    """For the audit log.  Behind a proxy that uvicorn trusts the address is the client's."""
+    return audit.Call(
+        operation=operation,
+        user=caller.user_name,
+        user_id=caller.user_id,
+        tenant_id=caller.tenant_id,
+        key_id=caller.key_id,
+        address=request.client.host if request.client else "",
+        request_id=str(getattr(request.state, "request_id", "")),
+    )
 
 
 Authed = Annotated[Caller, Depends(authenticated, scope="function")]

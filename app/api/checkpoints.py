@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from app import audit
 from app.api.auth import Authed, Caller
 from app.api.edge import v1_router
 from app.api.problems import declared
@@ -93,6 +94,7 @@ def _visible(session: Session, caller: Caller, id: str) -> Checkpoint:
     found = session.scalar(query)
     if found is None:
         raise NotFound("checkpoint", id)
+    audit.looked(session, found)
     return found
 
 

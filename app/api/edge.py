@@ -130,6 +130,11 @@ def v1_router(tag: str, *statuses: int) -> APIRouter:
     )
 
 
+def operation_id(route: APIRoute) -> str:
+    first, *rest = route.name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
 # --- strict reading -----------------------------------------------------------------------------
 
 

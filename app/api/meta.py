@@ -172,5 +172,6 @@ TAGS: list[dict[str, Any]] = [
     {"name": "users and keys", "description": "Who belongs to a tenant, and how they come in."},
     {"name": "devices", "description": "Islands, hosts and devices."},
     {"name": "presets", "description": "What is configured on a device for a type of task."},
+    {"name": "audit", "description": "What administrators did."},
     {"name": "meta", "description": "The service itself."},
 ]

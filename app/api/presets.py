@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Path
-from sqlalchemy import func, select
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import func, select, text
 
 from app.api.auth import Authed, PlatformAdmin
 from app.api.edge import v1_router
@@ -66,7 +65,14 @@ def put_preset(
         raise BadInput.at("{kind}", f"there is no device kind {kind!r}; known: {known}", "unknown")
     if faults := preset.check(body.params, kind=kind):
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
-    row = insert(Preset).values(task_type=task_type, kind=kind, params=body.params)
-    changed = {"params": body.params, "version": Preset.version + 1, "updated_at": func.now()}
-    session.execute(row.on_conflict_do_update(index_elements=["task_type", "kind"], set_=changed))
-    return session.get_one(Preset, (task_type, kind), populate_existing=True)
+    # One writer at a time, so that the audit log knows what each one found; readers go on.
+    session.execute(text("lock table presets in share row exclusive mode"))
+    row = session.get(Preset, (task_type, kind))
+    if row is None:
+        row = Preset(task_type=task_type, kind=kind, params=body.params)
+        session.add(row)
+    else:
+        row.params, row.version, row.updated_at = body.params, row.version + 1, func.now()
+    session.flush()
+    session.refresh(row)
+    return row

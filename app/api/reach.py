@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app import tree
+from app import audit, tree
 from app.api.auth import Caller
 from app.errors import Forbidden, NotFound
 from app.models import Request, Task
@@ -32,6 +32,7 @@ def visible_request(session: Session, caller: Caller, id: str) -> Request:
     found = session.scalar(query)
     if found is None:
         raise NotFound("request", id)
+    audit.looked(session, found)
     return found
 
 
@@ -40,18 +41,21 @@ def visible_task(session: Session, caller: Caller, id: str) -> Task:
     found = session.scalar(query)
     if found is None:
         raise NotFound("task", id)
+    audit.looked(session, found)
     return found
 
 
 def request_to_act_on(session: Session, caller: Caller, id: str) -> Request:
     found = visible_request(session, caller, id)
     _check_may_act(caller, found)
+    audit.asked(session, found)
     return found
 
 
 def task_to_act_on(session: Session, caller: Caller, id: str) -> Task:
     found = visible_task(session, caller, id)
     _check_may_act(caller, found)
+    audit.asked(session, found)
     return found
 
 

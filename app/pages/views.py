@@ -19,8 +19,17 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from fastapi.templating import Jinja2Templates
 from markupsafe import Markup, escape
 
-from app import reports
-from app.api.auth import COOKIE, Caller, caller_of_cookie, from_our_origin, sign_in, sign_out
+from app import audit, models, reports
+from app.api.auth import (
+    COOKIE,
+    Caller,
+    call_of,
+    caller_of_cookie,
+    from_our_origin,
+    owner_of_key,
+    sign_in,
+    sign_out,
+)
 from app.changes import ALL, changes
 from app.db import Db
 from app.errors import Forbidden, NotFound, Unauthenticated
@@ -64,13 +73,17 @@ class NotSignedIn(Exception):
     """A page was asked for without a browser session."""
 
 
-def visitor(session: Db, cookie: Annotated[str | None, Cookie(alias=COOKIE)] = None) -> Caller:
+def visitor(
+    request: Request, session: Db, cookie: Annotated[str | None, Cookie(alias=COOKIE)] = None
+) -> Caller:
     if cookie is None:
         raise NotSignedIn
     try:
-        return caller_of_cookie(session, cookie)
+        caller = caller_of_cookie(session, cookie)
     except Unauthenticated as error:
         raise NotSignedIn from error
+    audit.begin(session, call_of(request, caller, "page"))
+    return caller
 
 
 Visitor = Annotated[Caller, Depends(visitor, scope="function")]
@@ -99,9 +112,12 @@ def open_door(
     if not from_our_origin(request):
         raise Forbidden("sign in from the page of this service")
     try:
-        _, cookie = sign_in(session, key.strip())
+        caller, cookie = sign_in(session, key.strip())
     except Unauthenticated as error:
+        if (owner := owner_of_key(session, key.strip())) is not None:
+            audit.refused(session, call_of(request, owner, "signIn"))
         return _door(request, next, wrong=f"{error.detail[0].upper()}{error.detail[1:]}")
+    audit.signed_in(session, call_of(request, caller, "signIn"))
     answer = RedirectResponse(_own(next), status_code=303)
     answer.set_cookie(
         COOKIE,
@@ -236,6 +252,7 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
     found = reports.request(session, None if caller.sees_all else caller.tenant_id, id)
     if found is None:
         return _nothing_here(request, caller, NotFound("request", id).detail)
+    audit.looked(session, session.get_one(models.Request, id))
     now = reports.clock(session)
     tasks, stays = reports.tasks(session, id), reports.stays(session, id)
     return _page(

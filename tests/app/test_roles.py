@@ -83,6 +83,8 @@ PATCH  /v1/devices/h.0                   401    403   403   403   403    403    
 POST   /v1/devices/h.0/cordon            401    403   403   403   403    403    403    200
 POST   /v1/devices/h.0/uncordon          401    403   403   403   403    403    403    200
 POST   /v1/simulations                   401    403   403   403   403    403    403    200
+GET    /v1/audit-events                  401    403   403   403   200    403    200    200
+GET    /v1/audit-events/verification     401    403   403   403   403    403    403    200
 GET    /v1/presets                       401    200   200   200   200    200    200    200
 GET    /v1/presets/train/cpu             401    200   200   200   200    200    200    200
 PUT    /v1/presets/train/cpu             401    403   403   403   403    403    403    200

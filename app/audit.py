@@ -1,0 +1,338 @@
+"""What people did as administrators, as one chain of rows that nothing may change.
+
+A call says who it is (`begin`).  From then on its session notes by itself what becomes of rows of
+WATCHED (objects, that is: a bare `update()` would go unseen), and is told who asked something of
+another's work (`asked`) or read what belongs to another tenant (`looked`).  All of it is written
+last, right before the commit, in the same transaction: what is done is written down, or not done.
+
+There is one chain, and so one writer at a time, from reading its end to the commit.  Nobody takes
+another lock after this one, so it delays nobody else; those who submit work, and islands, devices
+and control, never take it.
+
+What is not here: what members do with their own work (the request's events tell that), lists, and
+calls that were refused, but for signing in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import event, func, insert, inspect, select, text
+from sqlalchemy.orm import Mapper, Session, object_session
+
+from app.core.chain import GENESIS, Known, Link, Verdict, link_hash, verify
+from app.db import after_commit
+from app.models import (
+    ApiKey,
+    AuditEvent,
+    Base,
+    Checkpoint,
+    Device,
+    Host,
+    Preset,
+    Request,
+    Task,
+    Tenant,
+    User,
+)
+
+READ_AGAIN_S = 3600.0  # the same read of the same thing by the same key is told once in this time
+REFUSED_AGAIN_S = 60.0  # and so is a sign-in with a bad key: anybody can try
+KEPT = 10_000
+READ_AT_ONCE = 1000  # rows, when the chain is verified
+
+#: What is noted of whom, by itself.  Never a secret's hash.
+WATCHED: dict[type[Base], tuple[str, ...]] = {
+    Tenant: (
+        "name",
+        "parent_id",
+        "weight_milli",
+        "guarantee",
+        "limit",
+        "max_running",
+        "max_queued",
+        "tier",
+    ),
+    User: ("tenant_id", "name", "weight_milli"),
+    ApiKey: ("user_id", "role", "name", "expires_at", "revoked_at"),
+    Host: ("cordoned",),
+    Device: ("cordoned", "cost_milli"),
+    Preset: ("params",),
+}
+_ASKED: dict[type[Base], tuple[str, ...]] = {
+    Request: ("priority", "labels"),
+    Task: ("hold", "priority", "devices_max", "save_asked", "cancel_asked_at", "move_to"),
+}
+_COLUMNS = WATCHED | _ASKED | {Checkpoint: ()}
+_KINDS: dict[type[Base], str] = {ApiKey: "key"}
+
+_LOCK = 0x6175646974  # any number that nobody else takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Who does something, and by which operation of the API; `key_id` is the key's public part."""
+
+    operation: str
+    user: str
+    user_id: str = ""
+    tenant_id: str = ""
+    key_id: str = ""
+    address: str = ""
+    request_id: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Noted:
+    row: Base
+    action: str
+    before: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Book:
+    """What one transaction did so far."""
+
+    call: Call
+    noted: dict[tuple[str, str], _Noted] = field(default_factory=dict)
+
+
+# --- what is noted ------------------------------------------------------------------------------
+
+
+def begin(session: Session, call: Call) -> None:
+    """From now on what is done in this session is done by this call."""
+    session.info["audit"] = _Book(call)
+
+
+def asked(session: Session, row: Request | Task) -> None:
+    """Something is asked of it; of one's own that is nobody else's affair."""
+    book = _book(session)
+    if book is not None and row.user_id != book.call.user_id:
+        _note(book, row, "asked", _values(row))
+
+
+def looked(session: Session, row: Request | Task | Checkpoint) -> None:
+    """It is shown to whoever calls."""
+    book = _book(session)
+    if book is None or row.tenant_id == book.call.tenant_id:
+        return
+    if _lately.new(session, (book.call.key_id, book.call.operation, row.id), READ_AGAIN_S):
+        _note(book, row, "read", _values(row))
+
+
+def signed_in(session: Session, call: Call) -> None:
+    """A browser, with the key of the call."""
+    append(session, call, "made", target=("session", call.key_id), tenant_id=call.tenant_id)
+
+
+def refused(session: Session, call: Call) -> None:
+    """Somebody came with a key that opens nothing any more, or was never whole."""
+    if _lately.new(session, (call.key_id, call.operation, "refused"), REFUSED_AGAIN_S):
+        append(session, call, "refused", target=("session", call.key_id), tenant_id=call.tenant_id)
+
+
+def append(
+    session: Session, call: Call, action: str, *, target: tuple[str, str], tenant_id: str | None
+) -> None:
+    """Write a record now; nothing may be locked after this in the same transaction."""
+    _write(session, call, [_record(tenant_id, action, target, {}, {})])
+
+
+class _Lately:
+    """What this process wrote down lately, and need not again: a page that is open reads on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until_s: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+
+    def new(self, session: Session, what: tuple[str, str, str], for_s: float) -> bool:
+        """Whether it was not; from the commit on it was, for so long."""
+        with self._lock:
+            if self._until_s.get(what, 0.0) > time.monotonic():
+                return False
+        after_commit(session, lambda: self._note(what, for_s))
+        return True
+
+    def _note(self, what: tuple[str, str, str], for_s: float) -> None:
+        with self._lock:
+            self._until_s[what] = time.monotonic() + for_s
+            self._until_s.move_to_end(what)
+            if len(self._until_s) > KEPT:
+                self._until_s.popitem(last=False)
+
+
+_lately = _Lately()
+
+
+def _book(session: Session | None) -> _Book | None:
+    return None if session is None else session.info.get("audit")
+
+
+def _note(book: _Book, row: Base, action: str, before: dict[str, Any]) -> None:
+    """The first note says how it was before; to read it says least, to remove it most."""
+    known = book.noted.setdefault(_target(row), _Noted(row=row, action=action, before=before))
+    if known.action == "read" or action == "removed":
+        known.action = action
+
+
+def _target(row: Base) -> tuple[str, str]:
+    kind = _KINDS.get(type(row), type(row).__name__.lower())
+    return kind, "/".join(str(part) for part in inspect(row).mapper.primary_key_from_instance(row))
+
+
+def _values(row: Base) -> dict[str, Any]:
+    return {name: _plain(getattr(row, name)) for name in _COLUMNS[type(row)]}
+
+
+def _plain(value: Any) -> Any:
+    return _told(value) if isinstance(value, datetime) else value
+
+
+def _told(at: datetime) -> str:
+    return at.astimezone(UTC).isoformat(timespec="microseconds")
+
+
+# --- rows that tell by themselves ---------------------------------------------------------------
+
+
+def _made(mapper: Mapper[Any], connection: Any, row: Base) -> None:
+    if (book := _book(object_session(row))) is not None:
+        _note(book, row, "made", {})
+
+
+def _changed(mapper: Mapper[Any], connection: Any, row: Base) -> None:
+    if (book := _book(object_session(row))) is not None:
+        _note(book, row, "changed", _values_before(row))
+
+
+def _removed(mapper: Mapper[Any], connection: Any, row: Base) -> None:
+    if (book := _book(object_session(row))) is not None:
+        _note(book, row, "removed", _values_before(row))
+
+
+def _values_before(row: Base) -> dict[str, Any]:
+    """As the row was when it was read."""
+    attributes = inspect(row).attrs
+    found = {}
+    for name in _COLUMNS[type(row)]:
+        gone = attributes[name].history.deleted
+        found[name] = _plain(gone[0] if gone else getattr(row, name))
+    return found
+
+
+for _model in WATCHED:
+    event.listen(_model, "after_insert", _made)
+    event.listen(_model, "before_update", _changed)
+    event.listen(_model, "before_delete", _removed)
+
+
+# --- what is written ----------------------------------------------------------------------------
+
+
+@event.listens_for(Session, "before_commit")
+def _write_down(session: Session) -> None:
+    book = _book(session)
+    if book is None or session.in_nested_transaction():
+        return
+    session.flush()
+    done = [_done(session, noted) for noted in book.noted.values()]
+    book.noted.clear()
+    if worth_it := [one for one in done if one is not None]:
+        _write(session, book.call, worth_it)
+
+
+def _done(session: Session, noted: _Noted) -> dict[str, Any] | None:
+    """Its columns but the call's; None if it changed nothing that is watched."""
+    after = {} if noted.action == "removed" else _values(noted.row)
+    before = noted.before
+    if noted.action not in ("made", "removed"):
+        before = {name: was for name, was in before.items() if was != after[name]}
+        after = {name: after[name] for name in before}
+    if noted.action == "changed" and not after:
+        return None
+    return _record(_affair_of(session, noted), noted.action, _target(noted.row), before, after)
+
+
+def _record(
+    tenant_id: str | None,
+    action: str,
+    target: tuple[str, str],
+    before: dict[str, Any],
+    after: dict[str, Any],
+) -> dict[str, Any]:
+    kind, id = target
+    return {
+        "tenant_id": tenant_id,
+        "action": action,
+        "target_kind": kind,
+        "target_id": id,
+        "before": before,
+        "after": after,
+    }
+
+
+def _affair_of(session: Session, noted: _Noted) -> str | None:
+    """Whose administrators see it; that there is a tenant or not, those of the one above it."""
+    row = noted.row
+    if isinstance(row, Tenant):
+        return row.parent_id if noted.action in ("made", "removed") else row.id
+    if isinstance(row, ApiKey):
+        return session.get_one(User, row.user_id).tenant_id
+    return getattr(row, "tenant_id", None)
+
+
+def _write(session: Session, call: Call, done: list[dict[str, Any]]) -> None:
+    session.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    # A statement of its own: it sees what the one who had the lock before us committed.
+    at, id, hash = session.execute(_END).one()
+    rows = []
+    for one in done:
+        id += 1
+        says = {"id": id, "at": _told(at), **_by(call), **one}
+        row = {**says, "at": at, "previous": hash, "hash": link_hash(hash, says)}
+        hash = row["hash"]
+        rows.append(row)
+    session.execute(insert(AuditEvent), rows)
+
+
+_LAST = select(AuditEvent.id, AuditEvent.hash).order_by(AuditEvent.id.desc()).limit(1).subquery()
+_END = select(
+    func.clock_timestamp(),
+    func.coalesce(select(_LAST.c.id).scalar_subquery(), 0),
+    func.coalesce(select(_LAST.c.hash).scalar_subquery(), GENESIS),
+)
+
+
+def _by(call: Call) -> dict[str, str]:
+    return {
+        "user_id": call.user_id,
+        "user": call.user,
+        "user_tenant_id": call.tenant_id,
+        "key_id": call.key_id,
+        "address": call.address,
+        "request_id": call.request_id,
+        "operation": call.operation,
+    }
+
+
+# --- whether all still stands -------------------------------------------------------------------
+
+
+def verified(session: Session, known: Known) -> Verdict:
+    """The chain from `known` on, read in one snapshot, a page at a time."""
+    query = select(AuditEvent.__table__).where(AuditEvent.id >= known.id).order_by(AuditEvent.id)
+    with session.execute(query.execution_options(yield_per=READ_AT_ONCE)) as rows:
+        return verify(_links(rows.mappings()), known)
+
+
+def _links(rows: Any) -> Iterator[Link]:
+    for row in rows:
+        says = {name: _plain(row[name]) for name in row if name not in ("previous", "hash")}
+        yield Link(id=row["id"], says=says, previous=row["previous"], hash=row["hash"])
