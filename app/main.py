@@ -26,6 +26,7 @@ from app.api import auth, meta, problems, streams
 from app.api import bundles as bundle_routes
 from app.api import checkpoints as checkpoint_routes
 from app.api import devices as device_routes
+from app.api import metrics as metric_routes
 from app.api import presets as preset_routes
 from app.api import requests as request_routes
 from app.api import shares as share_routes
@@ -57,7 +58,8 @@ def create_app() -> FastAPI:
         app.include_router(router)
     pages.mount(app)
     app.add_middleware(BodyLimit, limit_of=_body_limit)
-    app.add_middleware(RequestId)  # added last, so it comes first
+    app.add_middleware(RequestId)
+    app.add_middleware(metric_routes.Measured)  # added last, so it comes first
     return app
 
 
@@ -76,6 +78,7 @@ def _routers() -> list[Any]:
         preset_routes.router,
         audit_routes.router,
         meta.router,
+        metric_routes.router,
         problems.router,
     ]
 

@@ -169,7 +169,7 @@ class WebSession(Base):
 class Island(Base):
     """`leader_until` is the lease of the scheduler that leads; each change of leader is a term.
 
-    `tally` is what its schedulers have counted, up to `tallied_at` (`workers.island`).
+    `tally` is what its schedulers have counted, up to `tallied_at` (`app.tally`).
     """
 
     __tablename__ = "islands"

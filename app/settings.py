@@ -40,6 +40,7 @@ class Settings(BaseSettings):
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
     web_session_s: float = 12 * 3600.0
+    metrics_tenants_max: int = Field(500, ge=0)  # /metrics tells of so many tenants
 
     # the island
     island: str = "local"

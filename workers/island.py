@@ -31,6 +31,7 @@ from app.core.standing import soonest_first
 from app.follow import Follower
 from app.models import Device, Island, Order, Placement, Task
 from app.settings import settings
+from app.tally import Tally
 from workers.loop import Loop, keep
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Scheduler(Loop):
         self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
         self.nudged = threading.Event()
         self.follower = Follower(island)
+        self.tally, self.leads = Tally(), False
         self.began_s = 0.0  # by the monotonic clock: this round's transaction
         self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
         self.deaf_until_s = 0.0  # by the monotonic clock: silence says nothing about devices
@@ -62,7 +64,7 @@ class Scheduler(Loop):
         self.wake.set()
 
     def look(self) -> float:
-        heard = self._heard()
+        began_s, heard = time.monotonic(), self._heard()
         look_now = self.nudged.is_set() or time.monotonic() >= self.due_s
         self.nudged.clear()
         try:
@@ -72,6 +74,8 @@ class Scheduler(Loop):
             raise
         # 4. Only what is committed is sent.
         self._send(answers, due)
+        if self.leads:
+            self.tally.round(time.monotonic() - began_s)
         return max(0.0, self.due_s - time.monotonic())
 
     def _written_down(self, heard: list[Alive], look_now: bool) -> tuple[list[Answer], list[Order]]:
@@ -97,7 +101,7 @@ class Scheduler(Loop):
             # 2. What devices say is true.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
             # 3. Who leads also decides, if anything moved.
-            leads = self._lead(session, row, left_s)
+            self.leads = leads = self._lead(session, row, left_s)
             if not leads:
                 self.follower.forget()
             if look_now or any(changed for _, changed in recorded):
@@ -105,6 +109,7 @@ class Scheduler(Loop):
                 again_s = plan(session) if leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s
             journal.settle(session)
+            self.tally.write(session, row, leads=leads)
             resend_s = settings().order_resend_s
             due = outbox.take_unsent(session, _live(self.island), resend_s=resend_s)
             return [self._with_order(answer) for answer, _ in recorded], due

@@ -527,3 +527,14 @@ def _cancel_all(session):
 def _assign():
     with db.transaction() as session:
         return assign.assign_new(session)
+
+
+def test_what_it_told_and_how_long_its_rounds_took_is_counted(session, isle):
+    add_task(session, "a")
+    hear(isle, alive())
+    isle.tally._due_s = 0.0  # a second later
+    hear(isle, alive())
+    tally = session.scalars(select(Island.tally)).one()
+    assert tally["told.task.launched"] == 1
+    assert sum(count for key, count in tally.items() if key.startswith("rounds.")) == 1
+    assert tally["rounds_us"] > 0

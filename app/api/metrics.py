@@ -1,0 +1,128 @@
+"""GET /metrics for Prometheus: what this process answered, beside what `app.metrics` reads.
+
+It tells of all tenants, so it takes a key of the root tenant, of any role (a viewer there sees
+nothing else of anybody), or a platform admin's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.routing import APIRoute
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api.auth import Authed, Caller
+from app.api.edge import operation_id
+from app.api.problems import declared
+from app.db import Db
+from app.errors import Forbidden
+from app.metrics import figures
+
+BOUNDS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+
+EXAMPLE = 'roundhouse_waiting_tasks{kind="cuda"} 3.0\n'
+
+disable_created_metrics()  # a series more for each counter, of no use
+registry = CollectorRegistry()
+ProcessCollector(registry=registry)
+answers = Counter(
+    "roundhouse_api_answers", "answers of this process", ["operation", "status"], registry=registry
+)
+seconds = Histogram(
+    "roundhouse_api_seconds",
+    "until an answer began, with the wait that was asked for (?wait=)",
+    ["operation"],
+    buckets=BOUNDS_S,
+    registry=registry,
+)
+
+
+class Measured:
+    """Counts every answer, and how long it took until it began: a stream may go on for hours."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        began_s, answered = time.perf_counter(), False
+
+        async def send_measured(message: Message) -> None:
+            nonlocal answered
+            if message["type"] == "http.response.start" and not answered:
+                answered = True
+                _count(scope, message["status"], time.perf_counter() - began_s)
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_measured)
+        except Exception:
+            if not answered:  # Starlette answers it outside of us
+                _count(scope, 500, time.perf_counter() - began_s)
+            raise
+
+
+def _count(scope: Scope, status: int, took_s: float) -> None:
+    operation = _operation(scope)
+    answers.labels(operation, status).inc()
+    seconds.labels(operation).observe(took_s)
+
+
+def _operation(scope: Scope) -> str:
+    """A word of a closed list, whatever the path was."""
+    route = scope.get("route")
+    if isinstance(route, APIRoute):
+        return operation_id(route)
+    return "static" if scope["path"].startswith("/static/") else "none"
+
+
+# --- the page that is scraped -------------------------------------------------------------------
+
+router = APIRouter(tags=["meta"])
+
+
+def _watcher(caller: Authed) -> Caller:
+    if not (caller.in_root or caller.sees_all):
+        raise Forbidden("this tells of all tenants, so it needs a key of a user of the root tenant")
+    return caller
+
+
+class _Together:
+    def __init__(self, read: list[Metric]) -> None:
+        self.read = read
+
+    def collect(self) -> Iterator[Metric]:
+        return chain(registry.collect(), self.read)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    summary="Figures for Prometheus",
+    responses={
+        200: {"content": {"text/plain": {"example": EXAMPLE}}},
+        **declared(401, 403, 503),
+    },
+)
+def get_metrics(
+    request: Request, session: Db, _: Annotated[Caller, Depends(_watcher, scope="function")]
+) -> Response:
+    """In the text format of Prometheus, or OpenMetrics by `Accept`.  The table of all of them is in
+    docs/operations.md.  Figures out of the database may be some seconds old.
+    """
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(_Together(figures.newest(session))), media_type=media_type)
