@@ -14,6 +14,7 @@ AppError                 500 internal
 ├── Gone                 410 gone                  the bytes of what is listed are lost
 ├── TooLarge             413 payload-too-large
 ├── WrongMediaType       415 unsupported-media-type
+├── TooManyCalls         429 rate-limited          knows after how long to call again
 └── Unavailable          503 unavailable           Postgres, or the store, does not answer
 """
 
@@ -114,6 +115,16 @@ class WrongMediaType(AppError):
     status = 415
     type = "unsupported-media-type"
     title = "The body is not JSON"
+
+
+class TooManyCalls(AppError):
+    status = 429
+    type = "rate-limited"
+    title = "Too many calls"
+
+    def __init__(self, detail: str = "", *, retry_after_s: int = 1) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(detail)
 
 
 class Unavailable(AppError):

@@ -40,6 +40,11 @@ class Settings(BaseSettings):
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
     web_session_s: float = 12 * 3600.0
+    # calls of a key, and of all keys of a tenant; 0: as many as they like
+    key_reads_per_min: int = Field(120_000, ge=0)
+    key_writes_per_min: int = Field(120_000, ge=0)
+    tenant_reads_per_min: int = Field(240_000, ge=0)
+    tenant_writes_per_min: int = Field(240_000, ge=0)
     metrics_tenants_max: int = Field(500, ge=0)  # /metrics tells of so many tenants
 
     # the island

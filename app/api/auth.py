@@ -16,6 +16,7 @@ import hmac
 import secrets
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from app import audit
+from app.api import rates
 from app.api.edge import operation_id
 from app.db import Db, transaction
 from app.errors import Forbidden, Unauthenticated
@@ -224,16 +226,25 @@ def authenticated(
     cookie: Annotated[str | None, Security(_cookie)],
 ) -> Caller:
     if bearer is not None:
-        return _calls(request, session, caller_of_key(session, bearer.credentials))
+        return _calls(request, session, bearer.credentials, caller_of_key)
     if cookie is None or "authorization" in request.headers:
         raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
-    caller = caller_of_cookie(session, cookie)
+    caller = _calls(request, session, cookie, caller_of_cookie)
     if request.method not in SAFE_METHODS and not from_our_origin(request):
         raise Forbidden("with a cookie, only the pages of this service may change something")
-    return _calls(request, session, caller)
+    return caller
 
 
-def _calls(request: Request, session: Session, caller: Caller) -> Caller:
+def _calls(
+    request: Request,
+    session: Session,
+    credential: str,
+    look_up: Callable[[Session, str], Caller],
+) -> Caller:
+    counted = rates.count_known(request, credential)  # no connection is held yet
+    caller = look_up(session, credential)
+    if not counted:
+        rates.count_new(request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id)
     audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
     return caller
 

@@ -53,6 +53,7 @@ class RequestId:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-ID"] = id
+                headers.update(scope["state"].get("rate_headers", {}))
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 if scope["path"].startswith("/v1/"):
@@ -126,7 +127,7 @@ def v1_router(tag: str, *statuses: int) -> APIRouter:
         tags=[tag],
         route_class=StrictRoute,
         dependencies=[Depends(known_parameters)],
-        responses=problems.declared(401, 422, 503, *statuses),
+        responses=problems.declared(401, 422, 429, 503, *statuses),
     )
 
 

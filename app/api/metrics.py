@@ -115,7 +115,7 @@ class _Together:
     summary="Figures for Prometheus",
     responses={
         200: {"content": {"text/plain": {"example": EXAMPLE}}},
-        **declared(401, 403, 503),
+        **declared(401, 403, 429, 503),
     },
 )
 def get_metrics(

@@ -96,6 +96,13 @@ MEANINGS = {
         "calls every body a form.",
         "Send `Content-Type: application/json` and a body in JSON.",
     ),
+    "rate-limited": (
+        "This key, or all keys of its tenant together, made more calls than the administrator "
+        "allows in a minute; looking (GET) and changing are counted apart. Nothing was changed.",
+        "Try again after the seconds in `Retry-After`, with the same Idempotency-Key. The header "
+        "`RateLimit` of every answer says how many calls are left (`r`) and when all of them will "
+        "be (`t`, in seconds). Wait for changes with `?wait=` or a stream instead of asking again.",
+    ),
     "bad-request": (
         "The call could not be understood as HTTP or as what this address takes.",
         "Compare it with the example in /docs.",
@@ -155,6 +162,8 @@ def of_error(request: Request, error: AppError) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(error, errors.TooManyCalls):
+        headers["Retry-After"] = str(error.retry_after_s)
     return problem(
         request_id_of(request),
         request.url.path,
