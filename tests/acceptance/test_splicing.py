@@ -1,0 +1,97 @@
+"""A job of several ranks holds what nobody asks for, and gives it back; its bits never show it.
+
+Through HTTP alone, on two CPU devices.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.acceptance
+
+RANKS, STEPS, STEP_S = 4, 150, 0.1
+REST_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(system):
+    """What the job ends with on one device, as quick as it can."""
+    client = system.client("alpha")
+    return client.wait(train(client, "splice-alone", step_s=0.0), timeout_s=REST_S)["tasks"][0]
+
+
+def train(client, name, *, step_s=STEP_S, **task):
+    params = {"steps": STEPS, "step_s": step_s}
+    every = {"every_s": 1.0, "keep": 2}
+    task = {"world_size": RANKS, "checkpoint": every, "params": params, **task}
+    return client.submit_job("train:Ranks", name=name, **task)
+
+
+def held(request):
+    task = request["tasks"][0]
+    return task["state"] == "running" and 1 + len(task["lent"])
+
+
+def until_held(client, id, devices):
+    return client.wait_until(id, lambda request: held(request) == devices, timeout_s=REST_S)
+
+
+def ended_right(client, id, undisturbed):
+    """It is done, with the bits of who was left alone; no step of it ran twice."""
+    request = client.wait(id, timeout_s=2 * REST_S)
+    task = request["tasks"][0]
+    assert (request["state"], task["result"]) == ("done", undisturbed["result"]), task
+    return task
+
+
+def test_it_grows_gives_way_without_a_pause_and_grows_again(system, undisturbed):
+    client, other = system.client("alpha"), system.client("beta")
+    id = train(client, "splice")
+    until_held(client, id, 2)
+    comes = other.submit_job("train:Train", name="comes", params={"steps": 30})
+    until_held(client, id, 1)
+    system.wait_running(other, comes)
+    assert other.wait(comes, timeout_s=REST_S)["state"] == "done"
+    until_held(client, id, 2)
+    task = ended_right(client, id, undisturbed)
+    assert (task["pauses"], task["epoch"], task["lost_steps"]) == (0, 1, 0)
+    stays = list(client.items(f"/v1/tasks/{task['id']}/placements"))
+    assert [(stay["guest"], stay["end"]) for stay in stays][::-1] == [
+        (False, "finished"),
+        (True, "resized"),
+        (True, "finished"),
+    ]
+    assert all(stay["held_us"] > 0 for stay in stays)
+    told = [event["message"] for event in client.items(f"/v1/requests/{id}/events", limit=200)]
+    assert any(each.startswith("It goes on after step ") for each in told)
+    system.check_ledger()
+
+
+def test_its_owner_says_how_many_it_may_hold(system, undisturbed):
+    client = system.client("alpha")
+    id = train(client, "splice-asked", devices={"max": 1})
+    url = f"/v1/tasks/{client.request(id)['tasks'][0]['id']}"
+    system.wait_running(client, id)
+    client.post(f"{url}/resize", {"devices_max": RANKS})
+    until_held(client, id, 2)
+    client.post(f"{url}/resize", {"devices_max": 1})
+    until_held(client, id, 1)
+    assert ended_right(client, id, undisturbed)["pauses"] == 0
+
+
+@pytest.mark.parametrize("victim", ["lent", "home"])
+def test_it_goes_on_with_one_device_when_the_worker_of_the_other_is_killed(
+    system, undisturbed, victim
+):
+    client = system.client("alpha")
+    id = train(client, f"splice-{victim}", retry={"max": 2})
+    task = until_held(client, id, 2)["tasks"][0]
+    device = task["seat"] if victim == "home" else task["lent"][0]
+    system.kill(f"device.{device.rpartition('.')[2]}")
+    task = ended_right(client, id, undisturbed)
+    told = [event["message"] for event in client.items(f"/v1/requests/{id}/events", limit=200)]
+    assert (task["epoch"] == 1) == (victim == "lent"), told
+    assert (task["lost_steps"] == 0) >= (victim == "lent")
+    steps = [row["step"] for row in client.items(f"/v1/tasks/{task['id']}/metrics", limit=200)]
+    assert len(steps) == len(set(steps))
+    system.check_ledger()
