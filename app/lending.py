@@ -58,6 +58,7 @@ def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: in
             cost_milli=whole + (n < more),
             incarnation=device.incarnation,
             launched_at=db.now(session),
+            started_at=db.now(session),
             guest=True,
         )
         session.add(guest)

@@ -22,7 +22,7 @@ from sqlalchemy import ColumnElement, Select, and_, func, select, text, true
 from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
-from app import tree, why
+from app import lending, tree, why
 from app.core import fairshare
 from app.core.division import Branch, divide_tree
 from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE
@@ -648,7 +648,8 @@ def _with_names(query: Select[*tuple[Any, ...]], tenant: str | None) -> Select[*
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A task on a device.  `total_held_us` is its seat time so far, over all its launches."""
+    """A task on its `devices`, its home first.  `total_held_us` is its seat time so far, over all
+    its launches."""
 
     id: str
     request_id: str
@@ -657,7 +658,7 @@ class Running:
     tenant: str
     user: str
     state: str
-    device: str | None
+    devices: tuple[str, ...]
     step: int
     metrics: dict[str, Any]
     started_at: datetime | None
@@ -668,6 +669,8 @@ class Running:
 
 def running(session: Session, tenant: str | None) -> list[Running]:
     query = _with_names(select(Task), tenant).where(Task.state.in_(ON_A_DEVICE))
+    rows = session.execute(query.order_by(Task.seat, Task.id)).all()
+    held = _held(session, [row[0] for row in rows])
     return [
         Running(
             id=task.id,
@@ -677,7 +680,7 @@ def running(session: Session, tenant: str | None) -> list[Running]:
             tenant=owner,
             user=user,
             state=task.state,
-            device=task.seat,
+            devices=held[task.id],
             step=task.step,
             metrics=task.metrics,
             started_at=task.started_at,
@@ -685,8 +688,17 @@ def running(session: Session, tenant: str | None) -> list[Running]:
             pauses=task.pauses,
             lost_steps=task.lost_steps,
         )
-        for task, request, owner, user in session.execute(query.order_by(Task.seat, Task.id))
+        for task, request, owner, user in rows
     ]
+
+
+def _held(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
+    """By task, all devices that it holds."""
+    lent = lending.guests(session, [task.id for task in tasks if task.resized_at is not None])
+    return {
+        task.id: (task.seat, *(guest.device_id for guest in lent[task.id])) if task.seat else ()
+        for task in tasks
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1124,7 +1136,7 @@ class TaskView:
     state: str
     hold: str
     place: int | None
-    device: str | None
+    devices: tuple[str, ...]
     image_on: str | None
     step: int
     metrics: dict[str, Any]
@@ -1151,6 +1163,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
     found = session.scalars(query).all()
     waiting = [task for task in found if task.state in NOT_STARTED]
     told = defaultdict(Why, why.explain(session, waiting[:EXPLAINED]))
+    held = _held(session, found)
     return [
         TaskView(
             id=task.id,
@@ -1160,7 +1173,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             state=task.state,
             hold=task.hold,
             place=told[task.id].place,
-            device=task.seat,
+            devices=held[task.id],
             image_on=task.image_on,
             step=task.step,
             metrics=task.metrics,
@@ -1184,11 +1197,13 @@ def tasks(session: Session, request: str) -> list[TaskView]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stay:
-    """One launch of one task on one device; `end` is None while it lasts."""
+    """One launch of one task on one device, or a device that it was lent besides (`guest`); `end`
+    is None while it lasts."""
 
     task: str
     epoch: int
     device: str
+    guest: bool
     launched_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
@@ -1212,6 +1227,7 @@ def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
             task=name,
             epoch=row.epoch,
             device=row.device_id,
+            guest=row.guest,
             launched_at=row.launched_at,
             started_at=row.started_at,
             ended_at=row.ended_at,

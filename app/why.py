@@ -80,6 +80,14 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
     return found
 
 
+def breadth(session: Session, task: TaskRow) -> str:
+    """What an elastic task holds of what it can use; "" for any other."""
+    if task.devices_max == task.devices_min and task.resized_at is None:
+        return ""
+    rows = session.execute(snapshot.tasks().where(TaskRow.id == task.id)).all()
+    return says.breadth(snapshot.tasks_of(session, rows, now_s=db.now_s(session))[task.id])
+
+
 def warm(session: Session) -> None:
     """Read what the first answer about each island would have to read."""
     kept = _kept(session)

@@ -79,7 +79,7 @@ def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
         "task_id": task.id,
         "state": task.state,
         "place": told.place,
-        "message": told.reasons[0]["message"] if told.reasons else _does_not_wait(task),
+        "message": told.reasons[0]["message"] if told.reasons else _does_not_wait(session, task),
         "reasons": told.reasons,
         "nearest": told.nearest,
         "starts_at": told.estimate.starts_at if told.estimate else None,
@@ -89,9 +89,10 @@ def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     }
 
 
-def _does_not_wait(task: Task) -> str:
+def _does_not_wait(session: Session, task: Task) -> str:
     where = f" on {task.seat}" if task.seat else ""
-    return f"It does not wait: it is {task.state}{where}{_moves(task)}."
+    told = f"It does not wait: it is {task.state}{where}{_moves(task)}."
+    return f"{told} {why.breadth(session, task)}".rstrip()
 
 
 def _moves(task: Task) -> str:

@@ -195,13 +195,14 @@ class TimeLine:
 
 
 def time_line(stays: Sequence[Stay], *, now: datetime) -> TimeLine:
-    """One lane a task, one part a stay, coloured by device."""
+    """One lane a task, another for what it is lent, one part a stay, coloured by device."""
     since = min((stay.launched_at for stay in stays), default=now)
     until = max((stay.ended_at or now for stay in stays), default=now)
     devices = tuple(sorted({stay.device for stay in stays}))
     lanes: dict[str, list[Part]] = defaultdict(list)
     for stay in stays:
-        lanes[stay.task].append(_part(stay, since, until, devices, now))
+        lane = f"{stay.task}, lent" if stay.guest else stay.task
+        lanes[lane].append(_part(stay, since, until, devices, now))
     return TimeLine(
         since=since,
         until=until,

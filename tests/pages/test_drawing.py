@@ -90,10 +90,10 @@ def test_curves_of_several_tasks_share_their_steps():
     assert drawn.rows == ((1, (0.5, None)), (2, (0.25, 0.75)))
 
 
-def stay(task, device, begun_s, ended_s):
+def stay(task, device, begun_s, ended_s, *, guest=False):
     at = NOON + timedelta(seconds=begun_s)
     return Stay(
-        task=task, epoch=1, device=device, launched_at=at, started_at=at,
+        task=task, epoch=1, device=device, guest=guest, launched_at=at, started_at=at,
         ended_at=None if ended_s is None else NOON + timedelta(seconds=ended_s),
         held_us=0, first_step=0, last_step=None, end=None,
     )  # fmt: skip
@@ -101,12 +101,14 @@ def stay(task, device, begun_s, ended_s):
 
 def test_stays_become_lengths_on_one_line():
     now = NOON + timedelta(seconds=100)
-    line = time_line([stay("a", "d1", 0, 50), stay("b", "d0", 50, None)], now=now)
+    lent = stay("b", "d1", 60, 80, guest=True)
+    line = time_line([stay("a", "d1", 0, 50), stay("b", "d0", 50, None), lent], now=now)
     assert line.devices == ("d0", "d1")
     drawn = [(lane.task, part) for lane in line.lanes for part in lane.parts]
     assert [(task, part.x, part.width, part.colour) for task, part in drawn] == [
         ("a", 0, 50, 1),
         ("b", 50, 50, 0),
+        ("b, lent", 60, 20, 1),
     ]
 
 
