@@ -228,7 +228,10 @@ def _obey(paper: _Paper, task: Task) -> None:
         because = "It is held: paused, to go on when released."
         paper.move(task, Move.Pause, "hold", because, devices=task.seats)
     elif task.moves_to is not None:
-        if task.stops:
+        if len(task.seats) > task.width:
+            because = "It is to move, with no more devices than it needs."
+            _make_smaller(paper, task, task.seats[: task.width], "move", because)
+        elif task.stops:
             because = f"It moves to {task.moves_to}; only the last difference is left to copy."
             paper.move(task, Move.Pause, "move", because, devices=task.seats)
     elif drained:

@@ -284,7 +284,9 @@ def growth(board: Board, kept: Collection[str]) -> list[Resize]:
 
 
 def _wants(stay: Stay) -> bool:
-    return stay.task.state == State.running and len(stay.devices) < stay.task.width_max
+    task = stay.task
+    stays = task.state == State.running and task.moves_to is None
+    return stays and len(stay.devices) < task.width_max
 
 
 def _nobodys(board: Board, kind: str) -> list[str]:

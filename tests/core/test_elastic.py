@@ -212,6 +212,13 @@ def test_who_is_asked_to_hold_fewer_gives_back_what_it_took_last() -> None:
     assert not board.elastic
 
 
+def test_who_is_to_move_gives_back_first_what_it_does_not_need_and_does_not_grow() -> None:
+    moves = grown("a", "d0 d1", moves_to="d1", movable=True)
+    assert told(decide(on(moves), now_s=NOW_S)) == ["a: d0"]
+    alone = task("a", "d0", width_max=4, moves_to="", movable=True)
+    assert told(decide(on(alone), now_s=NOW_S)) == []
+
+
 def test_who_is_told_that_it_may_hold_more_grows() -> None:
     board = Board.of(on(task("a", "d0", width_max=1)), now_s=NOW_S)
     assert told(cycle(board)) == []
