@@ -87,7 +87,7 @@ class Resident:
 
 
 class DeviceDouble:
-    steps, capabilities = STEPS, ()
+    steps, capabilities, resident = STEPS, (), Resident
 
     def __init__(self, name, clock):
         self.name, self.clock = name, clock
@@ -150,7 +150,7 @@ class DeviceDouble:
         parked = self.house.pop((order.task, known), None)
         step = parked.step if parked and parked.state == "paused" else newest
         is_sure = order.incarnation == self.incarnation and next(self.clock) < order.surely_until_us
-        self.house[order.task, order.epoch] = Resident(
+        self.house[order.task, order.epoch] = self.resident(
             order.task, order.epoch, step, confirmed=is_sure
         )
 
@@ -329,7 +329,12 @@ class World:
 
 @pytest.fixture
 def world(session, request):
-    world = World(session, seed=request.param)
+    return furnished(World(session, seed=request.param))
+
+
+def furnished(world, tasks=2):
+    """With its tenants, some tasks of each, and devices that have been heard."""
+    session = world.session
     session.add(Island(name="isle"))
     session.add_all(Tenant(id=f"ten_{name}", name=name) for name in TENANTS)
     session.flush()
@@ -337,7 +342,7 @@ def world(session, request):
     session.flush()
     world.ids = []
     for name in TENANTS:
-        for n in range(2):
+        for n in range(tasks):
             world.ids.append(_submit(session, name, n))
     for device in DEVICES:
         world.beat(device)
