@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 
 from app import collector, pages, why
 from app.api import audit as audit_routes
-from app.api import auth, meta, problems, streams
+from app.api import auth, meta, openapi, problems, streams
 from app.api import bundles as bundle_routes
 from app.api import checkpoints as checkpoint_routes
 from app.api import devices as device_routes
@@ -56,6 +56,7 @@ def create_app() -> FastAPI:
     problems.install(app)
     for router in _routers():
         app.include_router(router)
+    openapi.install(app)
     pages.mount(app)
     app.add_middleware(BodyLimit, limit_of=_body_limit)
     app.add_middleware(RequestId)

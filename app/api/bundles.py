@@ -108,14 +108,21 @@ def get_bundle(sha256: Sha256, caller: Authed, session: Db) -> Bundle:
     return _visible(session, caller, sha256)
 
 
-@router.head("/bundles/{sha256}", summary="Is it there?", responses=declared(404))
+@router.head(
+    "/bundles/{sha256}",
+    response_class=Response,
+    summary="Is it there?",
+    responses=declared(404),
+)
 def head_bundle(sha256: Sha256, caller: Authed, session: Db) -> Response:
+    """Tells whether it must be uploaded, without a body."""
     _visible(session, caller, sha256)
     return Response()
 
 
 @router.get("/bundles", response_model=Page[BundleOut], summary="List your tenant's bundles")
 def list_bundles(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """By the SHA-256 of their bytes."""
     query = select(Bundle).where(Bundle.tenant_id == caller.tenant_id)
     return paging.read(session, query, by=Bundle.sha256).page()
 

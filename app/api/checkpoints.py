@@ -34,6 +34,7 @@ _FILE = {
 
 @router.get("/checkpoints/{id}", response_model=CheckpointOut, summary="Show a checkpoint")
 def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
+    """When it was made, at which step, how large it is, and who signed it."""
     return _visible(session, caller, id)
 
 

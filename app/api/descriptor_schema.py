@@ -6,6 +6,7 @@ example is accepted, and every field named here is known there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import Body
@@ -39,13 +40,22 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
-def _object(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
+    """What may be left out may be null, too, and means the same."""
     return {
         "type": "object",
-        "properties": properties,
+        "properties": {
+            name: shown if name in required else _or_null(shown)
+            for name, shown in properties.items()
+        },
         "additionalProperties": False,
-        **({"required": required} if required else {}),
+        **({"required": list(required)} if required else {}),
     }
+
+
+def _or_null(shown: dict[str, Any]) -> dict[str, Any]:
+    nullable = {**shown, "type": [shown["type"], "null"]}
+    return {**nullable, "enum": [*shown["enum"], None]} if "enum" in shown else nullable
 
 
 def _texts(description: str) -> dict[str, Any]:
@@ -89,7 +99,7 @@ _TASK = _object(
             **_object(
                 {
                     "after": _texts("tasks that must be done first"),
-                    "not_before": {"type": ["string", "null"], "format": "date-time"},
+                    "not_before": {"type": "string", "format": "date-time"},
                     "hold": {"type": "boolean", "default": False},
                 }
             ),
@@ -119,7 +129,7 @@ _TASK = _object(
             "description": "of device time, after which it is ended",
         },
         "from_checkpoint": {
-            "type": ["string", "null"],
+            "type": "string",
             "description": "a checkpoint of the same job, of your tenant: it goes on from there, as"
             " a task of its own; `params` are the checkpoint's, and may be left out",
         },

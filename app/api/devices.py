@@ -32,6 +32,7 @@ router = v1_router("devices")
 
 @router.get("/islands", response_model=Page[IslandOut], summary="List islands")
 def list_islands(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """Each with its scheduler, and how many devices it has."""
     return paging.read(session, _islands(), by=Island.name).page()
 
 
@@ -39,6 +40,7 @@ def list_islands(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     "/islands/{name}", response_model=IslandOut, summary="Show an island", responses=declared(404)
 )
 def get_island(name: str, caller: Authed, session: Db) -> Any:
+    """Its scheduler, and how many devices it has."""
     found = session.execute(_islands().where(Island.name == name)).one_or_none()
     if found is None:
         raise NotFound("island", name)
@@ -64,11 +66,13 @@ def _islands() -> Any:
 
 @router.get("/hosts", response_model=Page[HostOut], summary="List hosts")
 def list_hosts(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """Each with how many devices it has, and how many of them are up."""
     return paging.read(session, _hosts(), by=Host.name).page()
 
 
 @router.get("/hosts/{name}", response_model=HostOut, summary="Show a host", responses=declared(404))
 def get_host(name: str, caller: Authed, session: Db) -> Any:
+    """How many devices it has, how many of them are up, and whether it takes new work."""
     return _host_out(session, name)
 
 
@@ -94,6 +98,7 @@ def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
     responses=declared(403, 404),
 )
 def uncordon_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
+    """A device of it that is cordoned itself stays so."""
     return _cordon_host(session, name, False, by=caller.user_name)
 
 
@@ -143,6 +148,7 @@ def list_devices(
     island: str | None = None,
     kind: str | None = None,
 ) -> dict[str, Any]:
+    """What each is, whether it is up and busy, and what of it takes new work."""
     query = _devices(caller)
     if island is not None:
         query = query.where(Device.island == island)
@@ -156,6 +162,7 @@ def list_devices(
     "/devices/{id}", response_model=DeviceOut, summary="Show a device", responses=declared(404)
 )
 def get_device(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
+    """What it is, whether it is up and busy, and its `ETag` for a change."""
     return _device_out(session, response, caller, id)
 
 
@@ -204,6 +211,7 @@ def cordon_device(
 def uncordon_device(
     id: str, response: Response, caller: PlatformAdmin, session: Db
 ) -> dict[str, Any]:
+    """If its host is drained, it takes none before that is let work again, too."""
     return _cordon_device(session, response, caller, id, False)
 
 

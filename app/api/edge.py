@@ -3,7 +3,7 @@
 JSON is read more strictly than Python's `json` does: a doubled key, NaN, an infinite number, a NUL
 and half a surrogate pair are refused, because Postgres or the next reader would understand
 something else.  A query parameter that a route does not know is an error, as a typo in a filter
-must not list everything.
+must not list everything, and so is one that comes twice where the last would silently win.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import uuid_utils
 from fastapi import APIRouter, Depends, Request
+from fastapi._compat import field_annotation_is_sequence
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.params import Query
 from fastapi.routing import APIRoute
@@ -152,7 +154,7 @@ class StrictRoute(APIRoute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.body_field is not None:
-            self.responses = {**self.responses, **problems.described(415)}
+            self.responses = {**self.responses, **problems.declared(415)}
 
     def get_route_handler(self) -> Callable[..., Any]:
         handle, takes_json = super().get_route_handler(), self.body_field is not None
@@ -230,15 +232,22 @@ def _plain(value: Any, depth: int) -> None:
 
 
 def known_parameters(request: Request) -> None:
-    """A dependency: refuses query parameters that the route does not declare, and NULs."""
-    known = {
-        field.alias
-        for field in get_flat_params(request.scope["route"].dependant)
-        if isinstance(field.field_info, Query)
-    }
+    """A dependency: refuses query parameters that the route does not declare or that come twice
+    where one is meant, and NULs.
+    """
+    fields = get_flat_params(request.scope["route"].dependant)
+    known = {field.alias: field for field in fields if isinstance(field.field_info, Query)}
     given = request.query_params.multi_items()
-    unknown = sorted({name for name, _ in given} - known)
-    faults = [Fault(f"?{name}", _unknown(name, known), "unknown-parameter") for name in unknown]
+    times = Counter(name for name, _ in given)
+    faults = [
+        Fault(f"?{name}", _unknown(name, set(known)), "unknown-parameter")
+        for name in sorted(times.keys() - known.keys())
+    ]
+    faults += [
+        Fault(f"?{name}", f"came {times[name]} times; give it once", "given-twice")
+        for name, field in known.items()
+        if times[name] > 1 and not field_annotation_is_sequence(field.field_info.annotation)
+    ]
     values = [*request.path_params.items(), *given]
     faults += [
         Fault(f"?{name}", "holds a NUL", "text") for name, value in values if "\x00" in str(value)

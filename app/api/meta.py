@@ -27,6 +27,7 @@ router = APIRouter(tags=["meta"])
 
 
 class Alive(BaseModel):
+    model_config = {"json_schema_extra": {"examples": [{"status": "alive"}]}}
     status: str = "alive"
 
 

@@ -42,6 +42,7 @@ def list_presets(caller: Authed, session: Db) -> dict[str, Any]:
     responses=declared(404),
 )
 def get_preset(task_type: TaskType, kind: Kind, caller: Authed, session: Db) -> Preset:
+    """What is configured on a device of that kind before such a task runs."""
     found = session.get(Preset, (task_type, kind))
     if found is None:
         raise NotFound("preset", f"{task_type}/{kind}")

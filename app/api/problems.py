@@ -19,9 +19,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from app import errors
-from app.api import schemas
 from app.core.descriptor import Fault
 from app.errors import AppError
 
@@ -213,6 +213,9 @@ def pointer(path: Iterable[str | int]) -> str:
 def _http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     title = HTTPStatus(error.status_code).phrase
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_methods(request))
     return problem(
         request_id_of(request),
         request.url.path,
@@ -220,8 +223,18 @@ def _http_exception(request: Request, error: Exception) -> JSONResponse:
         status=error.status_code,
         title=title,
         detail=_DETAILS.get(error.detail, error.detail),
-        headers=error.headers,
+        headers=headers,
     )
+
+
+def _methods(request: Request) -> list[str]:
+    """All that the address knows; a route only tells its own, and the first that fits answers."""
+    known: set[str] = set()
+    for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"):
+        scope = {**request.scope, "method": method}
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
+            known.add(method)
+    return sorted(known)
 
 
 _DETAILS = {
@@ -274,12 +287,7 @@ def _page(title: str, body: str) -> str:
 
 
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Problem responses, as FastAPI's `responses=`."""
-    return {status: {"model": schemas.Problem, **_content(status)} for status in statuses}
-
-
-def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The same for a route that exists already; others have brought the model into the page."""
+    """Problem responses, as FastAPI's `responses=`; `app.api.openapi` adds their schema."""
     return {status: _content(status) for status in statuses}
 
 

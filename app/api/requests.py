@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
 
 from fastapi import Header, Query
 from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
@@ -30,6 +29,7 @@ from app.api.schemas import (
     Validated,
 )
 from app.api.tasks import task_outs
+from app.api.times import Time
 from app.changes import changes
 from app.core.lifecycle import ENDED
 from app.db import Db, transaction
@@ -125,8 +125,9 @@ def list_requests(
     label: Annotated[list[str] | None, Query(description="NAME:VALUE; all must fit")] = None,
     name: Annotated[str | None, Query(description="exactly this name")] = None,
     tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
-    submitted_after: datetime | None = None,
+    submitted_after: Time = None,
 ) -> dict[str, Any]:
+    """Those of the tenants that you see; every filter narrows it further."""
     query = select(Request).where(of_caller(caller, Request.tenant_id))
     if states := _states(state):
         query = query.where(Request.state.in_(states))
@@ -137,8 +138,7 @@ def list_requests(
     if tenant_id is not None:
         query = query.where(Request.tenant_id == tenant_id)
     if submitted_after is not None:
-        at = submitted_after if submitted_after.tzinfo else submitted_after.replace(tzinfo=UTC)
-        query = query.where(Request.submitted_at > at)
+        query = query.where(Request.submitted_at > submitted_after)
     found = paging.read(session, query, by=Request.id, newest_first=True)
     return found.page(_summaries(session, found.rows))
 
@@ -150,9 +150,12 @@ def _label(item: str) -> dict[str, str]:
     return {name: value}
 
 
+_SECONDS = r"^\d{1,3}(\.\d+)?s?$"
+
+
 def _wait_s(text: Any) -> Any:
     if isinstance(text, str):
-        if not re.fullmatch(r"\d{1,3}(\.\d+)?s?", text):
+        if not re.fullmatch(_SECONDS, text, re.ASCII):
             raise ValueError(f"give seconds, such as 30s, at most {LONGEST_WAIT_S:g}s")
         return min(float(text.removesuffix("s")), LONGEST_WAIT_S)
     return text
@@ -160,7 +163,7 @@ def _wait_s(text: Any) -> Any:
 
 Wait = Annotated[
     float,
-    BeforeValidator(_wait_s, json_schema_input_type=str),
+    BeforeValidator(_wait_s, json_schema_input_type=Annotated[str, Field(pattern=_SECONDS)]),
     Query(description=f"wait so long for a change, such as `30s`; at most {LONGEST_WAIT_S:g}s"),
 ]
 
@@ -253,6 +256,7 @@ def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 
 @router.post("/requests/{id}/release", summary="Release a held request", **_WISH)
 def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Its tasks wait in line again.  What an admin holds back only an admin releases."""
     found = request_to_act_on(session, caller, id)
     wishes.release_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
     return request_out(session, found)

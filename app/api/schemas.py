@@ -12,6 +12,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from app.api.times import Time
+
 Role = Literal["platform_admin", "tenant_admin", "member", "viewer"]
 RequestState = Literal["queued", "running", "done", "failed", "cancelled"]
 TaskState = Literal[
@@ -630,7 +632,7 @@ class KeyIn(In):
     user_id: str
     role: Role
     name: Name
-    expires_at: datetime | None = Field(None, strict=False)
+    expires_at: Time = None
 
 
 class KeyOut(Out):

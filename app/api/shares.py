@@ -6,7 +6,7 @@ All of them come from `app.reports`, and so do those of the pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request, Response
@@ -18,13 +18,22 @@ from app.api.auth import Authed, Caller
 from app.api.cursors import Paged, PagedBy100
 from app.api.edge import v1_router
 from app.api.problems import declared
-from app.api.schemas import Page
+from app.api.schemas import Explained, Page, TaskOut, TenantOut, example_of
+from app.api.times import Time
 from app.db import Db
 from app.errors import BadInput, NotFound
 
 MOST_BUCKETS = 5000  # intervals in one answer
 
 router = v1_router("shares")
+
+_TASK = example_of(TaskOut)
+_AT = _TASK["submitted_at"]
+
+
+def _shown(example: Any) -> dict[int | str, dict[str, Any]]:
+    """The example of an answer, as FastAPI's `responses=`."""
+    return {200: {"content": {"application/json": {"example": example}}}}
 
 
 def _seen_by(caller: Caller) -> str | None:
@@ -49,7 +58,44 @@ class FairShare:
     others: reports.TenantShare | None
 
 
-@router.get("/fair-share", summary="Who should hold how much now")
+_SHARE = {
+    "tenant": "vision",
+    "depth": 0,
+    "weight": 2.0,
+    "share": 0.5,
+    "fair": 1.0,
+    "held": 1,
+    "waiting": 3,
+    "guarantee": 1,
+    "borrowed": 0,
+    "usage_us": 90_000_000,
+    "total_us": 120_000_000,
+    "score": 45_000_000.0,
+    "kinds": [
+        {
+            "kind": "cpu",
+            "devices": 2,
+            "by_weight": 1.0,
+            "fair": 1.0,
+            "held": 1,
+            "waiting": 3,
+            "guarantee": 1,
+            "limit": 4,
+            "borrowed": 0,
+            "by_memory": 0,
+            "idle_us": 0,
+        }
+    ],
+}
+_FAIR_SHARE = {
+    "at": _AT,
+    "verdict": "vision holds 1 of its fair share of 1 device; 3 tasks wait.",
+    "tenants": [{**_SHARE, "id": example_of(TenantOut)["id"], "parent_id": None}],
+    "others": {**_SHARE, "id": "", "parent_id": None, "tenant": "others", "kinds": []},
+}
+
+
+@router.get("/fair-share", summary="Who should hold how much now", responses=_shown(_FAIR_SHARE))
 def get_fair_share(session: Db, caller: Authed) -> FairShare:
     """Guarantee, limit, share by weight, fair share now (given who has work), what is held,
     borrowed and waits, and usage; of a tenant and all below it.
@@ -74,7 +120,32 @@ def get_fair_share(session: Db, caller: Authed) -> FairShare:
 # --- the queue ----------------------------------------------------------------------------------
 
 
-@router.get("/queue", response_model=Page[reports.Queued], summary="What waits, and why")
+_QUEUED = {
+    "id": _TASK["id"],
+    "request_id": _TASK["request_id"],
+    "name": "train",
+    "request": "sweep-7",
+    "tenant": "vision",
+    "user": "ada",
+    "state": "waiting",
+    "place": 2,
+    "kind": "cpu",
+    "memory_bytes": 0,
+    "priority": 0,
+    "since": _AT,
+    "step": 0,
+    **{name: example_of(Explained)[name] for name in ("reasons", "nearest", "starts_at")},
+    "estimate": example_of(Explained)["estimate"],
+    "no_estimate": None,
+}
+
+
+@router.get(
+    "/queue",
+    response_model=Page[reports.Queued],
+    summary="What waits, and why",
+    responses=_shown({"items": [_QUEUED], "next_cursor": None}),
+)
 def get_queue(
     paging: PagedBy100,
     session: Db,
@@ -128,25 +199,47 @@ def _split(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _aware(at: datetime | None) -> datetime | None:
-    """A time without a zone is UTC."""
-    return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
-
-
 Interval = Literal["10s", "1m", "10m", "1h", "1d"]
 Groups = Annotated[
     str,
     Query(description="Any of tenant, user, kind, bucket; with commas.", examples=["tenant,user"]),
     AfterValidator(_groups),
 ]
-Time = Annotated[datetime | None, AfterValidator(_aware)]
+
+
+_USAGE = {
+    "since": "2026-11-20T12:00:00Z",
+    "until": _AT,
+    "interval": "1h",
+    "group_by": ["tenant"],
+    "items": [
+        {
+            "bucket": None,
+            "tenant": "vision",
+            "user": None,
+            "kind": None,
+            "held_us": 90_000_000,
+            "charged_us": 90_000_000,
+        }
+    ],
+}
 
 
 @router.get(
     "/usage",
     summary="What was used, by tenant, user, kind and time",
     response_model=UsageReport,
-    responses={200: {"content": {"text/csv": {"example": "tenant,held_us,charged_us\r\n"}}}},
+    responses={
+        200: {
+            "content": {
+                "application/json": {"example": _USAGE},
+                "text/csv": {
+                    "schema": {"type": "string"},
+                    "example": "tenant,held_us,charged_us\r\nvision,90000000,90000000\r\n",
+                },
+            }
+        }
+    },
 )
 def get_usage(
     request: Request,
@@ -204,8 +297,34 @@ def _csv(text: str) -> Response:
 # --- decisions ----------------------------------------------------------------------------------
 
 
+_DECIDED = {
+    "id": 4711,
+    "at": _AT,
+    "island": "local",
+    "cycle": 815,
+    "move": "launch",
+    "rule": "F3",
+    "because": "vision has used least for its weight of all that wait.",
+    "tenant": "vision",
+    "request_id": _TASK["request_id"],
+    "task_id": _TASK["id"],
+    "task": "train",
+    "devices": ["local.0"],
+    "against": {"tenant": "another tenant", "task_id": None, "task": None},
+}
+_ROUND = {
+    "decision": _DECIDED,
+    "now_s": 1_795_262_400.0,
+    "decisions": [_DECIDED],
+    "snapshot": None,
+}
+
+
 @router.get(
-    "/decisions", response_model=Page[reports.Decided], summary="Who got what, by which rule"
+    "/decisions",
+    response_model=Page[reports.Decided],
+    summary="Who got what, by which rule",
+    responses=_shown({"items": [_DECIDED], "next_cursor": None}),
 )
 def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]:
     """Every move that an island decided on, the newest first: of which task, by which rule, why,
@@ -222,7 +341,7 @@ def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]
     "/decisions/{id}",
     response_model=reports.Round,
     summary="One decision, and the round in which it was made",
-    responses=declared(404),
+    responses={**_shown(_ROUND), **declared(404)},
 )
 def get_decision(id: int, session: Db, caller: Authed) -> reports.Round:
     """With what was decided beside it.  A platform admin also gets the `snapshot` that the island

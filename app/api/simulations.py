@@ -5,7 +5,7 @@ For platform admins, as the answer names all tenants.  Nothing is changed by it.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -15,6 +15,7 @@ from app.api.auth import PlatformAdmin
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.schemas import KIND, DeviceLimit, Guarantee, In, Name, Out, Tier, Weight, example
+from app.api.times import Time
 from app.core.simulate import Costs
 from app.core.what_if import POLICIES
 from app.db import Db
@@ -30,18 +31,10 @@ Named = Annotated[Name, Field(description="a tenant")]
 Count = Annotated[int, Field(ge=1, le=simulations.MOST_DEVICES)]
 
 
-def _aware(at: datetime | None) -> datetime | None:
-    """A time without a zone is UTC."""
-    return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
-
-
 def _policy(name: str) -> str:
     if name not in POLICIES:
         raise ValueError(f"there is no policy {name!r}; policies are {', '.join(POLICIES)}")
     return name
-
-
-Time = Annotated[datetime | None, Field(strict=False), AfterValidator(_aware)]
 
 
 class ArrivalIn(In):
@@ -171,9 +164,52 @@ class Run(Figures):
     over_time: OverTime
 
 
+_SPREAD = {"mean": 40.0, "p50": 30.0, "p95": 120.0, "p99": 180.0, "max": 200.0}
+_FIGURES = {
+    "jobs": 3,
+    "finished": 3,
+    "pauses": 1,
+    "resizes": 0,
+    "wait_s": _SPREAD,
+    "lost_s": _SPREAD,
+    "slowdown": {"p50": 1.1, "p95": 1.4},
+}
+_RUN = {
+    **_FIGURES,
+    "policy": "fair",
+    "devices": {"cuda": 8},
+    "left_out": 0,
+    "lasted_s": 3600.0,
+    "device_h": 6.5,
+    "utilisation": 0.81,
+    "fairness_error": 0.02,
+    "tenants": [
+        {
+            **_FIGURES,
+            "tenant": "vision",
+            "weight": 2.0,
+            "device_h": 4.4,
+            "share": 0.68,
+            "fair_share": 0.66,
+            "share_error": 0.02,
+        }
+    ],
+    "widths": [{**_FIGURES, "devices": "1"}],
+    "lost_curve_s": [0.0, 40.0, 200.0],
+    "over_time": {"every_s": 1800.0, "wanted": [8.0, 5.0], "held": {"vision": [5.0, 4.0]}},
+}
+
+
 class SimulationOut(Out):
     """Both replays; `left_out` tasks of the history ended without ever holding a device."""
 
+    model_config = example(
+        jobs=3,
+        left_out=0,
+        since="2026-11-20T00:00:00Z",
+        until="2026-11-21T12:00:00Z",
+        runs=[{**_RUN, "run": "as is"}, {**_RUN, "run": "what if"}],
+    )
     jobs: int
     left_out: int
     since: datetime | None

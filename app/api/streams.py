@@ -45,9 +45,16 @@ router = v1_router("requests", 404)
 LastEventId = Annotated[
     str | None, Header(alias="Last-Event-ID", max_length=200, description="go on after this event")
 ]
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Server-sent events", "content": {"text/event-stream": {}}}
+_EVENT_STREAM = {
+    "text/event-stream": {
+        "schema": {"type": "string"},
+        "example": 'retry: 1000\n\nid: MTIzLjQ1\nevent: task.paused\ndata: {"type": …}\n\n',
+    }
 }
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Server-sent events", "content": _EVENT_STREAM}
+}
+_ALSO_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": _EVENT_STREAM}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Read:
     "/requests/{id}/events",
     response_model=Page[EventOut],
     summary="What happened to it, oldest first",
-    responses={200: {"content": {"text/event-stream": {}}}},
+    responses=_ALSO_STREAMED,
 )
 def list_events(
     id: str,
@@ -152,7 +159,7 @@ Tail = Annotated[int | None, Query(ge=1, le=cursors.MAX_LIMIT, description="only
     "/requests/{id}/logs",
     response_model=Page[LogLineOut],
     summary="What its jobs printed, oldest first",
-    responses={200: {"content": {"text/event-stream": {}}}},
+    responses=_ALSO_STREAMED,
 )
 def list_logs(
     id: str,

@@ -46,6 +46,7 @@ def list_tasks(
     state: Annotated[str | None, Query(description="one or several, with commas")] = None,
     request_id: str | None = None,
 ) -> dict[str, Any]:
+    """Those of the tenants that you see; every filter narrows it further."""
     query = select(Task).where(of_caller(caller, Task.tenant_id))
     if state is not None:
         query = query.where(Task.state.in_(_states(state)))
@@ -65,6 +66,7 @@ def _states(text: str) -> list[str]:
 
 @router.get("/tasks/{id}", response_model=TaskOut, summary="Show a task")
 def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """How it stands, what it asked for, and how it ended."""
     return task_outs(session, [visible_task(session, caller, id)])[0]
 
 
@@ -123,6 +125,7 @@ def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> di
     summary="Its durable images, newest first",
 )
 def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """Those it keeps, and those that are damaged or being deleted, the newest first."""
     task = visible_task(session, caller, id)
     query = select(Checkpoint).where(Checkpoint.task_id == task.id)
     return paging.read(session, query, by=Checkpoint.id, newest_first=True).page()
@@ -172,6 +175,7 @@ def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
     responses=declared(403, 409),
 )
 def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
+    """It waits in line again, and goes on after the step at which it was paused."""
     task = task_to_act_on(session, caller, id)
     wishes.resume_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
     return _after(session, task)

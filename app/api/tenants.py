@@ -104,6 +104,7 @@ def list_tenants(
     "/tenants/{id}", response_model=TenantOut, summary="Show a tenant", responses=declared(404)
 )
 def get_tenant(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
+    """Its share and quota, and its `ETag` for a change."""
     return _tenant_out(session, response, _visible_tenant(session, caller, id))
 
 
@@ -341,6 +342,7 @@ def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db)
 def list_users(
     paging: Paged, caller: AnyAdmin, session: Db, tenant_id: str | None = None
 ) -> dict[str, Any]:
+    """A platform admin sees all of them, a tenant admin those of the own tenant and below it."""
     query = select(User).where(of_caller(caller, User.tenant_id))
     if tenant_id is not None:
         query = query.where(User.tenant_id == tenant_id)
@@ -394,6 +396,7 @@ def change_user(
 
 @users.get("/me", response_model=MeOut, summary="Who am I?")
 def get_me(caller: Authed) -> dict[str, Any]:
+    """The user, the tenant and the role of the key that you sent."""
     return {
         "user_id": caller.user_id,
         "user": caller.user_name,
@@ -447,10 +450,7 @@ def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -
 
 
 def _future(at: datetime | None) -> datetime | None:
-    if at is None:
-        return None
-    at = at if at.tzinfo else at.replace(tzinfo=UTC)
-    if at <= datetime.now(UTC):
+    if at is not None and at <= datetime.now(UTC):
         raise BadInput.at("/expires_at", "lies in the past", "range")
     return at
 

@@ -8,7 +8,10 @@ from fastapi import Header
 
 from app.errors import StaleVersion, VersionNeeded
 
-IfMatch = Annotated[str | None, Header(max_length=100, description="the `ETag` that you read")]
+IfMatch = Annotated[
+    str | None,
+    Header(max_length=100, description="the `ETag` that you read", examples=['"1"']),
+]
 
 
 def etag(version: int) -> str:

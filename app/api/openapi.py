@@ -1,0 +1,120 @@
+"""The OpenAPI document: what FastAPI gathers from the routes, made whole.
+
+Added is what a route cannot say of itself: that an error has one media type and no other, what a
+page of a list looks like, and an example for every part of a path, which is that of the thing it
+names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import TypeAdapter
+
+from app.api.schemas import Problem
+
+JSON = dict[str, Any]
+
+_REF = "#/components/schemas/"
+
+
+def install(app: FastAPI) -> None:
+    """Have `app.openapi()` give the whole document."""
+    gather = app.openapi
+
+    def openapi() -> JSON:
+        if app.openapi_schema is None:
+            app.openapi_schema = completed(gather())
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way
+
+
+def completed(document: JSON) -> JSON:
+    """The document with all that is missing; it is changed in place."""
+    schemas = document["components"]["schemas"]
+    _add_problem(schemas)
+    _put_nulls_back(document)
+    for name, schema in schemas.items():
+        if name.startswith("Page_") and (item := _example(schemas, _items(schema))) is not None:
+            schema["examples"] = [{"items": [item], "next_cursor": None}]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":
+                    parameter["example"] = _named(document, path, parameter["name"])
+    return document
+
+
+def _add_problem(schemas: JSON) -> None:
+    found = TypeAdapter(Problem).json_schema(ref_template=_REF + "{model}")
+    schemas.update(found.pop("$defs"))
+    schemas["Problem"] = found
+
+
+def _put_nulls_back(document: JSON) -> None:
+    """FastAPI drops what is null, in examples too: what is required and not there was null."""
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        for example in schema.get("examples", ()):
+            _put_back(schemas, schema, example)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            for answer in operation["responses"].values():
+                for media in answer.get("content", {}).values():
+                    _put_back(schemas, media.get("schema", {}), media.get("example"))
+
+
+def _put_back(schemas: JSON, schema: JSON, example: Any) -> None:
+    if "$ref" in schema:
+        schema = schemas[schema["$ref"].removeprefix(_REF)]
+    for alternative in schema.get("anyOf", ()):
+        _put_back(schemas, alternative, example)
+    if isinstance(example, list):
+        for item in example:
+            _put_back(schemas, schema.get("items", {}), item)
+    elif isinstance(example, dict):
+        for name in schema.get("required", ()):
+            example.setdefault(name, None)
+        for name, inner in schema.get("properties", {}).items():
+            _put_back(schemas, inner, example.get(name))
+
+
+def _items(page: JSON) -> JSON:
+    found: JSON = page["properties"]["items"]["items"]
+    return found
+
+
+def _example(schemas: JSON, schema: JSON) -> Any:
+    """The first one of a schema, or of what it refers to."""
+    if "$ref" in schema:
+        schema = schemas[schema["$ref"].removeprefix(_REF)]
+    return next(iter(schema.get("examples", ())), None)
+
+
+def _named(document: JSON, path: str, parameter: str) -> Any:
+    """How the thing at `{parameter}` of this path is called in its own example.
+
+    The thing is shown at the path up to there, or listed at the path before.
+    """
+    named = f"{{{parameter}}}"
+    before = path.partition(named)[0]
+    for shown in (before + named, before.rstrip("/")):
+        for operation in document["paths"].get(shown, {}).values():
+            example = _answered(document["components"]["schemas"], operation)
+            if isinstance(example, dict) and parameter in example:
+                return example[parameter]
+    raise LookupError(f"{path}: nothing shows an example of {{{parameter}}}")
+
+
+def _answered(schemas: JSON, operation: JSON) -> Any:
+    """The example of what an operation answers, or of the items it lists."""
+    for status in ("200", "201"):
+        answer = operation["responses"].get(status, {}).get("content", {})
+        media = answer.get("application/json", {})
+        example = media.get("example", _example(schemas, media.get("schema", {})))
+        if example is not None:
+            items = example.get("items")
+            return items[0] if isinstance(items, list) and items else example
+    return None

@@ -1,0 +1,26 @@
+"""Times as callers write them: ISO 8601, and nothing that merely looks like a number."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def _written(text: Any) -> Any:
+    """Without this, 2026 would be half an hour after the beginning of 1970."""
+    if text is None or (isinstance(text, str) and re.match(r"\d{4}-\d\d-\d\d", text)):
+        return text
+    raise ValueError("write a time as 2026-11-21T12:00:00Z")
+
+
+def _aware(at: datetime | None) -> datetime | None:
+    """A time without a zone is UTC."""
+    return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
+
+
+Time = Annotated[
+    datetime | None, Field(strict=False), AfterValidator(_aware), BeforeValidator(_written)
+]

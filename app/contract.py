@@ -1,0 +1,46 @@
+"""What clients may rely on, as a file: `python -m app.contract` writes docs/openapi.json.
+
+It refuses if a client of the file before could stumble over something under /v1.  With `--break` it
+writes all the same, and the commit should say why.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from app.core import compatible
+from app.main import create_app
+
+PLACE = Path(__file__).parent.parent / "docs" / "openapi.json"
+STABLE = "/v1/"
+
+
+def current() -> str:
+    """The document of this code, as it is written."""
+    return json.dumps(create_app().openapi(), indent=1, ensure_ascii=False) + "\n"
+
+
+def breaks() -> list[str]:
+    """What a client of the written document could stumble over."""
+    if not PLACE.exists():
+        return []
+    before: dict[str, Any] = json.loads(PLACE.read_text(encoding="utf-8"))
+    return compatible.breaks(before, json.loads(current()), under=STABLE)
+
+
+def main(arguments: list[str]) -> int:
+    found = breaks()
+    for told in found:
+        sys.stderr.write(f"{told}\n")
+    if found and "--break" not in arguments:
+        sys.stderr.write("Nothing was written: clients of /v1 would stumble. --break writes it.\n")
+        return 1
+    PLACE.write_text(current(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
