@@ -1,7 +1,7 @@
 """Who may do what: every operation under /v1 by every role, as one table.
 
 `stranger` columns are people of another tenant.  They never get a 403 about a thing of red's: that
-it exists is not told.
+it exists is not told; tests/app/test_foreign.py tries to learn it in every way there is.
 """
 
 from __future__ import annotations

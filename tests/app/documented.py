@@ -1,0 +1,158 @@
+"""A tenant whose things have the very ids that the examples of the OpenAPI document have.
+
+So what the document shows can be called as it stands, and what is made from the document finds
+something.  There is everything, and two of all that is listed: people, code, a running request with
+its events, logs, metrics and checkpoints, one that waits, decisions, usage, an island with its
+devices.  Whatever the tenant wrote itself says "secret of vision".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import func, text
+from sqlalchemy.orm import Session
+
+from app.api import auth, descriptor_schema
+from app.api.schemas import (
+    CheckpointOut,
+    DeviceOut,
+    HostOut,
+    IslandOut,
+    KeyOut,
+    MigrateIn,
+    PresetOut,
+    RequestOut,
+    TenantOut,
+    UserOut,
+    example_of,
+)
+from app.models import (
+    ApiKey,
+    Bundle,
+    Checkpoint,
+    Cycle,
+    Decision,
+    Device,
+    Event,
+    Host,
+    Idempotency,
+    Island,
+    LogLine,
+    Metric,
+    Placement,
+    Preset,
+    Request,
+    Task,
+    Tenant,
+    Usage,
+    User,
+)
+
+TENANT, USER = example_of(TenantOut), example_of(UserOut)
+REQUEST, CHECKPOINT, KEY = example_of(RequestOut), example_of(CheckpointOut), example_of(KeyOut)
+DEVICE, HOST, ISLAND = example_of(DeviceOut), example_of(HostOut), example_of(IslandOut)
+TASK = REQUEST["tasks"][0]
+CHILD = "ten_" + "7" * 32
+WAITING_REQUEST, WAITING_TASK = "req_" + "7" * 32, "tsk_" + "7" * 32
+DECISION = 4711
+LONG_AGO = text("'3'::xid8")  # a transaction that every reader knows to be over
+
+#: keys by role; `member` is the owner of the requests
+Keys = dict[str, str]
+
+
+def documented(session: Session, root: str = "ten_root") -> Keys:
+    """Add the tenant below `root`; returns keys of its people."""
+    for row in _rows(root):
+        session.add(row)
+        session.flush()
+    return _keys(session)
+
+
+def _keys(session: Session) -> Keys:
+    keys = {}
+    for role in ("tenant_admin", "member", "viewer"):
+        user = USER["id"]
+        if role != "member":
+            user = f"usr_secret_of_vision_{role}"
+            session.add(User(id=user, tenant_id=TENANT["id"], name=f"secret of vision {role}"))
+            session.flush()
+        keys[role] = auth.new_key(session, user, role, "of a test")
+    return keys
+
+
+def _rows(root: str) -> Iterator[Any]:
+    yield Tenant(id=TENANT["id"], name=TENANT["name"], parent_id=root)
+    yield Tenant(id=CHILD, name="secret of vision", parent_id=TENANT["id"])
+    yield User(id=USER["id"], tenant_id=TENANT["id"], name=USER["name"])
+    secret = {"secret_sha256": "0" * 64, "role": KEY["role"], "name": KEY["name"]}
+    yield ApiKey(id=KEY["id"], user_id=USER["id"], **secret)
+    yield Island(name=ISLAND["name"], leader="a test", leader_until=func.now() + timedelta(hours=1))
+    yield Host(name=HOST["name"], island=ISLAND["name"])
+    for id in (DEVICE["id"], example_of(MigrateIn)["to"]):
+        yield Device(
+            id=id, host=HOST["name"], island=ISLAND["name"], kind="cpu", memory_bytes=2**30,
+            lease_until=func.now() + timedelta(hours=1), facts={"sandbox": "off"},
+        )  # fmt: skip
+    preset = example_of(PresetOut)
+    yield Preset(task_type=preset["task_type"], kind=preset["kind"], params=preset["params"])
+    runs = (task["run"] for task in descriptor_schema.EXAMPLE["tasks"])
+    sorts = {"job": "class", "function": "function"}
+    entries = {name: sorts[kind] for run in runs for kind, name in run.items()}
+    sha256 = descriptor_schema.EXAMPLE["bundle"].removeprefix("sha256:")
+    for one in (sha256, "7" * 64):
+        yield Bundle(tenant_id=TENANT["id"], sha256=one, size_bytes=1, entry_points=entries)
+    yield from _request(REQUEST["id"], TASK["id"], "running", seat=DEVICE["id"])
+    yield from _request(WAITING_REQUEST, WAITING_TASK, "waiting")
+    yield from _request("req_" + "6" * 32, "tsk_" + "6" * 32, "waiting")
+    yield from _done_by_task()
+
+
+def _request(id: str, task_id: str, state: str, **more: Any) -> Iterator[Any]:
+    owner = {"tenant_id": TENANT["id"], "user_id": USER["id"]}
+    shown = {"running": "running", "waiting": "queued"}[state]
+    labels = {"secret": "of vision"}
+    yield Request(id=id, name="secret of vision", state=shown, labels=labels, **owner)
+    yield Task(
+        id=task_id, request_id=id, island=ISLAND["name"], ordinal=0, name="secret-of-vision",
+        type="train", kind="cpu", state=state, epoch=1, capabilities=["pause", "save", "move"],
+        **owner, **more,
+    )  # fmt: skip
+
+
+def _done_by_task() -> Iterator[Any]:
+    of_task = {"task_id": TASK["id"]}
+    of_tenant = {**of_task, "tenant_id": TENANT["id"]}
+    for n in (0, 1):
+        yield Checkpoint(
+            id=CHECKPOINT["id"] if n else "ckp_" + "7" * 32, epoch=1, step=n, sha256="0" * 64,
+            size_bytes=1, took_us=1, **of_tenant,
+        )  # fmt: skip
+        yield Placement(
+            epoch=n, device_id=DEVICE["id"], user_id=USER["id"], kind="cpu", cost_milli=1000,
+            incarnation="p1", started_at=func.now(), ended_at=None if n else func.now(),
+            **of_tenant,
+        )  # fmt: skip
+        yield Metric(step=n, values={"secret of vision": 0.5}, **of_task)
+        yield LogLine(epoch=1, line=n, stream="stdout", text="secret of vision", **of_task)
+        yield Event(
+            request_id=REQUEST["id"], type="task.started", message="secret of vision",
+            txid=LONG_AGO, **of_tenant,
+        )  # fmt: skip
+        yield Cycle(id=DECISION + n, island=ISLAND["name"], now_s=0.0, snapshot={})
+        yield Decision(
+            id=DECISION + n, cycle_id=DECISION + n, move="launch", rule="F3",
+            because="secret of vision", devices=[DEVICE["id"]], **of_tenant,
+        )  # fmt: skip
+    yield Usage(
+        bucket=func.now() - timedelta(minutes=1), bucket_s=10, tenant_id=TENANT["id"],
+        user_id=USER["id"], kind="cpu", held_us=1, charged_us=1,
+    )  # fmt: skip
+    answer = {"status": 202, "response": {"id": REQUEST["id"]}, "body_sha256": "0" * 64}
+    location = f"/v1/requests/{REQUEST['id']}"
+    yield Idempotency(
+        user_id=USER["id"], key="a-key", route="POST /v1/requests", location=location, **answer
+    )
