@@ -207,12 +207,14 @@ def _fork_faults(pointer: str, task: TaskDescriptor, before: JSON) -> Iterator[F
         yield Fault(f"{pointer}/world_size", told, "other-ranks")
 
 
+_OFFERS = select(Device.kind, func.count(), func.max(Device.memory_bytes)).group_by(Device.kind)
+
+
 def _offers(session: Session) -> dict[str, graph.Offer]:
     """What there is of each device kind, whether it is up at this moment or not."""
-    query = select(Device.kind, func.count(), func.max(Device.memory_bytes)).group_by(Device.kind)
     return {
         kind: graph.Offer(devices=devices, memory_bytes=memory_bytes)
-        for kind, devices, memory_bytes in session.execute(query)
+        for kind, devices, memory_bytes in session.execute(_OFFERS)
     }
 
 
@@ -226,20 +228,20 @@ def submit(session: Session, owner: Owner, body: JSON) -> Request:
     _check_room(session, found.path, len(descriptor.tasks))
     request = _request(session, owner, descriptor, body)
     ids = {task.name: _new_id("tsk") for task in descriptor.tasks}
-    for ordinal, task in enumerate(descriptor.tasks):
-        session.add(_task(request, task, ids[task.name], ordinal, found.begun.get(task.name)))
-    session.flush()
+    tasks = [
+        _task(request, task, ids[task.name], ordinal, found.begun.get(task.name))
+        for ordinal, task in enumerate(descriptor.tasks)
+    ]
+    # As values: objects would have every default of a hundred rows read back.
+    session.execute(insert(Task), tasks)
     session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
-    for name, needs in graph.needs(descriptor).items():
-        for need in needs:
-            session.add(
-                Need(
-                    task_id=ids[name],
-                    needs_id=ids[need.task],
-                    port=need.port,
-                    output=need.output,
-                )
-            )
+    needs = [
+        {"task_id": ids[name], "needs_id": ids[n.task], "port": n.port, "output": n.output}
+        for name, needed in graph.needs(descriptor).items()
+        for n in needed
+    ]
+    if needs:
+        session.execute(insert(Need), needs)
     n = len(ids)
     session.add(
         Event(
@@ -321,9 +323,10 @@ def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
 
 def _task(
     request: Request, task: TaskDescriptor, id: str, ordinal: int, begun: Checkpoint | None
-) -> Task:
+) -> dict[str, object]:
+    """The values of a row."""
     not_before_s = task.start.not_before_s
-    return Task(
+    return dict(
         id=id,
         request_id=request.id,
         tenant_id=request.tenant_id,

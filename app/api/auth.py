@@ -104,7 +104,7 @@ def caller_of_key(session: Session, token: str) -> Caller:
     id = id_of(token)
     if id is None:
         raise Unauthenticated("this is not an API key: mistyped, or cut short?")
-    row = session.execute(_callers(ApiKey.id == id)).one_or_none()
+    row = session.execute(_OF_KEY, {"id": id}).one_or_none()
     if row is None or not hmac.compare_digest(row.secret_sha256, _sha256(token)):
         raise Unauthenticated("this API key is unknown, expired or revoked")
     return _used(row)
@@ -139,6 +139,16 @@ def _owners(*which: ColumnElement[bool]) -> Any:
         .join(Tenant, Tenant.id == User.tenant_id)
         .where(*which)
     )
+
+
+# Every call asks one of these, and to build a statement costs more than to run it.
+_OF_KEY = _callers(ApiKey.id == bindparam("id"))
+_OF_COOKIE = _callers(
+    ApiKey.id
+    == select(WebSession.key_id)
+    .where(WebSession.token_sha256 == bindparam("sha256"), WebSession.expires_at > func.now())
+    .scalar_subquery()
+)
 
 
 def _used(row: Any) -> Caller:
@@ -192,10 +202,7 @@ def sign_out(session: Session, cookie: str) -> None:
 
 def caller_of_cookie(session: Session, cookie: str) -> Caller:
     """Raises Unauthenticated; a revoked key ends its browser sessions."""
-    of_cookie = select(WebSession.key_id).where(
-        WebSession.token_sha256 == _sha256(cookie), WebSession.expires_at > func.now()
-    )
-    row = session.execute(_callers(ApiKey.id == of_cookie.scalar_subquery())).one_or_none()
+    row = session.execute(_OF_COOKIE, {"sha256": _sha256(cookie)}).one_or_none()
     if row is None:
         raise Unauthenticated("you are not signed in any more")
     return _used(row)
@@ -273,7 +280,7 @@ def check_role(caller: Caller, *roles: str) -> None:
 def require(*roles: str) -> Any:
     """A dependency: the caller, who has one of these roles; raises Forbidden."""
 
-    def allowed(caller: Authed) -> Caller:
+    async def allowed(caller: Authed) -> Caller:
         check_role(caller, *roles)
         return caller
 

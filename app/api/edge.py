@@ -13,11 +13,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import uuid_utils
 from fastapi import APIRouter, Depends, Request
-from fastapi._compat import field_annotation_is_sequence
+from fastapi._compat import ModelField, field_annotation_is_sequence
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.params import Query
 from fastapi.routing import APIRoute
@@ -156,6 +157,12 @@ class StrictRoute(APIRoute):
         if self.body_field is not None:
             self.responses = {**self.responses, **problems.declared(415)}
 
+    @cached_property
+    def query_parameters(self) -> dict[str, ModelField]:
+        """By the name that a caller gives them."""
+        fields = get_flat_params(self.dependant)
+        return {field.alias: field for field in fields if isinstance(field.field_info, Query)}
+
     def get_route_handler(self) -> Callable[..., Any]:
         handle, takes_json = super().get_route_handler(), self.body_field is not None
 
@@ -231,12 +238,11 @@ def _plain(value: Any, depth: int) -> None:
             _plain(item, depth - 1)
 
 
-def known_parameters(request: Request) -> None:
+async def known_parameters(request: Request) -> None:
     """A dependency: refuses query parameters that the route does not declare or that come twice
     where one is meant, and NULs.
     """
-    fields = get_flat_params(request.scope["route"].dependant)
-    known = {field.alias: field for field in fields if isinstance(field.field_info, Query)}
+    known = request.scope["route"].query_parameters
     given = request.query_params.multi_items()
     times = Counter(name for name, _ in given)
     faults = [

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 from fastapi import Header, Query
 from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field
-from sqlalchemy import func, select
+from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -265,26 +265,41 @@ def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 # --- rows to answers ----------------------------------------------------------------------------
 
 
+_TASKS = (
+    select(Task)
+    .where(Task.request_id == bindparam("id"))
+    .order_by(Task.ordinal)
+    .execution_options(populate_existing=True)
+)
+
+
 def request_out(session: Session, request: Request) -> dict[str, Any]:
-    query = select(Task).where(Task.request_id == request.id).order_by(Task.ordinal)
     session.flush()
-    tasks = list(session.scalars(query.execution_options(populate_existing=True)))
+    tasks = list(session.scalars(_TASKS, {"id": request.id}))
     summary = _summaries(session, [request])[0]
     bundle = str(request.descriptor.get("bundle") or "")
     return {**summary, "bundle": bundle, "tasks": task_outs(session, tasks)}
 
 
+_NAMES = (
+    select(Request.id, Tenant.name.label("tenant"), User.name.label("user"))
+    .join(Tenant, Tenant.id == Request.tenant_id)
+    .join(User, User.id == Request.user_id)
+    .where(Request.id.in_(bindparam("ids", expanding=True)))
+)
+_COUNTED = (
+    select(Task.request_id, Task.state, Task.hold, func.count())
+    .where(Task.request_id.in_(bindparam("ids", expanding=True)))
+    .group_by(Task.request_id, Task.state, Task.hold)
+)
+
+
 def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]]:
     ids = [request.id for request in requests]
-    names = {row.id: row for row in session.execute(_names(ids))}
+    names = {row.id: row for row in session.execute(_NAMES, {"ids": ids})}
     states: dict[str, dict[str, int]] = {id: {} for id in ids}
     holders: dict[str, set[str]] = {id: set() for id in ids}
-    counted = (
-        select(Task.request_id, Task.state, Task.hold, func.count())
-        .where(Task.request_id.in_(ids))
-        .group_by(Task.request_id, Task.state, Task.hold)
-    )
-    for id, state, hold, n in session.execute(counted):
+    for id, state, hold, n in session.execute(_COUNTED, {"ids": ids}):
         states[id][state] = states[id].get(state, 0) + n
         if state not in ENDED:
             holders[id].add(hold)
@@ -295,15 +310,6 @@ def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]
         }
         for request in requests
     ]
-
-
-def _names(ids: list[str]) -> Any:
-    return (
-        select(Request.id, Tenant.name.label("tenant"), User.name.label("user"))
-        .join(Tenant, Tenant.id == Request.tenant_id)
-        .join(User, User.id == Request.user_id)
-        .where(Request.id.in_(ids))
-    )
 
 
 def _summary(request: Request, names: Any, states: dict[str, int]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
 from fastapi import Body, Query
-from sqlalchemy import select
+from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased
 
 from app import lending, why, wishes
@@ -276,16 +276,18 @@ def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
     return [_task_out(task, needs[task.id], lent[task.id]) for task in tasks]
 
 
+_NEEDED = aliased(Task)
+_NEEDS = (
+    select(Need.task_id, _NEEDED.name, Need.port, Need.output)
+    .join(_NEEDED, _NEEDED.id == Need.needs_id)
+    .where(Need.task_id.in_(bindparam("ids", expanding=True)))
+    .order_by(_NEEDED.ordinal, Need.port)
+)
+
+
 def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
-    needed = aliased(Task)
-    query = (
-        select(Need.task_id, needed.name, Need.port, Need.output)
-        .join(needed, needed.id == Need.needs_id)
-        .where(Need.task_id.in_(ids))
-        .order_by(needed.ordinal, Need.port)
-    )
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
-    for task_id, name, port, output in session.execute(query):
+    for task_id, name, port, output in session.execute(_NEEDS, {"ids": ids}):
         found[task_id].append({"task": name, "port": port, "output": output})
     return found
 
