@@ -1,0 +1,352 @@
+"""How much the API takes in and how soon it answers, over HTTP, durable, on one machine.
+
+python -m benchmarks.api_load [--quick]
+
+One API process as `make up` starts it, Postgres with fsync, and the callers share the machine.
+Callers are threads with a connection each, which send the next call when the last is answered.
+Submits are counted when they are answered, which is after their commit.  Reads are of 100,000
+requests (--quick: 10,000), each kind by two callers at once.  Lives are no-op functions, all
+submitted at once, run by the real island and two real CPU devices, until the last is done.
+
+Beside it, without HTTP, from the threads of one process: Procrastinate deferring a job into the
+same Postgres, and Celery sending a task to the same Redis with every write synced to disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import procrastinate
+import redis
+from celery import Celery
+from sqlalchemy import make_url, text
+
+from app import db, seed
+from app.bundling import bundle_folder
+from app.client import Client
+from app.embedded import embedded_postgres, embedded_redis, temporary_home
+from app.up import Handle, answers, running
+from benchmarks import Target, quick, report
+
+CALLERS = 8
+READERS = 2
+REPEATS = 3
+TASKS = 100  # in a bulk
+START_S = 30.0
+LIVES_S = 600.0
+
+CODE = "def nothing(ctx):\n    return {}\n"
+
+#: requests that have ended, each with a task and an event
+FILL = """
+insert into requests (id, tenant_id, user_id, name, state, labels, ended_at)
+  select 'req_' || lpad(to_hex(n), 32, '0'), :tenant, :user, 'r' || n, 'done',
+    jsonb_build_object('exp', 'a' || n % 1000), now()
+  from generate_series(1, :requests) n;
+insert into tasks
+    (id, request_id, tenant_id, user_id, ordinal, name, type, kind, state, ended_at, descriptor)
+  select 'tsk_' || lpad(to_hex(n), 32, '0'), 'req_' || lpad(to_hex(n), 32, '0'), :tenant, :user,
+    0, 'nothing', 'default', 'cpu', 'done', now(), '{"run": {"function": "noop:nothing"}}'
+  from generate_series(1, :requests) n;
+insert into events (tenant_id, request_id, task_id, type, message)
+  select :tenant, 'req_' || lpad(to_hex(n), 32, '0'), 'tsk_' || lpad(to_hex(n), 32, '0'),
+    'task.done', 'Done.'
+  from generate_series(1, :requests) n
+"""
+
+READS = {
+    "a request": "/v1/requests/req_{id}",
+    "requests": "/v1/requests?limit=50",
+    "requests by label": "/v1/requests?label=exp:a7",
+    "requests by state": "/v1/requests?state=queued,running",
+    "a task": "/v1/tasks/tsk_{id}",
+    "tasks": "/v1/tasks?limit=50",
+    "events of a request": "/v1/requests/req_{id}/events",
+    "the queue": "/v1/queue",
+    "shares": "/v1/fair-share",
+    "usage": "/v1/usage",
+}
+
+
+def main() -> int:
+    seconds, stored, lives = (2.0, 10_000, 50) if quick() else (10.0, 100_000, 500)
+    with temporary_home() as home, running(home) as system:
+        lived = lives_s(system, lives)
+    with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
+        os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
+        with serving() as service:
+            taken = submits(service, seconds)
+            fill(stored)
+            read_ms = reads(service, seconds / 5)
+        peers = {**procrastinate_defers(postgres, seconds), **celery_sends(url, seconds)}
+    every = [ms for took in read_ms.values() for ms in took]
+    targets = [
+        Target(name="submits", value=taken["one task"], unit="/s", op=">=", bound=1000),
+        Target(
+            name="bulk", value=round(TASKS * taken["bulk"]), unit="tasks/s", op=">=", bound=5000
+        ),
+        Target(name="reads, p99", value=p99(every), unit="ms", op="<=", bound=50),
+        Target(name="no-op lives", value=lived, unit="/s", op=">=", bound=500),
+    ]
+    beside = {
+        "submits with an Idempotency-Key, /s": taken["with a key"],
+        "requests stored": stored,
+        **{f"{name}, p50 ms": round(statistics.median(ms), 1) for name, ms in read_ms.items()},
+        **{f"{name}, p99 ms": p99(ms) for name, ms in read_ms.items()},
+    }
+    return report("api_load", targets, {**beside, **peers})
+
+
+def p99(ms: list[float]) -> float:
+    return round(sorted(ms)[int(0.99 * len(ms))], 1)
+
+
+# --- the service --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    port: int
+    key: str
+    bundle: str
+
+
+@contextmanager
+def serving() -> Iterator[Service]:
+    """The API alone: nobody takes the work out again."""
+    seed.migrate()
+    with db.transaction() as session:
+        keys = seed.seed(session, {}, tenants=True)
+        session.execute(text("insert into islands (name) values ('local')"))
+        session.execute(text("insert into hosts (name, island) values ('h', 'local')"))
+        session.execute(
+            text("insert into devices (id, host, island, kind) values ('h.0', 'h', 'local', 'cpu')")
+        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ("--no-access-log", "--log-level", "warning", "--port", str(port))
+    command = (sys.executable, "-m", "uvicorn", "app.main:app", *options)
+    with subprocess.Popen(command) as process:
+        try:
+            wait_for(lambda: answers(f"http://127.0.0.1:{port}", "/livez"))
+            key = keys["alpha"]["member"]
+            with Client(f"http://127.0.0.1:{port}", key) as client:
+                yield Service(port, key, uploaded(client))
+        finally:
+            process.terminate()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + START_S
+    while not true():
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"the API did not answer within {START_S:g} s")
+        time.sleep(0.05)
+
+
+def uploaded(client: Client) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "noop.py").write_text(CODE)
+        bundle = bundle_folder(Path(folder))
+    client.upload(bundle.sha256, bundle.body)
+    return str(bundle.sha256)
+
+
+def described(bundle: str, tasks: int = 1) -> dict[str, Any]:
+    run = {"function": "noop:nothing"}
+    return {
+        "bundle": f"sha256:{bundle}",
+        "tasks": [{"name": f"nothing-{n}", "run": run} for n in range(tasks)],
+    }
+
+
+def fill(requests: int) -> None:
+    with db.transaction() as session:
+        who = session.execute(
+            text(
+                "select u.tenant_id as tenant, u.id as user from users u join tenants t"
+                " on t.id = u.tenant_id where t.name = 'alpha' and u.name = 'member'"
+            )
+        ).one()
+        given = {"tenant": who.tenant, "user": who.user, "requests": requests}
+        for statement in FILL.split(";\n"):
+            session.execute(text(statement), given)
+    with db.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("vacuum analyze"))
+
+
+# --- callers ------------------------------------------------------------------------------------
+
+
+Act = Callable[[int], Callable[[], object]]
+"""What the n-th caller does, again and again."""
+
+
+class Caller:
+    """A connection that sends what is ready-made and reads no more than it must.
+
+    A client library would cost more than the API does.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", service.port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.file = self.socket.makefile("rb")
+        self.head = f"Host: localhost\r\nAuthorization: Bearer {service.key}\r\n"
+
+    def call(self, first: str, body: bytes = b"", head: str = "") -> int:
+        """The status; `first` is the request line up to the version."""
+        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        self.socket.sendall(f"{first} HTTP/1.1\r\n{self.head}{kind}{head}\r\n".encode() + body)
+        status = int(self.file.readline().split()[1])
+        length = 0
+        while (line := self.file.readline()) != b"\r\n":
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                length = int(value)
+        self.file.read(length)
+        return status
+
+
+def per_s(act: Act, seconds: float) -> float:
+    """How often per second CALLERS threads do it."""
+    done, stop = [0] * CALLERS, threading.Event()
+
+    def go(n: int, doing: Callable[[], object]) -> None:
+        while not stop.is_set():
+            doing()
+            done[n] += 1
+
+    threads = [threading.Thread(target=go, args=(n, act(n))) for n in range(CALLERS)]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return sum(done) / (time.perf_counter() - began_s)
+
+
+def median_per_s(act: Act, seconds: float) -> float:
+    return round(statistics.median(per_s(act, seconds) for _ in range(REPEATS)), 1)
+
+
+def submits(service: Service, seconds: float) -> dict[str, float]:
+    """Per second, by kind of request."""
+    one = json.dumps(described(service.bundle)).encode()
+    bulk = json.dumps(described(service.bundle, TASKS)).encode()
+    keys = count()
+
+    def submitting(body: bytes, *, keyed: bool = False) -> Act:
+        def act(_: int) -> Callable[[], object]:
+            caller = Caller(service)
+
+            def submit() -> None:
+                head = f"Idempotency-Key: {next(keys)}\r\n" if keyed else ""
+                status = caller.call("POST /v1/requests", body, head)
+                assert status == 202, status
+
+            return submit
+
+        return act
+
+    per_s(submitting(one), 1.0)  # the first find everything cold
+    return {
+        "one task": median_per_s(submitting(one), seconds),
+        "with a key": median_per_s(submitting(one, keyed=True), seconds),
+        "bulk": median_per_s(submitting(bulk), seconds),
+    }
+
+
+def reads(service: Service, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of each read, by kind."""
+    found: dict[str, list[float]] = {}
+    for name, path in READS.items():
+        first = "GET " + path.replace("{id}", f"{77:032x}")
+        took_ms: list[float] = []
+        until_s = time.perf_counter() + seconds
+        threads = [
+            threading.Thread(target=_read, args=(service, first, until_s, took_ms))
+            for _ in range(READERS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found[name] = took_ms
+    return found
+
+
+def _read(service: Service, first: str, until_s: float, took_ms: list[float]) -> None:
+    caller = Caller(service)
+    caller.call(first)
+    while time.perf_counter() < until_s:
+        began_s = time.perf_counter()
+        status = caller.call(first)
+        took_ms.append(1e3 * (time.perf_counter() - began_s))
+        assert status == 200, (first, status)
+
+
+def lives_s(system: Handle, lives: int) -> float:
+    """No-op tasks per second, from the first submit until the last is done."""
+    with Client(system.url, system.keys["alpha"]["member"]) as client:
+        bundle = uploaded(client)
+        began_s = time.perf_counter()
+        ids = [
+            client.submit(described(bundle, min(TASKS, lives - n)))["id"]
+            for n in range(0, lives, TASKS)
+        ]
+        for id in ids:
+            while (found := client.get(f"/v1/requests/{id}", wait="10s"))["state"] != "done":
+                if time.perf_counter() > began_s + LIVES_S:
+                    raise TimeoutError(f"{found['task_states']} after {LIVES_S:g} s")
+        return round(lives / (time.perf_counter() - began_s), 1)
+
+
+# --- peers --------------------------------------------------------------------------------------
+
+
+def procrastinate_defers(postgres: str, seconds: float) -> dict[str, float]:
+    """Jobs deferred per second, each a transaction of its own."""
+    conninfo = make_url(postgres).set(drivername="postgresql").render_as_string(False)
+    connector = procrastinate.SyncPsycopgConnector(conninfo=conninfo, max_size=CALLERS)
+    app = procrastinate.App(connector=connector)
+
+    @app.task(name="nothing")
+    def nothing() -> None: ...
+
+    with app.open():
+        app.schema_manager.apply_schema()
+        found = median_per_s(lambda _: nothing.defer, seconds)
+    return {f"procrastinate {version('procrastinate')}, defers /s": found}
+
+
+def celery_sends(url: str, seconds: float) -> dict[str, float]:
+    """Messages sent per second, each synced to disk before Redis answers."""
+    with redis.Redis.from_url(url) as server:
+        server.config_set("appendonly", "yes")
+        server.config_set("appendfsync", "always")
+    app = Celery(broker=url.replace("unix://", "redis+socket://"))
+    found = median_per_s(lambda _: lambda: app.send_task("nothing", ignore_result=True), seconds)
+    return {f"celery {version('celery')}, Redis synced always, sends /s": found}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
