@@ -9,12 +9,14 @@ devices.  Whatever the tenant wrote itself says "secret of vision".
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import func, text
 from sqlalchemy.orm import Session
 
+from app import audit
 from app.api import auth, descriptor_schema
 from app.api.schemas import (
     CheckpointOut,
@@ -29,6 +31,7 @@ from app.api.schemas import (
     UserOut,
     example_of,
 )
+from app.core import descriptor as descriptors
 from app.models import (
     ApiKey,
     Bundle,
@@ -60,6 +63,9 @@ WAITING_REQUEST, WAITING_TASK = "req_" + "7" * 32, "tsk_" + "7" * 32
 DECISION = 4711
 LONG_AGO = text("'3'::xid8")  # a transaction that every reader knows to be over
 
+_TRAIN = descriptors.parse(descriptor_schema.EXAMPLE).tasks[1]
+GANG = descriptors.as_json(replace(_TRAIN, world_size=4))  # so it can be resized
+
 #: keys by role; `member` is the owner of the requests
 Keys = dict[str, str]
 
@@ -69,7 +75,18 @@ def documented(session: Session, root: str = "ten_root") -> Keys:
     for row in _rows(root):
         session.add(row)
         session.flush()
+    for _ in range(2):
+        _audited(session)
     return _keys(session)
+
+
+def _audited(session: Session) -> None:
+    call = audit.Call(
+        operation="changeTenant", user_id=USER["id"], user=USER["name"], tenant_id=TENANT["id"],
+        key_id=KEY["id"], address="10.0.0.7", request_id="secret of vision",
+    )  # fmt: skip
+    target = ("tenant", TENANT["id"])
+    audit.append(session, call, "changed", target=target, tenant_id=TENANT["id"])
 
 
 def _keys(session: Session) -> Keys:
@@ -119,6 +136,7 @@ def _request(id: str, task_id: str, state: str, **more: Any) -> Iterator[Any]:
     yield Task(
         id=task_id, request_id=id, island=ISLAND["name"], ordinal=0, name="secret-of-vision",
         type="train", kind="cpu", state=state, epoch=1, capabilities=["pause", "save", "move"],
+        descriptor=GANG,
         **owner, **more,
     )  # fmt: skip
 

@@ -52,7 +52,7 @@ SHARED = ("/v1/devices", "/v1/hosts", "/v1/islands", "/v1/presets")
 #: parameters that name nothing of anybody's
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
-    "state", "kind", "island", "if-match",
+    "state", "kind", "island", "if-match", "operation", "action", "target_kind",
 }  # fmt: skip
 #: the others, and what of vision's they could name
 NAMES = {
@@ -64,6 +64,9 @@ NAMES = {
     "name": ["secret of vision"],
     "label": ["secret:of vision"],
     "names": ["secret"],
+    "key_id": [KEY["id"]],
+    "target_id": [TENANT["id"]],
+    "known": [f"1:{'0' * 64}"],
 }
 #: what a reader goes on after; `CURSORS` tests them
 CURSORS = {"cursor", "Last-Event-ID"}
