@@ -20,7 +20,7 @@ from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.reach import of_caller
 from app.api.schemas import Out, Page, example
-from app.api.shares import Time
+from app.api.times import Time
 from app.core.chain import Known
 from app.db import Db
 from app.models import AuditEvent, Tenant
