@@ -293,7 +293,10 @@ class Turns:
                 words[BOUNDARY] = self._first_unbegun(step)
             if words[CUT] and not words[CUT_AT]:
                 words[CUT_AT] = self._first_unbegun(step)
-        if words[BOUNDARY] == step:
+            is_here = words[BOUNDARY] == step
+            if not is_here:
+                words[self.me + STEP] = step  # begun: what others name from now on lies behind it
+        if is_here:
             generation = self.generation
             text = f"the boundary before step {step}, where the seats change"
             self.wait(
@@ -304,7 +307,6 @@ class Turns:
             )
         elif time.monotonic_ns() - self._begun_ns > self.slice_s * 1e9:
             self._yield_seat()
-        words[self.me + STEP] = step
 
     def _first_unbegun(self, step: int) -> int:
         """The first step that no rank has begun; this one is about to begin `step`."""
@@ -502,11 +504,15 @@ class Turns:
     def _regroup(self) -> None:
         """A new map of seats.  Nobody runs but perhaps this rank."""
         words, ground = self.words, self.ground
-        seats, words[WISH], words[BOUNDARY] = words[WISH], 0, 0
+        seats, step = words[WISH], words[BOUNDARY]
+        words[WISH] = words[BOUNDARY] = 0
         words[GENERATION] += 1
         seat_all(ground, seats)
-        for seat in range(ground.ranks):
-            words[ground.seat(seat) + _HOLDER] = 0
+        for rank in range(ground.ranks):
+            words[ground.seat(rank) + _HOLDER] = 0
+            at = ground.rank(rank)
+            if words[at + STATE] == State.WAITING and words[at + KIND] == Wait.BOUNDARY:
+                words[at + STEP] = step  # begun, as in `boundary`
         if words[self.me + STATE] == State.RUNNING:
             words[ground.seat(self.seat) + _HOLDER] = self.rank + 1
         self.ready(Wait.BOUNDARY)

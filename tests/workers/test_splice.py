@@ -99,6 +99,55 @@ def test_a_script_without_steps_is_resized_where_all_ranks_meet(gangs: Gangs) ->
     assert [story["log"][-1]["seat"] for story in moved] == [0, 0, 0]
 
 
+# --- other seats, and a cut at the same time ---
+
+
+def wander(gangs: Gangs, folder: Path, seed: int, *, steps: int, together: bool) -> list[JSON]:
+    """What each rank saw while another process wished for seats and called to cuts."""
+    dice = random.Random(seed)
+    ranks = dice.choice([2, 3, 4, 5])
+    return gangs.right(
+        "tests.workers.cuts:wander",
+        ranks=ranks,
+        seats=dice.randint(1, ranks),
+        slice_s=dice.choice([0.0, 1.0]),
+        params={
+            "notes": str(folder / "notes"),
+            "seed": seed,
+            "steps": steps,
+            "together": together,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(1, 9), *(pytest.param(n, marks=pytest.mark.long) for n in range(9, 100))]
+)
+def test_cuts_and_wishes_in_any_order_change_no_bit(
+    gangs: Gangs, tmp_path: Path, seed: int
+) -> None:
+    """All ranks stand at the same cuts, and train to the bits of the undisturbed run."""
+    found = [story["losses"][0] for story in wander(gangs, tmp_path, seed, steps=20, together=True)]
+    ranks = len(found)
+    assert found[0]["cuts"]
+    assert all(told["cuts"] == found[0]["cuts"] for told in found)
+    alone = gangs.right("jobs:Mlp", ranks=ranks, seats=ranks, steps=20)
+    want = [(story["hash"], [told["loss"] for told in story["losses"]]) for story in alone]
+    assert [(told["hash"], told["losses"]) for told in found] == want
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(1, 9), *(pytest.param(n, marks=pytest.mark.long) for n in range(9, 100))]
+)
+def test_ranks_that_need_each_other_for_nothing_stand_at_the_same_cuts(
+    gangs: Gangs, tmp_path: Path, seed: int
+) -> None:
+    """Thousands of steps without a collective: nothing but the boundaries keeps them together."""
+    stories = wander(gangs, tmp_path, seed, steps=4000, together=False)
+    cuts = [story["losses"][0]["cuts"] for story in stories]
+    assert all(other == cuts[0] for other in cuts)
+
+
 # --- seats and turns ------------------------------------------------------------------------------
 
 
@@ -206,7 +255,9 @@ def test_stock_optimizers_are_squashed(gangs: Gangs, optimizer: str) -> None:
     assert all(kinds(story) == ["squashed"] for story in found)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 100))]
+)
 def test_a_parameter_changed_by_one_rank_is_found_at_its_next_step(gangs: Gangs, seed: int) -> None:
     """The seeded violation: 1e-7 added to one element, on one rank, once."""
     dice = random.Random(seed)
@@ -241,6 +292,17 @@ def test_an_update_that_depends_on_the_rank_is_found(gangs: Gangs) -> None:
     violation = found[0]["events"][1]
     assert violation["step"] == 6
     assert "its optimizer has other hyper-parameters" in violation["what"]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_gradient_that_one_rank_has_of_its_own_is_found(gangs: Gangs, swap: bool) -> None:
+    """Changed after DDP had summed it: by a digest, or where memory is moved by comparing."""
+    gang: JSON = {"ranks": 3, "steps": STEPS, "params": {"kind": "other gradient"}}
+    found = gangs.right("jobs:OwnOptimizer", seats=1, swap=swap, **gang)
+    assert bits(found) == bits(gangs.right("jobs:OwnOptimizer", seats=3, **gang))
+    violation = found[0]["events"][1]
+    assert (violation["kind"], violation["step"]) == ("violation", 6)
+    assert "differ" in violation["what"]
 
 
 def test_parameters_that_every_rank_changes_by_hand_keep_their_bits(gangs: Gangs) -> None:

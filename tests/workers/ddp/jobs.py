@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -91,6 +93,167 @@ class Conv:
         return self.net(torch.randn(4, 1, 8, 8)).square().mean()
 
 
+class Accumulating(Mlp):
+    """Several batches in one update, each of them summed over the ranks, or all at the last."""
+
+    def __init__(self, ctx, *, no_sync=False):
+        super().__init__(ctx)
+        self.no_sync = no_sync
+
+    def step(self, ctx):
+        told = 0.0
+        for batch in range(3):
+            quiet = self.no_sync and batch < 2
+            with self.net.no_sync() if quiet else contextlib.nullcontext():
+                loss = self.net(torch.randn(8, 32)).square().mean() / 3
+                loss.backward()
+            told += loss.item()
+        self.opt.step()
+        self.opt.zero_grad()
+        return {"loss": told}
+
+
+class Joined(Mlp):
+    """In every step another rank has the most batches."""
+
+    def step(self, ctx):
+        told = []
+        with Join([self.net]):
+            for _ in range(1 + (ctx.rank + ctx.step) % ctx.world_size):
+                loss = self.net(torch.randn(8, 32)).square().mean()
+                loss.backward()
+                self.opt.step()
+                self.opt.zero_grad()
+                told.append(loss.item())
+        return {"losses": told}
+
+
+class Sharded:
+    """FSDP2: every rank holds a part of each layer."""
+
+    def __init__(self, ctx):
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 8))
+        for layer in (self.net[0], self.net[2], self.net):
+            fully_shard(layer)
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        torch.manual_seed(100 + ctx.rank)
+
+    def step(self, ctx):
+        loss = self.net(torch.randn(16, 32)).square().mean()
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return {"loss": loss.item()}
+
+
+class ByHand:
+    """No DDP: gradients are averaged and metrics gathered by calls of its own."""
+
+    def __init__(self, ctx):
+        torch.manual_seed(ctx.rank)
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        for parameter in self.net.parameters():
+            dist.broadcast(parameter.data, src=ctx.world_size - 1)
+        self.opt = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        torch.manual_seed(100 + ctx.rank)
+
+    def step(self, ctx):
+        loss = self.net(torch.randn(16, 32)).square().mean()
+        loss.backward()
+        works = [dist.all_reduce(p.grad, async_op=True) for p in self.net.parameters()]
+        for work, parameter in zip(works, self.net.parameters(), strict=True):
+            work.wait()
+            parameter.grad.mul_(1.0 / ctx.world_size)
+        self.opt.step()
+        self.opt.zero_grad()
+        losses = [torch.zeros(()) for _ in range(ctx.world_size)]
+        dist.all_gather(losses, loss.detach())
+        return {"losses": [one.item() for one in losses]}
+
+
+class Flow(Mlp):
+    """Between the common calls each rank does what it likes: other batches, messages, pauses."""
+
+    def step(self, ctx):
+        size = ctx.world_size
+        loss = self.net(torch.randn(8 + 4 * ctx.rank, 32)).square().mean()
+        if (ctx.step + ctx.rank) % 2:
+            loss = loss + self.net.module(torch.randn(4, 32)).sum() * 0.01
+        loss.backward()
+        if ctx.rank == ctx.step % size:
+            time.sleep(0.005)
+        self.opt.step()
+        self.opt.zero_grad()
+        baton = torch.tensor([loss.item()])
+        if ctx.step % 2 and ctx.rank:
+            dist.send(baton, dst=0)
+        elif ctx.step % 2:
+            for source in range(1, size):
+                dist.recv(baton, src=source)
+        return {"loss": loss.item(), "baton": baton.item()}
+
+
+class TwoPasses:
+    """Two losses with a backward pass each: DDP sums the first bucket in the one pass, and reads it
+    in the other."""
+
+    def __init__(self, ctx, *, views=False):
+        torch.manual_seed(1)
+        self.heads = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 8)])
+        self.net = DistributedDataParallel(
+            _Both(self.heads), bucket_cap_mb=0.0001, gradient_as_bucket_view=views
+        )
+        self.opt = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        torch.manual_seed(100 + ctx.rank)
+
+    def step(self, ctx):
+        first, second = self.net(torch.randn(16, 32))
+        second.square().mean().backward()
+        between = torch.ones(4)
+        dist.all_reduce(between)  # may take the place of what was summed, if that were let go
+        first.square().mean().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return {"loss": first.sum().item(), "between": between.tolist()}
+
+
+class _Both(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, x):
+        return self.heads[0](x), self.heads[1](x)
+
+
+class LooksAtItsBucket(Mlp):
+    """A comm hook that goes on with the tensor that it gave, not with what the future holds."""
+
+    def __init__(self, ctx):
+        super().__init__(ctx)
+
+        def hook(_, bucket):
+            tensor = bucket.buffer().div_(ctx.world_size)
+            future = dist.all_reduce(tensor, async_op=True).get_future()
+            return future.then(lambda _: tensor * 1.0)
+
+        self.net.register_comm_hook(None, hook)
+
+
+class SyncNorm:
+    """What torch has on CUDA only."""
+
+    def __init__(self, ctx):
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.net = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+
+    def step(self, ctx):
+        return {"loss": self.net(torch.randn(8, 4)).sum().item()}
+
+
 class Counting(torch.optim.SGD):
     """An optimizer that counts in Python: its step is more than its tensors."""
 
@@ -124,8 +287,11 @@ class OwnOptimizer(Mlp):
             self.opt = globals()[kind](parameters, lr=0.01)
         if kind == "LBFGS":
             self.opt = torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
-        if kind == "same noise":
-            torch.manual_seed(7)
+        if kind == "other gradient":
+            self.opt.register_step_pre_hook(self._add_to_gradient)
+
+    def _add_to_gradient(self, *_):
+        next(self.net.parameters()).grad.add_(self.nudge)
 
     def step(self, ctx):
         if self.kind == "LBFGS":
@@ -140,6 +306,7 @@ class OwnOptimizer(Mlp):
             return {"loss": self.opt.step(closure).item()}
         if self.kind == "other rate" and ctx.step >= 6:
             self.opt.param_groups[0]["lr"] = 0.01 * (1 + ctx.rank)
+        self.nudge = 1e-7 * ctx.rank if ctx.step == 6 else 0.0
         told = super().step(ctx)
         if self.kind == "decay by hand":
             with torch.no_grad():
