@@ -13,6 +13,9 @@ and a callback at its end completes them all, so that a rank gives its seat away
 per bucket.  Anywhere else nothing would run such a callback: there a future is completed when it is
 asked for.
 
+DDP's reducer is lent the sum where it lies: it reads what its future holds and copies it to the
+gradients, so writing it over the bucket first would be for nobody.
+
 Calls that are not here say so at once: see `_refuse`.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import marshal
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -35,7 +39,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp, distributed_c10d
 
 from workers.exchange import EVERYBODY, NOBODY, Exchange, Fold, Group, Ticket
-from workers.ground import aligned
+from workers.ground import aligned, uses
 from workers.turns import Spared, Turns, Wait
 
 Tensors = list[torch.Tensor]
@@ -68,6 +72,7 @@ class Pending(Work):
         self.timeout_s = timeout_s
         self.overwrites: Tensors = []  # what the result will be written over
         self.future: torch.futures.Future[Any] | None = None
+        self.is_for_future = False  # the caller reads the future, not the tensors it gave
         self.done = False
         self.source = -1  # of a message from any rank: whose it was
 
@@ -82,7 +87,33 @@ class Pending(Work):
                 _in_words(ticket, timeout_s)
         self._finish()
 
+    def lend(self) -> Callable[[], None]:
+        """Complete the future with the sum where it lies in the land; returns what takes it back.
+
+        Who has not looked at it by then finds it in the tensors that the call was made with.
+        """
+        [ticket] = self.tickets
+        _in_words(ticket, self.timeout_s)
+        assert self.future is not None
+        sums = ticket.sums(apart=True)
+        before = [uses(total) for total in sums]
+        self.done = True
+        self.future.set_result(sums)
+
+        @torch.no_grad()
+        def take_back() -> None:
+            if [uses(total) for total in sums] == before:  # a pass that another one will finish
+                self.finish()
+                for total, tensor in zip(sums, self.value, strict=True):
+                    total.set_(tensor.view(-1))
+            ticket.take()
+
+        return take_back
+
     def try_to_complete(self) -> bool:
+        """Unless it is about to be lent."""
+        if self.is_for_future and self.future is not None:
+            return self.done
         if not self.done and all(ticket.ready() for ticket in self.tickets):
             self._finish()
         return self.done
@@ -218,8 +249,16 @@ class SpliceGroup(dist.ProcessGroup):
 
     def _end_of_backward(self) -> None:
         late, self.late = self.late, []
+        lent = []
         for pending in late:
-            pending.complete(pending.timeout_s)
+            if pending.is_for_future and not pending.done:
+                lent.append(pending.lend())
+            else:
+                pending.complete(pending.timeout_s)
+        for (
+            take_back
+        ) in lent:  # in turn: the reducer's callback, which reads, is in the row already
+            torch.autograd.Variable._execution_engine.queue_callback(take_back)
 
     # --- folded ---
 
@@ -247,6 +286,8 @@ class SpliceGroup(dist.ProcessGroup):
         parts = [_flat(t) for t in tensors]
         pending = self.issue(text, parts, finish, tensors, opts=opts, fold=fold, needs=needs)
         pending.overwrites = tensors if needs == EVERYBODY else []
+        if name == "all_reduce" and op == ReduceOp.SUM and tensors[0].device.type == "cpu":
+            pending.is_for_future = _engine_calls()
         return pending
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Pending:
@@ -548,6 +589,21 @@ class SpliceGroup(dist.ProcessGroup):
 
     split_group = merge_remote_group = splitGroup = mergeRemoteGroup = _refuse
     _register_on_completion_hook = _refuse
+
+
+def _engine_calls() -> bool:
+    """Whether a backward pass itself, in C++, has called the group's method that asks this.
+
+    Only DDP's reducer does.  A hook in Python, which may look at its tensors, would stand between.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _OURS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _RUN_BACKWARD
+
+
+_OURS = {__file__, torch._dynamo.eval_frame.__file__}
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def _seconds(opts: Any, default_s: float) -> float:

@@ -135,13 +135,15 @@ class Ticket:
             start += aligned(size)
         return rows
 
-    def sums(self) -> list[torch.Tensor]:
-        """What was folded, as flat tensors of the parts' types."""
+    def sums(self, *, apart: bool = False) -> list[torch.Tensor]:
+        """What was folded, as flat tensors of the parts' types; `apart`: as storages of their own.
+
+        They lie in the land, are everybody's, and are gone with `take`.
+        """
         way = ascent(self.group.size)[0]
-        if not way:
-            return self.exchange.parts_of(self, 0)
-        holder = self.exchange.ground.words[self.exchange.node(self, way[-1][1])] - 1
-        return self.exchange.parts_of(self, holder)
+        words = self.exchange.ground.words
+        holder = words[self.exchange.node(self, way[-1][1])] - 1 if way else 0
+        return self.exchange.parts_of(self, holder, apart=apart)
 
     def take(self) -> None:
         """This member needs the call's memory no longer."""
@@ -373,12 +375,13 @@ class Exchange:
     def node(self, ticket: Ticket, node: int) -> int:
         return ticket.slot + SLOT_WORDS + 4 * self.ground.ranks + node
 
-    def parts_of(self, ticket: Ticket, member: int) -> list[torch.Tensor]:
+    def parts_of(self, ticket: Ticket, member: int, *, apart: bool = False) -> list[torch.Tensor]:
         """The typed parts of a folded contribution, where they lie in the land."""
         start, parts = self.ground.words[self.member(ticket, member) + _OFFSET], []
+        place = self.ground.apart if apart else self.ground.at
         for count, dtype in ticket.shapes:
             size = count * dtype.itemsize
-            parts.append(self.ground.at(start, size).view(dtype))
+            parts.append(place(start, size).view(dtype))
             start += aligned(size)
         return parts
 

@@ -183,6 +183,10 @@ class Ground:
         """Bytes of the land as a tensor, shared with all ranks."""
         return self.land[offset : offset + size_bytes]
 
+    def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """The same, as a storage of its own: `uses` tells who else looks at it."""
+        return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
+
     def read(self, offset: int, size_bytes: int) -> bytes:
         return self._land[offset : offset + size_bytes]
 
@@ -200,6 +204,11 @@ class Ground:
         pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if _libc.fallocate(self.handles.land, _PUNCH_HOLE_KEEP_SIZE, offset, pages):
             raise OSError(ctypes.get_errno(), "the memory of a region could not be given back")
+
+
+def uses(tensor: torch.Tensor) -> int:
+    """How many hold the tensor's storage; the object that Python asks by is one of them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def aligned(size_bytes: int) -> int:

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -356,8 +356,11 @@ def _until_all_ended(children: dict[int, tuple[int, int]]) -> Iterator[tuple[int
 # --- a host of gangs ------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Gangs come as lines of JSON; each answer is one line.  One warm process forks them all."""
+def serve(warm: Iterable[str]) -> None:
+    """Gangs come as lines of JSON; each answer is one line.  One process, which has imported the
+    modules `warm`, forks them all."""
+    for module in warm:
+        importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what jobs print is no answer
     gc.freeze()
@@ -370,14 +373,20 @@ def serve() -> None:
 class Host:
     """The other end of `serve`: a warm process, started once, that gangs are asked of."""
 
-    def __init__(self, *, before: tuple[str, ...] = (), **environment: str) -> None:
-        """`before` is a command to start it by, like taskset."""
+    def __init__(
+        self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
+    ) -> None:
+        """`before` is a command to start it by, like taskset; `warm` is what to import first."""
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-W", "ignore", "-m", "workers.splice", "--serve"],
+            [
+                *(*before, sys.executable, "-W", "ignore", "-m", "workers.splice", "--serve"),
+                *(f"--warm={module}" for module in warm),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **environment},
+            start_new_session=True,  # so that all its processes can be stopped as one group
         )
 
     def run(self, entry: str, *, peers: bool = False, **gang: Any) -> list[JSON]:
@@ -405,6 +414,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.splice", description=__doc__)
     parser.add_argument("entry", nargs="?", help="module:Class, or module:function")
     parser.add_argument("--serve", action="store_true", help="read gangs from stdin")
+    parser.add_argument("--warm", action="append", default=[], help="a module to import first")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seats", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
@@ -413,8 +423,9 @@ def main() -> int:
     parser.add_argument("--swap", action="store_true", help="device memory to the host at a switch")
     parser.add_argument("--no-squash", dest="squash", action="store_false")
     arguments = vars(parser.parse_args())
+    warm = arguments.pop("warm")
     if arguments.pop("serve"):
-        serve()
+        serve(warm)
         return 0
     stories = run(Gang(path=os.getcwd(), **arguments))
     for rank, story in enumerate(stories):

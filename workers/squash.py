@@ -6,8 +6,9 @@
 The first two steps of an optimizer are watched: only one whose step does nothing but change tensors
 in place is squashed.  Then the ranks of the seat compare everything, byte by byte, and move it into
 one region of shared memory.  From then on a step is a meeting: each rank shows that its copy is
-untouched and that its gradients and hyper-parameters are those of the others; the last one to come
-updates for all.  So the step runs once per seat, however many ranks sit there.
+untouched and that its gradients (by a digest of 128 bits) and hyper-parameters are those of the
+others; the last one to come updates for all.  So the step runs once per seat, however many ranks
+sit there.
 
 Why a violation can do no harm: a rank sees the region through a *private* mapping.  Its reads see
 the common memory; what it writes outside a common step lands on pages of its own, as it would have
@@ -40,10 +41,11 @@ from typing import Any
 import numpy
 import torch
 import torch._dynamo
+import xxhash
 from torch.optim import Optimizer
 
 from workers.exchange import Exchange, Group
-from workers.ground import Ground, aligned
+from workers.ground import Ground, aligned, uses
 from workers.turns import Spared
 
 WATCHED_STEPS = 2  # before an optimizer may be squashed
@@ -126,11 +128,11 @@ class Region:
 
     def _is_bound(self) -> None:
         self._count(1)
-        self.uses = _uses(self.private)
+        self.uses = uses(self.private)
 
     def is_viewed(self) -> bool:
         """Whether the job has tensors of its own that look into this memory."""
-        return _uses(self.private) > self.uses
+        return uses(self.private) > self.uses
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these tensors, and no others, are what was bound to it."""
@@ -237,6 +239,15 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.stride() != other.stride():
         one = torch.empty_like(other).copy_(one)
     return not _libc.memcmp(one.data_ptr(), other.data_ptr(), _size(one))
+
+
+def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    """A tensor's bytes, in the order in which `like` has them in memory."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like).copy_(tensor)
+    if size := _size(tensor):
+        # Not through numpy: a storage that it has looked into cannot be resized any more.
+        digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
 
 
 # --- one optimizer --------------------------------------------------------------------------------
@@ -452,21 +463,28 @@ class Squash:
         return None
 
     def _gradients(self, record: Record, *, stage: bool) -> str:
-        """Which parameters have gradients; they are put down for the others, or compared."""
-        given = []
+        """Which parameters have gradients, and a digest of these.
+
+        Where memory is moved between turns they are put down for the others and compared instead:
+        then nobody has to take his own along.
+        """
+        given, digest = "", xxhash.xxh3_128()
         for parameter, place in zip(record.parameters, record.gradients, strict=True):
             gradient = parameter.grad
-            given.append("0" if gradient is None else "1")
+            given += "0" if gradient is None else "1"
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided or gradient.dtype is not place.dtype:
                 raise Unlike(f"a gradient is {gradient.layout} of {gradient.dtype}")
-            if stage:
+            if self.turns.leave is None:
+                _add(digest, gradient, place)
+            elif stage:
                 place.copy_(gradient)
             elif not same_bytes(gradient, place):
                 raise Unlike(f"a gradient of shape {tuple(gradient.shape)} differs")
-            self._staged.append((gradient, place))
-        return "".join(given)
+            if self.turns.leave is not None:
+                self._staged.append((gradient, place))
+        return f"{given} {digest.hexdigest()}"
 
     # --- falling back ---
 
@@ -503,8 +521,10 @@ def _all_agree(rows: list[bytes]) -> bytes:
 
 
 def _must_be_like(first: JSON, given: str, settings: str) -> None:
-    if first["given"] != given:
+    if first["given"].split()[0] != given.split()[0]:
         raise Unlike("other parameters have gradients")
+    if first["given"] != given:
+        raise Unlike("its gradients differ")
     if first["settings"] != settings:
         raise Unlike("its optimizer has other hyper-parameters")
 
@@ -550,13 +570,8 @@ def _must_be_common_kind(tensors: list[torch.Tensor]) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             raise Unlike(f"a tensor lies on {tensor.device} as {tensor.layout}")
         whole = tensor.untyped_storage().nbytes() == _size(tensor)
-        if not whole or _uses(tensor) > _USES_ALONE:
+        if not whole or uses(tensor) > _USES_ALONE:
             raise Unlike("other tensors look into the memory of its optimizer")
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    """How many hold the tensor's storage; the object that Python asks by is one of them."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _layout(tensors: list[torch.Tensor]) -> str:

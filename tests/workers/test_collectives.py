@@ -12,14 +12,21 @@ from tests.workers.gangs import Gangs
 from workers.exchange import ascent
 
 RANKS = 3
-# AVG; coalescing with a device; a second init_process_group
-GLOO_LACKS = {"reductions", "coalesced", "as_under_torchrun"}
+# AVG; coalescing with a device; a second init_process_group; futures of most calls
+GLOO_LACKS = {"reductions", "coalesced", "as_under_torchrun", "asynchronous"}
+WARM = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+)
 ROWS = [row.__name__ for row in features.ROWS]
 
 
 @pytest.fixture(scope="module")
 def gangs() -> Iterator[Gangs]:
-    host = Gangs()
+    host = Gangs(warm=WARM)
     yield host
     host.close()
 
@@ -128,6 +135,36 @@ def test_a_sum_of_different_shapes_is_a_mismatch(gangs: Gangs) -> None:
 def test_gathering_unequal_sizes_says_whose_they_are(gangs: Gangs) -> None:
     errors = gangs.errors("jobs:sizes_differ", ranks=2, seats=1)
     assert any("rank 1 brought 12 bytes" in error and "has 8" in error for error in errors)
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("other_root", ["mismatched", "broadcast(from 0, float32[4])", "broadcast(from 1, "]),
+        ("other_operation", ["mismatched", "all_reduce(sum, ", "all_reduce(max, "]),
+        ("other_type", ["mismatched", "float32[4]", "float64[4]"]),
+        ("barrier_in_a_branch", ["mismatched", "called barrier()", "called all_reduce(sum, "]),
+        ("groups_in_another_order", ["rank 0 waits in all_reduce(", "rank 1 has not called"]),
+        ("key_set_after_the_barrier", ["rank 1 waits in store.wait(", "rank 0 waits in barrier()"]),
+        ("uneven_inputs_without_join", ["rank 1 waits in all_reduce(", "rank 0 has ended"]),
+    ],
+)
+def test_a_deadlock_ends_with_the_names_of_ranks_and_calls(
+    gangs: Gangs, seats: int, name: str, told: list[str]
+) -> None:
+    error = gangs.errors(f"deadlocks:{name}", ranks=3, seats=seats)[1]
+    assert error.startswith("GangFailed: ")
+    assert [part for part in (*told, "rank 1") if part not in error] == []
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3])
+def test_a_rank_that_leaves_a_step_out_is_found_out(gangs: Gangs, seats: int) -> None:
+    """The others' calls are one ahead from there on: the last of them nobody answers."""
+    errors = gangs.errors("deadlocks:LeavesAStepOut", ranks=3, seats=seats, steps=8)
+    for rank in (0, 2):
+        assert "which rank 1 has not called" in errors[rank]
+        assert "rank 1 has ended" in errors[rank]
 
 
 @pytest.mark.parametrize("seats", [1, 3])

@@ -403,6 +403,88 @@ def different_numbers_of_asynchronous_calls(ctx):
     return [t.tolist() for t in tensors]
 
 
+def asynchronous(ctx):
+    """Every collective as a handle: completed by its future in one half, by `wait` in the other."""
+    n, rank = ctx.world_size, ctx.rank
+    row = torch.arange(float(n)) + 10 * rank
+    parts = [torch.tensor([10.0 * rank + r]) for r in range(n)]
+
+    def rows():
+        return [torch.zeros(1) for _ in range(n)]
+
+    told = []
+    for by_future in (True, False):
+        one, flat, mine, many = row.clone(), torch.zeros(n), torch.zeros(1), rows()
+        total, root, dealt, own = torch.ones(2) * rank, torch.ones(2) * rank, rows(), torch.zeros(1)
+        heap, swapped, sums = rows() if rank == 0 else None, torch.zeros(n), torch.zeros(1)
+        given = parts if rank == n - 1 else None
+        works = [
+            dist.all_reduce(one, async_op=True),
+            dist.broadcast(root, src=n - 1, async_op=True),
+            dist.reduce(total, dst=0, async_op=True),
+            dist.all_gather(many, parts[0], async_op=True),
+            dist.all_gather_into_tensor(flat, parts[0], async_op=True),
+            dist.gather(parts[0], heap, dst=0, async_op=True),
+            dist.scatter(mine, given, src=n - 1, async_op=True),
+            dist.reduce_scatter(own, parts, async_op=True),
+            dist.reduce_scatter_tensor(sums, row, async_op=True),
+            dist.all_to_all(dealt, parts, async_op=True),
+            dist.all_to_all_single(swapped, row, async_op=True),
+            dist.barrier(async_op=True),
+        ]
+        for work in works:
+            if by_future:
+                assert work.get_future().then(lambda _: 7).wait() == 7
+            work.wait()
+            assert work.is_completed()
+        assert flat.tolist() == [10.0 * r for r in range(n)] == [m.item() for m in many]
+        assert own.item() == sums.item() == n * rank + 10.0 * n * (n - 1) / 2
+        assert swapped.tolist() == [10.0 * r + rank for r in range(n)] == [d.item() for d in dealt]
+        assert root.tolist() == [n - 1.0] * 2
+        assert mine.item() == 10.0 * (n - 1) + rank
+        told.append([one.tolist(), flat.tolist(), swapped.tolist(), own.item()])
+    assert told[0] == told[1]
+    return told
+
+
+def differentiable(ctx):
+    """Collectives that a backward pass goes through, as contrastive losses gather their batches."""
+    import torch.distributed.nn.functional as through
+
+    n, rank = ctx.world_size, ctx.rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = (torch.arange(3.0) + rank).requires_grad_()
+        gathered = torch.cat(through.all_gather(x * 2))
+        total = through.all_reduce(x * x)
+        (gathered.square().sum() * (rank + 1) + total.sum()).backward()
+    assert gathered.tolist() == [2.0 * (i + r) for r in range(n) for i in range(3)]
+    return [x.grad.tolist(), total.tolist()]
+
+
+def functional_rest(ctx):
+    import torch.distributed._functional_collectives as funcol
+
+    n, rank = ctx.world_size, ctx.rank
+    ranks = list(range(n))
+    root = funcol.broadcast(torch.full((2,), float(rank)), n - 1, ranks) + 0
+    dealt = funcol.all_to_all_single(torch.arange(float(n)) + 10 * rank, None, None, ranks) + 0
+    moved = funcol.permute_tensor(
+        torch.full((2,), float(rank)), [(r + 1) % n for r in ranks], ranks
+    )
+    given = [torch.full((n,), float(rank)), torch.full((2 * n,), 1.0)]
+    totals = [t + 0 for t in funcol.all_reduce_coalesced(given, "sum", ranks)]
+    rows = [t + 0 for t in funcol.all_gather_into_tensor_coalesced(given, ranks)]
+    parts = funcol.reduce_scatter_tensor_coalesced(given, "sum", [0, 0], ranks)
+    assert root.tolist() == [n - 1.0] * 2
+    assert (moved + 0).tolist() == [float((rank - 1) % n)] * 2
+    assert rows[0].tolist() == [float(r) for r in ranks for _ in ranks]
+    return [
+        dealt.tolist(),
+        *([t.tolist() for t in s] for s in (totals, rows, [p + 0 for p in parts])),
+    ]
+
+
 def functional(ctx):
     import torch.distributed._functional_collectives as funcol
 
@@ -558,7 +640,10 @@ ROWS = [
     as_under_torchrun,
     coalesced,
     different_numbers_of_asynchronous_calls,
+    asynchronous,
+    differentiable,
     functional,
+    functional_rest,
     store_waits,
     send_recv,
     monitored_barrier,
