@@ -4,10 +4,11 @@
 
 An ordinary DDP training of a small transformer with AdamW runs with 2 and 4 ranks on one CPU seat,
 in four ways: squashed or not, with or without device memory moved to the host at each switch.
-Interleaved with it: the step of the same code in one process (a world of one under stock gloo),
-times N; the same without DDP; a seat for every rank; stock gloo with N processes.  All share one
-core.  What counts is processor time, summed over all processes, because the machine has other work:
-medians over the rounds, ratios within a round.
+Beside it: the same code without DDP, a seat for every rank, and stock gloo with N processes.  Each
+is compared with the step of the same code in one process (a world of one under stock gloo), times
+N, on the same core.  What counts is processor time, summed over all processes, because the machine
+has other work; the two that are compared run in the same stretch of time, a fifth of a second one
+and a fifth the other, so that the other work slows both.  Medians over the rounds.
 
 Memory: what lies on the device at most (the seat's common copy, and what the rank whose turn it is
 has brought in) over one replica of parameters, gradients and optimizer state; activations are on
@@ -21,9 +22,14 @@ seeded violations: one rank adds 1e-7 to one element of a parameter after a rand
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
+import signal
 import statistics
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,9 @@ from workers.splice import Host
 JSON = dict[str, Any]
 
 JOB, MLP, ROWS = "benchmarks.splice:Train", "jobs:Mlp", "features:every"
-ONE = "N x one rank"
+ONE, SPREAD = "N x one rank", "a seat for each"
+AIMED_AT = ("squashed", "plain")
+SHARE_S = 0.2  # of the core, for one of two gangs that are compared
 WARM_STEPS = 5  # DDP's buckets settle, the optimizer is watched and squashed
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 WAYS: dict[str, JSON] = {
@@ -114,42 +122,93 @@ def _own_bytes() -> int:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def measure(host: Host, *, ranks: int, batch: int, steps: int, repeats: int) -> JSON:
-    """Milliseconds of processor time per step of all ranks together, by way; medians."""
-    gang = {
-        "ranks": ranks,
-        "seats": 1,
-        "steps": WARM_STEPS + steps,
-        "measure_from": WARM_STEPS + 1,
-        "params": {"batch": batch},
-    }
-    one = {"ranks": 1, "peers": True}
+class Pair:
+    """Two hosts of gangs on the same core, of which one at a time is let run.
+
+    They change every SHARE_S, so whatever else the machine does, it does to both.
+    """
+
+    def __init__(self) -> None:
+        self.hosts = [Host(before=("taskset", "-c", "0"), **MALLOC) for _ in range(2)]
+
+    def run(self, one: JSON, other: JSON) -> list[list[JSON]]:
+        with ThreadPoolExecutor(2) as threads:
+            gangs = zip(self.hosts, (one, other), strict=True)
+            runs = [threads.submit(host.run, JOB, **gang) for host, gang in gangs]
+            try:
+                for turn in itertools.cycle((0, 1)):
+                    if any(run.done() for run in runs):
+                        break
+                    self._signal(1 - turn, signal.SIGSTOP)
+                    time.sleep(SHARE_S)
+                    self._signal(1 - turn, signal.SIGCONT)
+            finally:
+                for turn in (0, 1):
+                    self._signal(turn, signal.SIGCONT)
+            return [_right(run.result()) for run in runs]
+
+    def _signal(self, turn: int, number: signal.Signals) -> None:
+        os.killpg(self.hosts[turn].process.pid, number)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+
+
+def measure(pair: Pair, *, ranks: int, batch: int, steps: int, repeats: int) -> JSON:
+    """Milliseconds of processor time per step of all ranks together, by way; medians.
+
+    What has no target is measured in every second round only.
+    """
+    params = {"batch": batch}
+    # As much work as the gang's, so that both last equally long.
+    one = _gang(1, WARM_STEPS * ranks, steps * ranks, peers=True, params=params)
     ways = {
-        ONE: one,
-        "N x one rank, without DDP": one | {"params": {"batch": batch, "bare": True}},
-        **WAYS,
-        "a seat for each": {"seats": ranks, "squash": False},
-        "gloo": {"peers": True},
+        "N x one rank, without DDP": one | {"params": params | {"bare": True}},
+        **{
+            name: _gang(ranks, WARM_STEPS, steps, params=params, **way)
+            for name, way in WAYS.items()
+        },
+        SPREAD: _gang(ranks, WARM_STEPS, steps, params=params, seats=ranks, squash=False),
+        "gloo": _gang(ranks, WARM_STEPS, steps, params=params, peers=True),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in (ONE, *ways)}
+    over: dict[str, list[float]] = {name: [] for name in ways}
     stories: dict[str, list[JSON]] = {}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            stories[name] = told = _right(host.run(JOB, **{**gang, **way}))
-            cpu_s = sum(story["cpu_s"] for story in told) * (ranks // len(told))
-            found[name].append(cpu_s / steps * 1000)
-    bits = [[story["hash"] for story in stories[name]] for name in (*WAYS, "a seat for each")]
+    for number, (name, way) in itertools.product(range(repeats), ways.items()):
+        if number % 2 == 0 or name in AIMED_AT:
+            base, stories[name] = pair.run(one, way)
+            base_ms, ms = _ms(base, steps), _ms(stories[name], steps)
+            found[ONE].append(base_ms)
+            found[name].append(ms)
+            over[name].append(ms / base_ms - 1)
+    bits = [[story["hash"] for story in stories[name]] for name in (*WAYS, SPREAD)]
     return {
         "ms": {name: round(statistics.median(values), 1) for name, values in found.items()},
-        "over": {name: _over(values, found[ONE]) for name, values in found.items()},
+        "over": {name: round(statistics.median(values), 4) for name, values in over.items()},
+        "between": {
+            name: [round(min(values), 3), round(max(values), 3)] for name, values in over.items()
+        },
         "same_bits": all(hashes == bits[0] for hashes in bits),
         "moved_mb": {
             name: round(
-                sum(s["out_bytes"] + s["in_bytes"] for s in stories[name]) / gang["steps"] / 1e6, 1
+                sum(s["out_bytes"] + s["in_bytes"] for s in stories[name])
+                / (WARM_STEPS + steps)
+                / 1e6,
+                1,
             )
             for name in WAYS
         },
     }
+
+
+def _gang(ranks: int, warm: int, steps: int, **more: Any) -> JSON:
+    return {"ranks": ranks, "seats": 1, "steps": warm + steps, "measure_from": warm + 1, **more}
+
+
+def _ms(stories: list[JSON], steps: int) -> float:
+    """Of one step of all ranks; a lone one has made as many steps as all of them."""
+    return float(sum(story["cpu_s"] for story in stories) / steps * 1000)
 
 
 def _right(stories: list[JSON]) -> list[JSON]:
@@ -157,11 +216,6 @@ def _right(stories: list[JSON]) -> list[JSON]:
         if "error" in story or "killed" in story:
             raise RuntimeError(story.get("trace", str(story)))
     return stories
-
-
-def _over(values: list[float], base: list[float]) -> float:
-    """The median of the ratios within each round, minus one."""
-    return round(statistics.median(v / b - 1 for v, b in zip(values, base, strict=True)), 4)
 
 
 def _memory(stories: list[JSON]) -> JSON:
@@ -227,14 +281,14 @@ def _bits(story: JSON) -> tuple[str, str]:
 def main() -> int:
     short = quick()
     cases = [(2, 1), (4, 1)] if short else [(2, 1), (4, 1), (2, 4), (4, 4)]
-    pinned = Host(before=("taskset", "-c", "0"), **MALLOC)
+    pair = Pair()
     times = {
         f"{ranks} ranks, batch {batch}": measure(
-            pinned, ranks=ranks, batch=batch, steps=6, repeats=3 if short else 7
+            pair, ranks=ranks, batch=batch, steps=6, repeats=3 if short else 6
         )
         for ranks, batch in cases
     }
-    pinned.close()
+    pair.close()
     host = Host()
     room = memory(host, ranks=4)
     found = faults(host, 5 if short else 100)
