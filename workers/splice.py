@@ -302,7 +302,7 @@ def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, tuple[int, int]
 
 
 def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the process that forked us
+    _die_with_parent()
     torch.set_num_threads(1)
     gc.enable()
     try:
@@ -315,6 +315,11 @@ def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
     with os.fdopen(write, "w") as pipe:
         json.dump(told, pipe)
     return 1 if "error" in told else 0
+
+
+def _die_with_parent() -> None:
+    """Also where we have been stopped, and would not see that nobody asks any more."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _ready(gang: Gang, handles: Handles, rank: int) -> Rank:
@@ -359,6 +364,7 @@ def _until_all_ended(children: dict[int, tuple[int, int]]) -> Iterator[tuple[int
 def serve(warm: Iterable[str]) -> None:
     """Gangs come as lines of JSON; each answer is one line.  One process, which has imported the
     modules `warm`, forks them all."""
+    _die_with_parent()
     for module in warm:
         importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
