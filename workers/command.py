@@ -2,6 +2,9 @@
 
     supervisor -> zygote -> keeper -> stub (this) -> the command and all that it starts
 
+With a world size above 1 it runs so many times, each time as another rank, in the same folder; they
+are one tree, and their process group is ours (`command_gang`).
+
 It speaks with the supervisor as `executor` does, by the same words, so that seat, orders, lease and
 checkpoints are the same for both sorts of residents.  The difference is what a pause is: the whole
 tree of processes is stopped where it stands (`freezing`), at any moment, and stays in memory.
@@ -35,10 +38,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers import command_folder, sandbox
+from workers import command_folder, command_gang, sandbox
 from workers import image as images
 from workers import slab as slabs
 from workers.command_folder import INTERNAL, Folder, Kept, TooLarge
+from workers.command_gang import Gang
 from workers.command_io import Progress, bring_in, output_of
 from workers.cuda_checkpoint import Devices, NotDone
 from workers.executor import REPORT_S, SAVES_APART_S, Abandoned, Ending
@@ -81,7 +85,8 @@ def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> in
 class Stub:
     """`held` says why the tree stands still: "pause", "trust", "copy"; it runs while that is empty.
 
-    `status` is how the command's first process ended, as `os.waitstatus_to_exitcode` says.
+    `status` is how the command ended, as `os.waitstatus_to_exitcode` says: it does when the first
+    process of every rank has ended, or when that of one has failed, which is then `failed_rank`.
     """
 
     wire: Wire
@@ -95,8 +100,11 @@ class Stub:
     has_run: bool = False  # since the step was counted up last
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
-    process: subprocess.Popen[bytes] | None = None
+    asked_seats: int = 0  # 0: by nobody
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # the first of each rank
+    gang: Gang | None = None  # where there are several
     status: int | None = None
+    failed_rank: int = 0
     cancelled: bool = False
     reported_s: float = 0.0
     measured_s: float = 0.0
@@ -126,6 +134,8 @@ class Stub:
         self.tree = Tree(is_alone=os.getpid() == 1)
         self.devices = Devices.found(self.spec["kind"], may_go_on=lambda: self.trust.left_us() > 0)
         self._fill(folder)
+        if self.spec["world_size"] > 1:
+            self.gang = Gang(self.spec["world_size"])
         try:
             self.progress = Progress(folder / INTERNAL / "metrics", _tell_owner)
             bring_in(self.spec["inputs"], self._taken, folder / INTERNAL / "inputs")
@@ -167,6 +177,7 @@ class Stub:
         self._mind_trust()
         self.keeping.mind()
         self._reap()
+        self._mind_seats()
         self._mind_progress()
 
     def _wait(self) -> None:
@@ -179,6 +190,8 @@ class Stub:
         if self.is_seated:
             due_s += [REPORT_S if self.progress.is_new else MEMORY_S]
             due_s += [0.25 if "trust" in self.held else max(0, self.trust.left_us()) / 1e6]
+            if self.gang is not None and not self.gang.is_told:
+                due_s.append(command_gang.LOOK_S)
         return min(due_s)
 
     def listen(self, timeout_s: float | None, *more: int) -> None:
@@ -199,6 +212,8 @@ class Stub:
                 self.keeping.kept(message)
             case "kept":
                 self.settled[message["what"]] = message
+            case "resize":
+                self.asked_seats = message["seats"]
             case wish:
                 self.wishes.add(wish)
 
@@ -210,6 +225,9 @@ class Stub:
             self._cancel()
         if "go" in self.wishes and not self.is_seated:
             self._go()
+        if self.asked_seats and self.gang is not None:  # after `go`, which may have come with it
+            self.gang.want(self.asked_seats, tell=True)
+            self.asked_seats = 0
         if "pause" in self.wishes and self.is_seated and not self._must_run_to_leave():
             self._pause()
 
@@ -220,7 +238,7 @@ class Stub:
     def _cancel(self) -> None:
         """Ask all of it to end; the supervisor ends by force what takes too long."""
         self.cancelled = True
-        if self.process is None or self.held:
+        if not self.processes or self.held:
             raise Ending("stopped")  # it may not run any more, not even to tidy up
         self.tree.send(signal.SIGTERM)
 
@@ -231,11 +249,13 @@ class Stub:
         self.held -= {"trust"}  # off the seat nothing runs anyway
         self._report()
         self.is_seated = False
-        self.say("paused", has_state=self.process is not None)
+        self.say("paused", has_state=bool(self.processes))
 
     def _go(self) -> None:
         self.wishes -= {"go"}
         self.is_seated = True
+        if self.gang is not None:  # what they were lent besides, before, is not theirs any more
+            self.gang.want(1, tell=False)
         self.keeping.off_the_seat_no_more()
         self._mind_trust()
         self.let_go("pause")
@@ -273,7 +293,7 @@ class Stub:
         if self.held:
             return
         self.has_run = True
-        if self.process is None:
+        if not self.processes:
             self._start()
             return
         self.tree.thaw()
@@ -293,17 +313,20 @@ class Stub:
         argv, folder = self.spec["run"]["command"], self.spec["scratch"]
         bound = None if self.tree.is_alone else sandbox.die_with_parent
         try:
-            self.process = subprocess.Popen(
-                argv,
-                cwd=folder,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                preexec_fn=bound,
-            )
+            for rank in range(self.spec["world_size"]):
+                begun = subprocess.Popen(
+                    argv,
+                    cwd=folder,
+                    env=self._environment(rank),
+                    stdin=subprocess.DEVNULL,
+                    preexec_fn=bound,
+                    pass_fds=self.gang.fds if self.gang is not None else (),
+                )
+                self.processes.append(begun)
         except OSError as error:
             raise _failed("bundle", _cannot_start(argv[0], error), str(error)) from error
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, rank: int) -> dict[str, str]:
         spec, internal = self.spec, Path(self.spec["scratch"]) / INTERNAL
         threads = str(spec["preset"].get("threads", 1))
         return {
@@ -316,8 +339,10 @@ class Stub:
             "ROUNDHOUSE_DEVICE": spec["kind"],
             "ROUNDHOUSE_PARAMS": json.dumps(spec["params"]),
             "ROUNDHOUSE_INPUTS": str(internal / "inputs"),
-            "ROUNDHOUSE_METRICS": str(internal / "metrics"),
+            # One of them tells how far they are: what all tell would be counted several times.
+            "ROUNDHOUSE_METRICS": os.devnull if rank else str(internal / "metrics"),
             "ROUNDHOUSE_RESTARTS": str(self.restarts),
+            **(self.gang.environment(rank, self.restarts) if self.gang is not None else {}),
         }
 
     def _reap(self) -> None:
@@ -327,18 +352,33 @@ class Stub:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     return
-                if self.process is not None and pid == self.process.pid:
-                    self.status = self.process.returncode = os.waitstatus_to_exitcode(status)
+                self._ended(pid, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, pid: int, status: int) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.pid != pid:
+                continue
+            process.returncode = status
+            if status and self.status is None and not self.cancelled:  # else all may tidy up
+                self.failed_rank, self.status = rank, status
+        codes = [process.returncode for process in self.processes]
+        if codes and None not in codes and self.status is None:
+            self.status = 0
 
     def end_tree(self) -> None:
-        """The command is over when its first process is: whatever that left behind ends too."""
-        if self.process is None:
+        """The command is over when its first processes are: whatever they left behind ends too."""
+        if not self.processes:
             return
         with contextlib.suppress(WontStop):  # as process 1 we take it along when we end
             self.tree.end(END_WITHIN_S)
-        self.process.returncode = self.process.returncode or 0
+        for process in self.processes:
+            process.returncode = process.returncode or 0
 
     # --- progress ---
+
+    def _mind_seats(self) -> None:
+        if self.gang is not None and self.is_seated and (seats := self.gang.has_resized()):
+            self.say("resized", seats=seats)
 
     def _mind_progress(self) -> None:
         self.step += self.progress.read()
@@ -373,7 +413,8 @@ class Stub:
         self.step += self.progress.read() + self.has_run
         self._report()
         if self.status:
-            raise _failed("exit", _how_it_ended(self.status))
+            who = f"rank {self.failed_rank}: " if self.gang is not None else ""
+            raise _failed("exit", who + _how_it_ended(self.status))
         for name in self.spec["outputs"]:
             self._put(name, output_of(name, Path(self.spec["scratch"]), step=self.step))
         raise Ending("finished", result={"exit_status": 0})
@@ -418,7 +459,7 @@ class Keeping:
 
     def due_in_s(self) -> float:
         """How long until something is to be begun here."""
-        if self.stage or self.stub.process is None:
+        if self.stage or not self.stub.processes:
             return 60.0
         if "save" in self.stub.wishes:
             return 0.0

@@ -293,6 +293,7 @@ def _shown(kind: str) -> list[Path]:
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
     wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
+    wanted.append(Path(__file__).parent)  # what a command's ranks import of ours
     wanted += [*_DEVICES, *(_of_cuda() if kind == "cuda" else [])]
     shown: list[Path] = []
     for path in wanted:
