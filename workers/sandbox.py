@@ -5,9 +5,9 @@ kernel is asked directly.  A wall either stands whole or is not counted: which o
 out once per start of a device worker (`try_out`), and every resident then gets exactly those, or
 does not start.
 
-What a walled process sees: the interpreter and its libraries, its code (read-only, as /code), its
-scratch folder (/scratch, its home), an empty /tmp, a few devices, and no network.  Not the
-Roundhouse home, not the store, no other process, no secret in its environment.
+What a walled process sees: the interpreter, its libraries and this package, its code (read-only, as
+/code), its scratch folder (/scratch, its home), an empty /tmp, a few devices, and no network.  Not
+the Roundhouse home, not the store, no other process, no secret in its environment.
 
 What a wall is not: one kernel is shared.  Memory and disk space are limited only by cgroups and
 quotas around the device worker, which are not made here.
@@ -293,7 +293,7 @@ def _shown(kind: str) -> list[Path]:
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
     wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
-    wanted.append(Path(__file__).parent)  # what a command's ranks import of ours
+    wanted.append(Path(__file__).parent)  # ranks of a command import it anew
     wanted += [*_DEVICES, *(_of_cuda() if kind == "cuda" else [])]
     shown: list[Path] = []
     for path in wanted:
