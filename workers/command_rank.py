@@ -32,6 +32,7 @@ DEADLINE_S = 365 * 86400.0
 GO_FIRST_S = 10.0  # so long who ends because of others waits for them to be gone
 
 _rank: Rank | None = None
+_begun = 1  # default groups so far
 
 
 def init_process_group(
@@ -44,23 +45,25 @@ def init_process_group(
         _rank = _joined(named.get("world_size", -1))
     if is_our_own or _rank is None:
         stock(*arguments, **named)
-    elif not dist.is_initialized():  # it was destroyed, and is wanted again
-        collectives.start(_rank.turns, _rank.timeout_s)
+    elif not dist.is_initialized():
+        _begin_again(_rank)
 
 
 def _joined(world_size: int) -> Rank | None:
-    """This process as the rank that it is, on its first turn; None where it is none."""
+    """This process as the rank that it is, on its first turn; None where it is none.
+
+    Raises RuntimeError where it cannot be one.
+    """
     told = json.loads(os.environ[GANG])
     number = told.pop("rank")
     handles = Handles(**{**told, "bells": tuple(told["bells"])})
     if world_size not in (-1, handles.ranks):
         return None
     if not _is_open(handles):
-        sys.stderr.write(
-            "Roundhouse: the process group is torch's own and ranks run beside each other: what"
-            " started this process closed its descriptors; name the script itself in `command`\n"
+        raise RuntimeError(
+            f"rank {number} cannot reach the others: what started this process closed the"
+            " descriptors that it was given; name the script itself in `command`"
         )
-        return None
     if turns.state(Ground(handles), number) != State.NEW:
         return None
     rank = Rank(handles, number, timeout_s=DEADLINE_S)
@@ -68,6 +71,17 @@ def _joined(world_size: int) -> Rank | None:
     atexit.register(_leave, rank, os.getpid())
     sys.excepthook = partial(_tell, sys.excepthook, rank)
     return rank
+
+
+def _begin_again(rank: Rank) -> None:
+    """A default group after one that was destroyed: by all, as it takes that one's name."""
+    global _begun
+    _begun += 1
+    store = collectives.SharedStore(rank.turns, rank.timeout_s)
+    if store.add(f"ranks that begin group {_begun}", 1) == rank.turns.ground.ranks:
+        store.set(f"all begin group {_begun}", b"")
+    store.wait([f"all begin group {_begun}"])
+    collectives.start(rank.turns, rank.timeout_s)
 
 
 def _is_open(handles: Handles) -> bool:
