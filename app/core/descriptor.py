@@ -194,16 +194,19 @@ def _task(fields: _Fields) -> TaskDescriptor:
     fields.require("name", "run")
     name = fields.text("name", "", _NAME, _NAME_RULE)
     world_size = fields.integer("world_size", 1, least=1, most=100_000)
+    run = _run(fields.inside("run"))
     task = TaskDescriptor(
         name=name,
         type=fields.text("type", "default", _NAME, _NAME_RULE),
-        run=_run(fields.inside("run")),
+        run=run,
         params=_params(fields),
         inputs=_inputs(fields),
         outputs=fields.texts("outputs", _WORD, _WORD_RULE),
         start=_start(fields.inside("start")),
         world_size=world_size,
-        devices=_devices(fields.inside("devices"), world_size),
+        devices=_devices(
+            fields.inside("devices"), world_size, 1 if run.kind == "command" else world_size
+        ),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
         retry_max=_retry(fields.inside("retry")),
         max_duration_s=fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S),
@@ -294,9 +297,9 @@ def _start(fields: _Fields) -> Start:
     return start
 
 
-def _devices(fields: _Fields, world_size: int) -> Devices:
+def _devices(fields: _Fields, world_size: int, usual_most: int) -> Devices:
     least = fields.integer("min", 1, least=1, most=world_size)
-    most = fields.integer("max", world_size, least=1, most=world_size)
+    most = fields.integer("max", usual_most, least=1, most=world_size)
     if least > most:
         fields.fault("min", f"min is {least} and max is {most}", "range")
     devices = Devices(

@@ -149,6 +149,8 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
         yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
     if task.world_size > 1 and task.devices.kind != "cpu":
         yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
+    if task.devices.max > 1 and task.run.kind == "command":
+        yield "devices/max", "the ranks of a command take turns on one device so far"
     for port, source in task.inputs.items():
         if source.kind == "datablock":
             told = "datablocks are not kept yet; put the data into the bundle or a task's outputs"

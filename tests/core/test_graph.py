@@ -133,6 +133,11 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
         ({"devices": {"kind": "cuda"}}, "devices/kind", "there is no device of kind 'cuda' here"),
         ({"devices": {"memory_bytes": 5e9}}, "devices/memory_bytes", "the largest cpu device has"),
         ({"world_size": 65}, "world_size", "64 ranks at most take turns on one device"),
+        (
+            {"world_size": 2, "devices": {"max": 2}, "run": {"command": ["x"]}},
+            "devices/max",
+            "the ranks of a command take turns on one device",
+        ),
         ({"inputs": {"x": "datablock:c"}}, "inputs/x", "datablocks are not kept yet"),
     ],
 )
