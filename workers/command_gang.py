@@ -16,6 +16,7 @@ from pathlib import Path
 from workers import ground, turns
 from workers.ground import Ground
 
+GANG = "ROUNDHOUSE_GANG"  # of a rank's environment: `Handles` and "rank", as JSON
 SITE = Path(__file__).parent / "site"  # of the PYTHONPATH of its ranks
 LOOK_S = 0.05  # so often it is looked whether the seats have changed
 
@@ -77,7 +78,7 @@ class Gang:
             "TORCHELASTIC_RUN_ID": "roundhouse",
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "ROUNDHOUSE_GANG": json.dumps(gang),
+            GANG: json.dumps(gang),
             "PYTHONPATH": os.pathsep.join([str(SITE), *([given] if given else [])]),
         }
 

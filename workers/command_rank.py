@@ -21,11 +21,11 @@ from typing import Any
 import torch.distributed as dist
 
 from workers import collectives, turns
+from workers.command_gang import GANG
 from workers.ground import LAND_BYTES, Ground, Handles
 from workers.splice import Rank
 from workers.turns import State
 
-GANG = "ROUNDHOUSE_GANG"  # of the environment: `Handles` and "rank", as JSON
 # Ranks that wait for each other, or for one that has died, are found out without any deadline; and
 # a clock goes on while all of them are frozen.
 DEADLINE_S = 365 * 86400.0
@@ -40,7 +40,7 @@ def init_process_group(
 ) -> None:
     """As torch's own, which is `stock`; whatever backend is asked for, it is `splice`."""
     global _rank
-    is_our_own = "splice" in (*arguments[:1], named.get("backend"))
+    is_our_own = collectives.BACKEND in (*arguments[:1], named.get("backend"))
     if not is_our_own and _rank is None:
         _rank = _joined(named.get("world_size", -1))
     if is_our_own or _rank is None:

@@ -176,7 +176,7 @@ def test_where_it_is_lost_all_ranks_begin_again_in_the_folder_with_the_same_bits
     ground, undisturbed
 ):
     train(ground)
-    ground.until(lambda: ground.view("t1").step >= 5, timeout_s=IMPORTS_S)
+    ground.until(lambda: (view := ground.view("t1")) and view.step >= 5, timeout_s=IMPORTS_S)
     ground.pause("t1")
     saved = ground.event(Saved, "t1")
     ground.drop.append(["t1", 1])
