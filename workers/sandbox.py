@@ -293,7 +293,8 @@ def _shown(kind: str) -> list[Path]:
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
     wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
-    wanted.append(Path(__file__).parent)  # ranks of a command import it anew
+    if not (package := Path(__file__).parent).is_relative_to("/tmp"):  # theirs is empty
+        wanted.append(package)  # ranks of a command import it anew
     wanted += [*_DEVICES, *(_of_cuda() if kind == "cuda" else [])]
     shown: list[Path] = []
     for path in wanted:
