@@ -245,7 +245,7 @@ def _reduce_module(capture: Capture, module: torch.nn.Module) -> Any:
         return NotImplemented
     empty = tuple([name for name in _HOOK_TABLES if not state.get(name, True)])
     empty = capture.unhooked.setdefault(empty, empty)  # written once
-    held = {name: part for name, part in state.items() if part or name not in _HOOK_TABLES}
+    held = {name: part for name, part in state.items() if name not in _HOOK_TABLES or part}
     return make_module, (cls, empty), held
 
 

@@ -164,6 +164,12 @@ def test_subclasses_keep_their_class_attributes_and_gradient():
     assert back.marked.name_of_it == "x"
 
 
+def test_a_tensor_that_a_module_keeps_as_a_plain_attribute_comes_along():
+    net = torch.nn.Linear(2, 2)
+    net.scale = torch.arange(3.0)
+    assert torch.equal(there_and_back(Job(net=net)).net.scale, torch.arange(3.0))
+
+
 def test_modules_that_compute_their_weights_do_so_after_it():
     torch.manual_seed(0)
     job = Job(
