@@ -119,8 +119,8 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
     ranks = task.descriptor["world_size"]
     if ranks == 1:
         raise Conflict("it has one rank, which sits on one device; see `world_size`")
-    if "command" in task.descriptor["run"]:
-        raise Conflict("the ranks of a command take turns on one device")
+    if "job" not in task.descriptor["run"]:
+        raise Conflict("ranks change seats between steps, and only a job has steps")
     if not task.devices_min <= most <= ranks:
         told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
         raise BadInput.at("/devices_max", told, "range")

@@ -112,7 +112,7 @@ _TASK = _object(
             {
                 "kind": {"type": "string", "default": "cpu"},
                 "min": _whole("devices it needs; only 1 so far", 1),
-                "max": _whole("devices it can use; default: as many as ranks, of a command 1", 1),
+                "max": _whole("devices it can use; default: of a job as many as ranks, else 1", 1),
                 "memory_bytes": _whole("that each device must have", 0),
             }
         ),

@@ -205,7 +205,7 @@ def _task(fields: _Fields) -> TaskDescriptor:
         start=_start(fields.inside("start")),
         world_size=world_size,
         devices=_devices(
-            fields.inside("devices"), world_size, 1 if run.kind == "command" else world_size
+            fields.inside("devices"), world_size, world_size if run.kind == "job" else 1
         ),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
         retry_max=_retry(fields.inside("retry")),
@@ -299,7 +299,7 @@ def _start(fields: _Fields) -> Start:
 
 def _devices(fields: _Fields, world_size: int, usual_most: int) -> Devices:
     least = fields.integer("min", 1, least=1, most=world_size)
-    most = fields.integer("max", usual_most, least=1, most=world_size)
+    most = fields.integer("max", max(least, usual_most), least=1, most=world_size)
     if least > most:
         fields.fault("min", f"min is {least} and max is {most}", "range")
     devices = Devices(

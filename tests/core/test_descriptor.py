@@ -107,11 +107,12 @@ def test_all_but_the_task_is_optional() -> None:
     assert (task.retry_max, task.max_duration_s) == (0, 86400)
 
 
-def test_ranks_may_have_a_device_each_but_those_of_a_command() -> None:
+def test_only_ranks_that_have_steps_may_have_a_device_each() -> None:
     def most(run: dict[str, Any]) -> int:
         return parse(one(run=run, world_size=4)).tasks[0].devices.max
 
-    assert (most({"job": "m:C"}), most({"command": ["x"]})) == (4, 1)
+    runs = ({"job": "m:C"}, {"function": "m:f"}, {"command": ["x"]})
+    assert [most(run) for run in runs] == [4, 1, 1]
 
 
 def test_null_means_not_given() -> None:

@@ -134,10 +134,11 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
         ({"devices": {"memory_bytes": 5e9}}, "devices/memory_bytes", "the largest cpu device has"),
         ({"world_size": 65}, "world_size", "64 ranks at most take turns on one device"),
         (
-            {"world_size": 2, "devices": {"max": 2}, "run": {"command": ["x"]}},
+            {"world_size": 2, "devices": {"max": 2}, "run": {"function": "m:f"}},
             "devices/max",
-            "the ranks of a command take turns on one device",
+            "only a job has steps",
         ),
+        ({"world_size": 2, "run": {"command": ["x"]}}, "world_size", "a command has one rank"),
         ({"inputs": {"x": "datablock:c"}}, "inputs/x", "datablocks are not kept yet"),
     ],
 )
@@ -150,7 +151,7 @@ def test_what_can_never_run_here_is_told_with_what_to_do(
 
 
 def test_more_devices_than_there_are_is_told() -> None:
-    body = {"name": "t", "world_size": 8, "devices": {"min": 4}}
+    body = {"name": "t", "run": {"job": "m:C"}, "world_size": 8, "devices": {"min": 4}}
     told = {fault.pointer for fault in graph.unsatisfiable(tasks(body), HERE)}
     assert told == {"/tasks/0/devices/min"}
 

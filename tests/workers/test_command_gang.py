@@ -12,6 +12,8 @@ from app.core.messages import Failed, Finished, Paused, Resized, Saved, Started,
 from tests.workers.conftest import Ground
 from tests.workers.test_command import ended, its_processes, shell, used_s
 
+pytestmark = pytest.mark.long
+
 RANKS, STEPS = 3, 40
 IMPORTS_S = 120.0  # each rank imports torch for itself, all on the same cores
 

@@ -73,7 +73,7 @@ def test_a_traceback_goes_to_its_owner(ground):
         ("nowhere:Job", "No module named 'nowhere'"),
         ("broken:Job", "SyntaxError"),
         ("queue:Queue", "a module of Python's own"),
-        ("workers:Job", "No module named 'workers'"),
+        ("workers:Job", "'workers' is a module of Python's own; call yours something else"),
     ],
 )
 def test_code_that_cannot_be_loaded_is_said_to_be_so(ground, run, told):
