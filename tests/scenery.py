@@ -6,11 +6,12 @@ States are set as the journal would leave them; usage is booked by the real ledg
 from __future__ import annotations
 
 import itertools
+import time
 from datetime import timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from app import ledger
@@ -131,3 +132,15 @@ class Scenery:
 
 def _id(kind: str) -> str:
     return f"{kind}_{uuid_utils.uuid7().hex}"
+
+
+def until_somebody_waits(session: Session) -> None:
+    """For an advisory lock that another transaction holds."""
+    waiting = text(
+        "select count(*) from pg_locks where not granted and locktype = 'advisory'"
+        " and database = (select oid from pg_database where datname = current_database())"
+    )
+    deadline_s = time.monotonic() + 30
+    while not session.scalar(waiting):
+        assert time.monotonic() < deadline_s, "nobody waits"
+        time.sleep(0.01)

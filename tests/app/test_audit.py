@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from app.models import AuditEvent, Base, Device, Preset, Request, Task, Tenant
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 from tests.app.test_roles import BODIES, ROWS, WHO
 from tests.app.test_roles import _settle as settle
+from tests.scenery import until_somebody_waits
 
 APP = Path(audit.__file__).parent
 ANY = {"If-Match": "*"}
@@ -467,17 +467,6 @@ def test_who_submits_work_does_not_wait_for_it(committed, app):
             assert not change.done()
         change.result(timeout=30)
     assert [one["operation"] for one in everything(root)] == ["seed", "changeDevice"]
-
-
-def until_somebody_waits(session):
-    waiting = text(
-        "select count(*) from pg_locks where not granted and locktype = 'advisory'"
-        " and database = (select oid from pg_database where datname = current_database())"
-    )
-    deadline_s = time.monotonic() + 30
-    while not session.scalar(waiting):
-        assert time.monotonic() < deadline_s, "nobody waits"
-        time.sleep(0.01)
 
 
 def test_who_changes_and_fails_at_the_end_has_written_nothing(committed, app):

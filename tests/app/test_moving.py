@@ -303,17 +303,7 @@ def test_a_move_goes_from_stage_to_stage_and_loses_no_step(moves, session):
 
     def rounds(n):
         for _ in range(n):
-            for name in moves.devices:
-                moves.beat(name)
-            while moves.up:
-                moves.island([moves.up.pop(0)])
-            while moves.down:
-                name, message = moves.down.pop(0)
-                moves.devices[name].receive(message)
-                moves.check()
-            for device in moves.devices.values():
-                device.work()
-            moves.check()
+            moves.round()
         session.refresh(task)
 
     rounds(3)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import select, text
+from sqlalchemy import select
 
 from app import tree
 from app.db import transaction
 from app.models import ApiKey, Tenant
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
+from tests.scenery import until_somebody_waits
 
 
 @pytest.fixture
@@ -244,19 +244,8 @@ def test_two_promises_at_once_are_not_more_than_there_is(committed, app):
             first.add(Tenant(id="ten_a", name="a", parent_id="ten_red", guarantee={"cuda": 3}))
             first.flush()
             second = threads.submit(root.post, "/v1/tenants", json=body)
-            _until_somebody_waits_for_the_tree(first)
+            until_somebody_waits(first)
         problem(second.result(timeout=30), 422, "validation-error", "/guarantee/cuda")
-
-
-def _until_somebody_waits_for_the_tree(session):
-    waiting = text(
-        "select count(*) from pg_locks where not granted and locktype = 'advisory'"
-        " and database = (select oid from pg_database where datname = current_database())"
-    )
-    deadline_s = time.monotonic() + 30
-    while not session.scalar(waiting):
-        assert time.monotonic() < deadline_s, "nobody waits"
-        time.sleep(0.01)
 
 
 class TestDeleteTenant:
