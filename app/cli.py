@@ -457,11 +457,7 @@ def migrate(
     output: Format = Output.table,
 ) -> None:
     """Move it to another device while it runs; it loses no step."""
-    with _client(ctx) as client:
-        kind, id = _resolve(client, id)
-        tasks = [id] if kind == "tasks" else [task["id"] for task in _open_tasks(client, id)]
-        moved = [client.post(f"/v1/tasks/{task}/migrate", {"to": to}) for task in tasks]
-    show(moved, output, lambda: table(moved, telling.WISHED))
+    _wish_tasks(ctx, id, "migrate", {"to": to}, output)
 
 
 @app.command()
@@ -472,12 +468,16 @@ def resize(
     output: Format = Output.table,
 ) -> None:
     """Let a task of several ranks hold fewer devices, or more; its bits stay the same."""
+    _wish_tasks(ctx, id, "resize", {"devices_max": most}, output)
+
+
+def _wish_tasks(ctx: typer.Context, id: str, verb: str, body: JSON, output: Output) -> None:
+    """Of one task, or of all tasks of a request that have not ended."""
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
         tasks = [id] if kind == "tasks" else [task["id"] for task in _open_tasks(client, id)]
-        wish = {"devices_max": most}
-        resized = [client.post(f"/v1/tasks/{task}/resize", wish) for task in tasks]
-    show(resized, output, lambda: table(resized, telling.WISHED))
+        wished = [client.post(f"/v1/tasks/{task}/{verb}", body) for task in tasks]
+    show(wished, output, lambda: table(wished, telling.WISHED))
 
 
 def _wish(ctx: typer.Context, ids: list[str], verbs: dict[str, str], output: Output) -> None:
