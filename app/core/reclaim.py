@@ -267,10 +267,13 @@ class _Claim:
             return False
         return stay.task.state == State.running and not self._protected(stay)
 
-    def could_ask(self, stay: Stay) -> bool:
-        """Would it give way once its turn is over?"""
+    def gives_way(self, stay: Stay) -> bool:
+        """Would it, once its turn is over, after those who did?  Then it is taken."""
         side = self.side(stay.leaf, None)
-        return side is not None and not self._protected(stay)
+        if side is None or self._protected(stay) or self._rule(side, stay) is None:
+            return False
+        self._take(stay, side)
+        return True
 
     def turn_over_s(self, stay: Stay) -> float:
         """When it has held its devices for as long as a turn of who waits."""
@@ -424,15 +427,19 @@ class _Claim:
 
 
 def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
-    """When stays end, or may be asked to give way to a task that is urgent: as `Pool.ends`."""
+    """When stays end, or may be asked to give way to a task that is urgent: as `Pool.ends`.
+
+    Nobody is counted who may not be asked even then: devices would be kept for ever, in vain.
+    """
     claim, found = _Claim(board, task, urgent=True), list[tuple[float, str, int]]()
-    for stay in board.stays.values():
-        if stay.task.kind != task.kind or stay.leaving:
-            continue
+    stays = [s for s in board.stays.values() if s.task.kind == task.kind and not s.leaving]
+    turns = sorted((max(ripe_s(stay), claim.turn_over_s(stay)), stay.id) for stay in stays)
+    for over_s, id in turns:
+        stay = board.stays[id]
         at_s = board.end_s(stay)
-        if claim.could_ask(stay):
-            at_s = min(at_s, max(ripe_s(stay), claim.turn_over_s(stay)))
-        found.append((at_s, stay.id, max(0, claim.gain(stay) - stay.grown)))
+        if over_s < at_s and claim.gives_way(stay):
+            at_s = over_s
+        found.append((at_s, id, max(0, claim.gain(stay) - stay.grown)))
     return sorted(found)
 
 

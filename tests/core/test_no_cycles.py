@@ -36,6 +36,7 @@ ONCE_UNRULY = {
     251700: "the same at the top, where who was owed found no device large enough",
     TIGHT + 5005457: "a stay charged by its memory was booked by its devices (by this benchmark)",
     ELASTIC + 10466: "a gang lent in part and one beside it gave way, who was then owed its place",
+    TIGHT + 162184: "devices were kept for a promise that no one could be asked to keep",
     305480: "a branch came to borrow while who goes before it was only just told to pause",
 }
 
