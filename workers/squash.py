@@ -355,13 +355,18 @@ class Squash:
     # --- becoming common ---
 
     def _squashed(self, record: Record, optimizer: Optimizer) -> bool:
-        group = self._seat_group()
-        if record.region and record.generation == self.turns.generation:
-            return True
-        if group.size == 1 or record.refused or record.steps <= record.retry_at:
-            self._leave(record)
-            return False
-        return self._make_common(record, optimizer, group)
+        """Whether its tensors lie in a region that is shared by the ranks of the present seat.
+
+        The seats may change in the very meeting that makes one, as all ranks wait there.
+        """
+        while record.region is None or record.generation != self.turns.generation:
+            group = self._seat_group()
+            if group.size == 1 or record.refused or record.steps <= record.retry_at:
+                self._leave(record)
+                return False
+            if not self._make_common(record, optimizer, group):
+                return False
+        return True
 
     def _seat_group(self) -> Group:
         generation = self.turns.generation
@@ -376,6 +381,7 @@ class Squash:
     def _make_common(self, record: Record, optimizer: Optimizer, group: Group) -> bool:
         """Compare with the ranks of this seat and, if all is equal, share.  Runs no step."""
         regions: list[Region] = []
+        generation = self.turns.generation  # before the meeting
 
         def bring(first: bytes | None) -> bytes:
             try:
@@ -395,7 +401,7 @@ class Squash:
                 region.leave()
             self._fall_back(record, outcome, "not shared")
             return False
-        record.region, record.generation = regions[0], self.turns.generation
+        record.region, record.generation = regions[0], generation
         record.parameters = _parameters(optimizer)
         record.gradients = regions[0].gradients(record.parameters)
         self._tell(record, "squashed", f"{regions[0].content_bytes} bytes are kept once")

@@ -99,6 +99,19 @@ def test_a_script_without_steps_is_resized_where_all_ranks_meet(gangs: Gangs) ->
     assert [story["log"][-1]["seat"] for story in moved] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("step", range(2, 6))
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (1, 2), (2, 1), (3, 1)])
+def test_a_script_is_resized_in_the_midst_of_a_step_too(
+    gangs: Gangs, before: int, after: int, step: int
+) -> None:
+    """Also in the very meeting in which its ranks come to share what is equal."""
+    plain = gangs.right("scripts:wishing", ranks=3, seats=3)
+    for rank in range(3):
+        params = {"wishes": {f"{step}:{rank}": after, f"{step + 2}:0": before}}
+        moved = gangs.right("scripts:wishing", ranks=3, seats=before, params=params)
+        assert bits(moved) == bits(plain)
+
+
 # --- other seats, and a cut at the same time ---
 
 
