@@ -12,7 +12,8 @@ from app.bundling import bundle_folder
 
 pytestmark = pytest.mark.acceptance
 
-SCRIPT = Path(__file__).parent.parent.parent / "examples" / "script"
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SCRIPT, TORCHRUN = EXAMPLES / "script", EXAMPLES / "torchrun"
 ARGS = ["train.py", "--steps", "20000"]
 
 
@@ -78,3 +79,35 @@ def test_a_command_needs_no_bundle_and_its_last_words_are_told(system):
     assert task["message"] == "It ended with exit status 3."
     assert task["detail"] == "no such luck"
     assert "so far" in client.log_text(task["id"])
+
+
+def test_a_script_for_torchrun_ends_with_torchruns_bits_on_one_device_though_it_is_paused(
+    system, tmp_path
+):
+    """Two ranks under stock gloo, a process for each, against two that take turns."""
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    said = subprocess.run(
+        [torchrun, "--standalone", "--nproc-per-node", "2", str(TORCHRUN / "train.py")],
+        env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    ).stdout.splitlines()
+    client, found = system.client("alpha"), bundle_folder(TORCHRUN)
+    client.upload(found.sha256, found.body)
+    wanted = {"name": "t", "run": {"command": ["python", "train.py"]}, "world_size": 2}
+    body = {"name": "ranks", "bundle": f"sha256:{found.sha256}", "tasks": [wanted]}
+    id = client.submit(body)["id"]
+    task_id = client.request(id)["tasks"][0]["id"]
+
+    def has_begun(_):
+        return client.get(f"/v1/tasks/{task_id}")["metrics"].get("step", 0) >= 20
+
+    client.wait_until(id, has_begun, timeout_s=120)
+    client.post(f"/v1/tasks/{task_id}/pause")
+    client.wait_until(id, lambda request: request["tasks"][0]["state"] == "blocked", timeout_s=30)
+    client.post(f"/v1/tasks/{task_id}/resume")
+    ended = client.wait(id, timeout_s=120)["tasks"][0]
+    assert (ended["state"], ended["pauses"]) == ("done", 1)
+    assert client.log_text(task_id)[-1] == said[-1]

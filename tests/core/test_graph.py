@@ -138,7 +138,11 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
             "devices/max",
             "only a job has steps",
         ),
-        ({"world_size": 2, "run": {"command": ["x"]}}, "world_size", "a command has one rank"),
+        (
+            {"world_size": 2, "devices": {"max": 2}, "run": {"command": ["x"]}},
+            "devices/max",
+            "only a job has steps",
+        ),
         ({"inputs": {"x": "datablock:c"}}, "inputs/x", "datablocks are not kept yet"),
     ],
 )
