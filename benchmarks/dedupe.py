@@ -93,12 +93,17 @@ class Slab:
     def must_be(self, written: Written, store: Store, signer: Signer) -> None:
         """Raises unless the store gives this very image back."""
         into = new_memory(0)
-        checkpoint.read(written.sha256, into=into, tenant="ten_a", key=signer.public, store=store)
-        with mmap.mmap(into, self.layout.end) as found:
-            for place in (self.layout.graph, *self.layout.storages):
-                where = slice(place.offset, place.offset + place.size)
-                assert found[where] == self.memory[where], "another image came back"
+        there = checkpoint.read(
+            written.sha256, into=into, tenant="ten_a", key=signer.public, store=store
+        ).layout
+        with mmap.mmap(into, there.end) as found:
+            for mine, theirs in zip(_parts(self.layout), _parts(there), strict=True):
+                assert found[theirs] == self.memory[mine], "another image came back"
         os.close(into)
+
+    def close(self) -> None:
+        self.memory.close()
+        os.close(self.fd)
 
     def change(self, chance: random.Random) -> int:
         """Change whole storages, CHANGED of all bytes at most; how many bytes that is."""
@@ -108,6 +113,11 @@ class Slab:
                 self.memory[place.offset : place.offset + place.size] = chance.randbytes(place.size)
                 left -= place.size
         return changed - left
+
+
+def _parts(layout: Layout) -> list[slice]:
+    """Where the graph and each storage lie; an image that was read lies elsewhere than before."""
+    return [slice(e.offset, e.offset + e.size) for e in (layout.graph, *layout.storages)]
 
 
 def new_memory(size: int) -> int:
@@ -131,11 +141,12 @@ def replicas(number: int) -> JSON:
         store, signer = Store(Folder(where / "store")), Signer.at(where / "key")
         naive, seconds, private = 0, list[float](), set[str]()
         for rank in range(number):
-            slab, began_s = Slab(Job(rank)), time.perf_counter()
-            written = slab.write(store, signer, 1, Known())
-            seconds.append(round(time.perf_counter() - began_s, 3))
-            slab.must_be(written, store, signer)
-            naive += slab.layout.held_bytes
+            with contextlib.closing(Slab(Job(rank))) as slab:
+                began_s = time.perf_counter()
+                written = slab.write(store, signer, 1, Known())
+                seconds.append(round(time.perf_counter() - began_s, 3))
+                slab.must_be(written, store, signer)
+                naive += slab.layout.held_bytes
             private |= own_chunks(store, signer, written)
         stored = size_of(where / "store")
         return {
