@@ -40,6 +40,7 @@ from app.models import (
     Task,
     Tenant,
     User,
+    Webhook,
 )
 
 READ_AGAIN_S = 3600.0  # the same read of the same thing by the same key is told once in this time
@@ -61,6 +62,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
     ),
     User: ("tenant_id", "name", "weight_milli"),
     ApiKey: ("user_id", "role", "name", "expires_at", "revoked_at"),
+    Webhook: ("tenant_id", "url", "events", "rotated_at", "disabled_at"),
     Host: ("cordoned",),
     Device: ("cordoned", "cost_milli"),
     Preset: ("params",),

@@ -111,6 +111,12 @@ def _client(ctx: typer.Context, who: login.Login | None = None) -> Client:
     return Client(who.url, who.key)
 
 
+def _once(ctx: typer.Context) -> Client:
+    """For what makes a secret: nothing is asked a second time, as a lost answer's would be lost."""
+    who = login.found(ctx.obj)
+    return Client(who.url, who.key, patience_s=0.0)
+
+
 # --- the service and who you are ------------------------------------------------------------------
 
 
@@ -602,6 +608,89 @@ def user(
         found = _named(client, "user", which)
         found = _changed(client, "user", found, {} if weight is None else {"weight": weight})
     show(found, output, lambda: telling.user(found))
+
+
+# --- webhooks -------------------------------------------------------------------------------------
+
+webhook = typer.Typer(cls=_Verbs, help="Addresses told when requests end.", no_args_is_help=True)
+app.add_typer(webhook, name="webhook")
+
+_WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="its id")]
+
+
+@webhook.command("list")
+def list_webhooks(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Those of the tenants that you see."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/webhooks"))
+    show(found, output, lambda: table(found, telling.WEBHOOKS))
+
+
+@webhook.command("add")
+def add_webhook(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="URL", help="a public http or https address")],
+    on: Annotated[
+        list[str] | None, typer.Option("--on", help="done, failed, cancelled; default: all")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """Have an address told when requests end; prints its secret, once."""
+    body: JSON = {"url": url} | ({"events": [f"request.{end}" for end in on]} if on else {})
+    with _once(ctx) as client:
+        made = client.post("/v1/webhooks", body)
+    show(made, output, lambda: telling.webhook(made))
+
+
+@webhook.command("rotate")
+def rotate_webhook(
+    ctx: typer.Context,
+    id: _WebhookId,
+    overlap_s: Annotated[float, typer.Option(help="both secrets sign for so long")] = 86_400.0,
+    output: Format = Output.table,
+) -> None:
+    """Give it a new secret, and print that, once."""
+    with _once(ctx) as client:
+        made = client.post(f"/v1/webhooks/{id}/rotate", {"overlap_s": overlap_s})
+    show(made, output, lambda: telling.webhook(made))
+
+
+@webhook.command("test")
+def try_webhook(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
+    """Send it a test message."""
+    with _client(ctx) as client:
+        sent = client.post(f"/v1/webhooks/{id}/test", {})
+    show([sent], output, lambda: table([sent], telling.DELIVERIES))
+
+
+@webhook.command("deliveries")
+def list_deliveries(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
+    """What it was sent, and what became of that."""
+    with _client(ctx) as client:
+        found = list(client.items(f"/v1/webhooks/{id}/deliveries"))
+    show(found, output, lambda: table(found, telling.DELIVERIES))
+
+
+@webhook.command("redeliver")
+def redeliver(
+    ctx: typer.Context,
+    id: Annotated[str, typer.Argument(metavar="DELIVERY", help="its id")],
+    output: Format = Output.table,
+) -> None:
+    """Send a message again, at once."""
+    with _client(ctx) as client:
+        sent = client.post(f"/v1/deliveries/{id}/redeliver", {})
+    show([sent], output, lambda: table([sent], telling.DELIVERIES))
+
+
+@webhook.command("delete")
+def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
+    """Tell it nothing more, and forget what it was sent."""
+    with _client(ctx) as client:
+        client.delete(f"/v1/webhooks/{id}")
+
+
+# --- tenants and users, by name -------------------------------------------------------------------
 
 
 def _named(client: Client, kind: str, which: str) -> JSON:

@@ -158,6 +158,9 @@ class Client:
         headers = {"If-Match": f'"{version}"'}
         return _body(self._call("PATCH", path, json=body, headers=headers))
 
+    def delete(self, path: str) -> None:
+        self._call("DELETE", path)
+
     def items(self, path: str, **params: Any) -> Iterator[JSON]:
         """Every item of a list, page after page."""
         while True:

@@ -10,7 +10,17 @@ from sqlalchemy.orm import Session
 
 from app.core.lifecycle import ENDED
 from app.db import engine, transaction
-from app.models import Bundle, Checkpoint, Cycle, Idempotency, Order, Task, Usage, WebSession
+from app.models import (
+    Bundle,
+    Checkpoint,
+    Cycle,
+    Delivery,
+    Idempotency,
+    Order,
+    Task,
+    Usage,
+    WebSession,
+)
 from app.settings import settings
 from app.store import Store, blob, manifest
 from app.sweeping import Collector, Swept, condemned
@@ -18,6 +28,7 @@ from app.sweeping import Collector, Swept, condemned
 FINE_USAGE_KEPT = text("interval '2 days'")
 DECISIONS_KEPT = text("interval '7 days'")
 ANSWERED_ORDERS_KEPT = text("interval '1 hour'")
+DELIVERIES_KEPT = text("interval '30 days'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
@@ -32,6 +43,7 @@ def tidy(session: Session) -> list[str]:
     )
     session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
     session.execute(delete(Cycle).where(Cycle.at < func.now() - DECISIONS_KEPT))
+    session.execute(delete(Delivery).where(Delivery.ended_at < func.now() - DELIVERIES_KEPT))
     session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
     roll_up(session)
     prune_checkpoints(session)

@@ -21,12 +21,13 @@ from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app import outbox, tree
+from app import outbox, tree, webhooks
 from app.changes import changes
 from app.core import descriptor as descriptors
-from app.core import graph
+from app.core import graph, webhook
 from app.core.descriptor import TIERS, BadDescriptor, Descriptor, Fault, TaskDescriptor
 from app.core.messages import JSON
+from app.core.webhook import networks
 from app.db import after_commit
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
 from app.models import (
@@ -40,6 +41,7 @@ from app.models import (
     Task,
     Tenant,
 )
+from app.settings import settings
 
 _SORT_OF = {"job": "class", "function": "function"}
 
@@ -98,7 +100,8 @@ def checked(session: Session, owner: Owner, body: JSON) -> Checked:
     faults = [*graph.check(descriptor), *_entry_faults(session, owner, descriptor)]
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
-    if faults := [*faults, *more, *_tier_faults(descriptor.tier, path)]:
+    more += [*_tier_faults(descriptor.tier, path), *_notify_faults(descriptor)]
+    if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
     if faults := [*graph.unsatisfiable(descriptor, _offers(session))]:
         raise _refused(Unsatisfiable, faults)
@@ -121,6 +124,13 @@ def _tier_faults(tier: str, path: Sequence[tree.OnPath]) -> list[Fault]:
     allowed = " or ".join(TIERS[TIERS.index(best) :])
     told = f"requests of {path[0].name} may ask for {allowed}, not for {tier}"
     return [Fault("/tier", f"{told}; ask an administrator", "tier")]
+
+
+def _notify_faults(descriptor: Descriptor) -> Iterator[Fault]:
+    if descriptor.notify is not None:
+        told = webhook.refusal(descriptor.notify.webhook, networks(settings().webhook_networks))
+        if told is not None:
+            yield Fault("/notify/webhook", told, "address")
 
 
 def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
@@ -227,6 +237,8 @@ def submit(session: Session, owner: Owner, body: JSON) -> Request:
     descriptor = found.descriptor
     _check_room(session, found.path, len(descriptor.tasks))
     request = _request(session, owner, descriptor, body)
+    if descriptor.notify is not None:
+        webhooks.expect_addresses(session, owner.tenant_id)
     ids = {task.name: _new_id("tsk") for task in descriptor.tasks}
     tasks = [
         _task(request, task, ids[task.name], ordinal, found.begun.get(task.name))

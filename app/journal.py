@@ -35,7 +35,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app import db, launch, ledger, lending
+from app import db, launch, ledger, lending, webhooks
 from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
@@ -1073,6 +1073,7 @@ _STATES = text(
 
 def _sum_up(session: Session, ids: Sequence[str]) -> None:
     """What these requests are, now that some of their tasks have moved."""
+    ended = []
     for row in session.execute(_STATES, {"ids": ids}):
         state = lifecycle.request_state(row.tasks, started=row.started)
         if row.state == state:
@@ -1081,6 +1082,7 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
         changed = update(Request).where(Request.id == row.id)
         session.execute(changed.values(state=state, ended_at=ended_at))
         if state in ENDED:
+            ended.append(row.id)
             session.add(
                 Event(
                     tenant_id=row.tenant_id,
@@ -1089,3 +1091,5 @@ def _sum_up(session: Session, ids: Sequence[str]) -> None:
                     message=f"The request is {state}.",
                 )
             )
+    if ended:
+        webhooks.announce(session, ended)

@@ -33,6 +33,7 @@ from app.api import shares as share_routes
 from app.api import simulations as simulation_routes
 from app.api import tasks as task_routes
 from app.api import tenants as tenant_routes
+from app.api import webhooks as webhook_routes
 from app.api.edge import BodyLimit, RequestId, operation_id
 from app.changes import changes
 from app.db import engine, transaction
@@ -52,6 +53,7 @@ def create_app() -> FastAPI:
         redoc_url=None,
         generate_unique_id_function=operation_id,
         lifespan=_lifespan,
+        webhooks=webhook_routes.sent,
     )
     problems.install(app)
     for router in _routers():
@@ -75,6 +77,7 @@ def _routers() -> list[Any]:
         simulation_routes.router,
         tenant_routes.tenants,
         tenant_routes.users,
+        webhook_routes.router,
         device_routes.router,
         preset_routes.router,
         audit_routes.router,

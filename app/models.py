@@ -634,6 +634,82 @@ class Event(Base):
     )
 
 
+# --- who is told --------------------------------------------------------------------------------
+
+
+class Webhook(Base):
+    """An address of a tenant that is told of ends of requests; `events` are the types it wants.
+
+    One without `url` stands for the addresses that requests name: a tenant has at most one.  The
+    secrets are kept as they are, since every message is signed with them; `old_secret` signs too
+    until `old_secret_until`.
+    """
+
+    __tablename__ = "webhooks"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    url: Mapped[str | None]
+    events: Mapped[list[Any]] = _json("[]")
+    secret: Mapped[str]
+    old_secret: Mapped[str | None]
+    old_secret_until: Mapped[datetime | None]
+    rotated_at: Mapped[datetime | None]
+    disabled_at: Mapped[datetime | None]
+    created_at: Mapped[datetime] = _now()
+    __table_args__ = (
+        Index("ix_webhooks_tenant_id_id", "tenant_id", "id"),
+        Index(
+            "uq_webhooks_addressless",
+            "tenant_id",
+            unique=True,
+            postgresql_where=text("url is null"),
+        ),
+    )
+
+
+DELIVERY_STATES = ("pending", "delivered", "given_up")
+
+
+class Delivery(Base):
+    """A message to an address; `id` is its `webhook-id`, the same each time it is sent.
+
+    `attempt` counts how often it was taken and fences what is written of it; the tries of this
+    round are those after `round_from`.  Who took it has it until `taken_until`.
+    """
+
+    __tablename__ = "deliveries"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    webhook_id: Mapped[str] = mapped_column(ForeignKey("webhooks.id", ondelete="CASCADE"))
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    request_id: Mapped[str | None] = mapped_column(ForeignKey("requests.id"), index=True)
+    url: Mapped[str]
+    type: Mapped[str]
+    body: Mapped[str]
+    state: Mapped[str] = mapped_column(server_default="pending")
+    attempt: Mapped[int] = mapped_column(server_default="0")
+    round_from: Mapped[int] = mapped_column(server_default="0")
+    attempts: Mapped[list[Any]] = _json("[]")
+    due_at: Mapped[datetime] = _now()
+    taken_until: Mapped[datetime | None]
+    created_at: Mapped[datetime] = _now()
+    ended_at: Mapped[datetime | None]
+    __table_args__ = (
+        _one_of("state", DELIVERY_STATES),
+        Index("ix_deliveries_webhook_id_id", "webhook_id", "id"),
+        Index(
+            "ix_deliveries_due",
+            "webhook_id",
+            "due_at",
+            postgresql_where=text("state = 'pending'"),
+        ),
+        Index(
+            "ix_deliveries_taken",
+            "tenant_id",
+            postgresql_where=text("state = 'pending' and taken_until is not null"),
+        ),
+    )
+
+
 AUDITED_ACTIONS = ("made", "changed", "removed", "asked", "read", "refused")
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from app.core.webhook import networks
 
 
 def default_home() -> Path:
@@ -24,6 +27,11 @@ def default_home() -> Path:
         return Path("/var/lib/roundhouse")
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "roundhouse"
+
+
+def _networks(listed: str) -> str:
+    networks(listed)  # a mistake is told when a process starts
+    return listed
 
 
 class Settings(BaseSettings):
@@ -45,6 +53,9 @@ class Settings(BaseSettings):
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
+    # webhooks: networks between commas that may be called although they are not public
+    webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
+    webhook_timeout_s: float = Field(15.0, gt=0)  # a receiver has so long to answer
     metrics_tenants_max: int = Field(500, ge=0)  # /metrics tells of so many tenants
 
     # the island

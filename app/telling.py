@@ -363,6 +363,42 @@ def _device_state(device: JSON) -> Text:
     return state("cordoned") if device["cordoned"] else words("up")
 
 
+WEBHOOKS = [
+    Column("ID", lambda w: w["id"]),
+    Column("ADDRESS", lambda w: w["url"] or "(those that requests name)"),
+    Column("ON", lambda w: ", ".join(event.removeprefix("request.") for event in w["events"])),
+    Column("STATE", lambda w: "answered 410" if w["disabled_at"] else "on"),
+]
+
+DELIVERIES = [
+    Column("ID", lambda d: d["id"]),
+    Column("TYPE", lambda d: d["type"]),
+    Column("REQUEST", lambda d: d["request_id"]),
+    Column("STATE", lambda d: d["state"]),
+    Column("TRIES", lambda d: len(d["attempts"]), right=True),
+    Column("LAST", lambda d: _last_attempt(d)),
+    Column("NEXT", lambda d: clock(d["due_at"])),
+]
+
+
+def _last_attempt(delivery: JSON) -> str:
+    if not delivery["attempts"]:
+        return ""
+    last = delivery["attempts"][-1]
+    return last["error"] or f"{last['status']} {ago(last['at'])}"
+
+
+def webhook(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("webhook", value["id"]),
+            ("address", value["url"]),
+            ("secret", value["secret"]),
+            ("", "The secret is shown this once: check signatures with it."),
+        ]
+    )
+
+
 TENANTS = [
     Column("TENANT", lambda t: "  " * t["depth"] + t["name"]),
     Column("WEIGHT", lambda t: t["weight"], right=True),

@@ -1,4 +1,4 @@
-"""Control: assigns what was submitted to islands, and keeps house.
+"""Control: assigns what was submitted to islands, sends to webhooks, and keeps house.
 
     celery -A workers.control worker --pool threads -Q control
 
@@ -18,6 +18,7 @@ from app import assign, broker, db, housekeeping, outbox
 from app.housekeeping import Sweeper
 from app.models import Island
 from app.settings import settings
+from workers.deliverer import Deliverer
 from workers.loop import Loop, keep
 
 celery: Celery = broker.make_celery("control", settings().redis_url.get_secret_value())
@@ -84,6 +85,7 @@ def _sweep(sweeper: Sweeper) -> None:
 
 control = Control()
 keep(celery, control)
+keep(celery, Deliverer())
 
 
 @celery.task(name=broker.CONTROL_NUDGE, expires=30)

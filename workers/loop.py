@@ -63,6 +63,7 @@ def keep(celery: Celery, loop: Loop) -> None:
     """Let `loop` live and end with the worker of `celery`."""
 
     class Step(bootsteps.StartStopStep):
+        name = f"{__name__}.{loop.name}"  # steps of one name are one step to Celery
         requires = {"celery.worker.components:Pool"}
 
         def start(self, parent: object) -> None:

@@ -152,7 +152,10 @@ SCHEMA = {
             "labels": {"type": "object", "additionalProperties": {"type": "string"}},
             "notify": _object(
                 {
-                    "webhook": {"type": "string", "description": "not sent yet"},
+                    "webhook": {
+                        "type": "string",
+                        "description": "told when the request ends: a public http(s) address",
+                    },
                     "on": _texts("done, failed, cancelled"),
                 }
             ),

@@ -171,6 +171,7 @@ TAGS: list[dict[str, Any]] = [
     {"name": "simulations", "description": "What would have been, with other shares or devices."},
     {"name": "tenants", "description": "Who owns a share, and what it weighs."},
     {"name": "users and keys", "description": "Who belongs to a tenant, and how they come in."},
+    {"name": "webhooks", "description": "Who is told when a request ends, and what arrived."},
     {"name": "devices", "description": "Islands, hosts and devices."},
     {"name": "presets", "description": "What is configured on a device for a type of task."},
     {"name": "audit", "description": "What administrators did."},

@@ -115,15 +115,11 @@ RANKS_ON_A_DEVICE = 64
 
 def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
     """What can never run in a deployment that offers `kinds`, and what is not built yet."""
-    faults = [
+    return tuple(
         Fault(f"/tasks/{n}/{where}", told, "unsatisfiable")
         for n, task in enumerate(descriptor.tasks)
         for where, told in (*_too_much(task, kinds), *_not_yet(task))
-    ]
-    if descriptor.notify is not None:
-        told = "webhooks are not sent yet; watch GET /v1/requests/{id}/events"
-        faults.append(Fault("/notify/webhook", told, "unsatisfiable"))
-    return tuple(faults)
+    )
 
 
 def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import func, text
 from sqlalchemy.orm import Session
 
-from app import audit
+from app import audit, webhooks
 from app.api import auth, descriptor_schema
 from app.api.schemas import (
     CheckpointOut,
@@ -31,6 +31,7 @@ from app.api.schemas import (
     UserOut,
     example_of,
 )
+from app.api.webhooks import DeliveryOut, WebhookOut
 from app.core import descriptor as descriptors
 from app.models import (
     ApiKey,
@@ -38,6 +39,7 @@ from app.models import (
     Checkpoint,
     Cycle,
     Decision,
+    Delivery,
     Device,
     Event,
     Host,
@@ -52,11 +54,13 @@ from app.models import (
     Tenant,
     Usage,
     User,
+    Webhook,
 )
 
 TENANT, USER = example_of(TenantOut), example_of(UserOut)
 REQUEST, CHECKPOINT, KEY = example_of(RequestOut), example_of(CheckpointOut), example_of(KeyOut)
 DEVICE, HOST, ISLAND = example_of(DeviceOut), example_of(HostOut), example_of(IslandOut)
+WEBHOOK, DELIVERY = example_of(WebhookOut), example_of(DeliveryOut)
 TASK = REQUEST["tasks"][0]
 CHILD = "ten_" + "7" * 32
 WAITING_REQUEST, WAITING_TASK = "req_" + "7" * 32, "tsk_" + "7" * 32
@@ -126,6 +130,21 @@ def _rows(root: str) -> Iterator[Any]:
     yield from _request(WAITING_REQUEST, WAITING_TASK, "waiting")
     yield from _request("req_" + "6" * 32, "tsk_" + "6" * 32, "waiting")
     yield from _done_by_task()
+    yield from _told()
+
+
+def _told() -> Iterator[Any]:
+    """An address of the tenant, and those that its requests name."""
+    whose = {"tenant_id": TENANT["id"], "secret": webhooks.new_secret()}
+    secret_url = "https://secret.invalid/of vision"
+    yield Webhook(id=WEBHOOK["id"], url=secret_url, events=WEBHOOK["events"], **whose)
+    yield Webhook(id="whk_" + "7" * 32, **whose)
+    for n, hook in enumerate((WEBHOOK["id"], WEBHOOK["id"], "whk_" + "7" * 32, "whk_" + "7" * 32)):
+        yield Delivery(
+            id=DELIVERY["id"] if not n else f"msg_{n}" + "7" * 31, webhook_id=hook,
+            tenant_id=TENANT["id"], request_id=REQUEST["id"], url=secret_url,
+            type=DELIVERY["type"], body="secret of vision",
+        )  # fmt: skip
 
 
 def _request(id: str, task_id: str, state: str, **more: Any) -> Iterator[Any]:

@@ -73,8 +73,8 @@ DESCRIPTORS: dict[str, tuple[Any, str, str]] = {
         "/tasks/0/inputs/x",
     ),
     "webhook": (
-        descriptor(notify={"webhook": "https://example.org/"}),
-        "unsatisfiable",
+        descriptor(notify={"webhook": "http://169.254.169.254/latest/meta-data"}),
+        "validation-error",
         "/notify/webhook",
     ),
 }

@@ -769,3 +769,33 @@ class TestCheckpoints:
     def test_of_a_stranger_there_is_nothing(self, run, saved):
         assert run("--as", "beta", "checkpoints", saved[0]).exit_code == 5
         assert run("--as", "beta", "export", saved[1], "x").exit_code == 5
+
+
+class TestWebhooks:
+    @pytest.fixture
+    def admin(self, run):
+        def said(*words):
+            result = run("--as", "platform", "webhook", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        return said
+
+    def test_from_the_first_to_the_last(self, run, admin):
+        made = admin("add", "https://hooks.example.org/", "--on", "failed")
+        assert made["events"] == ["request.failed"]
+        rotated = admin("rotate", made["id"], "--overlap-s", "60")
+        assert rotated["secret"].startswith("whsec_")
+        assert rotated["secret"] != made["secret"]
+        [sent] = admin("test", made["id"])
+        assert admin("deliveries", made["id"]) == [sent]
+        assert admin("redeliver", sent["id"])[0]["id"] == sent["id"]
+        shown = run("--as", "platform", "webhook", "list").stdout
+        assert made["id"] in shown.replace("\n", "")
+        assert run("--as", "platform", "webhook", "delete", made["id"]).exit_code == 0
+        assert made["id"] not in [each["id"] for each in admin("list")]
+
+    def test_who_may_not_is_told(self, run):
+        result = run("webhook", "add", "https://hooks.example.org/")
+        assert result.exit_code == 3
+        assert "tenant_admin" in result.stderr

@@ -22,13 +22,14 @@ from sqlalchemy import delete
 from app.api import auth
 from app.changes import changes
 from app.main import app as service
-from app.models import Event, Request
+from app.models import Event, Request, Webhook
 from app.pages import views
 from tests.app.conftest import BUNDLE, descriptor, sha256
 from tests.app.documented import (
     CHECKPOINT,
     CHILD,
     DECISION,
+    DELIVERY,
     KEY,
     REQUEST,
     TASK,
@@ -36,13 +37,14 @@ from tests.app.documented import (
     USER,
     WAITING_REQUEST,
     WAITING_TASK,
+    WEBHOOK,
     documented,
 )
 
 BUNDLE_OF_VISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 IDS = [
     REQUEST["id"], TASK["id"], WAITING_REQUEST, WAITING_TASK, TENANT["id"], CHILD, USER["id"],
-    KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION),
+    KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION), WEBHOOK["id"], DELIVERY["id"],
 ]  # fmt: skip
 #: nothing of this is ever in an answer to blue, unless blue said it first
 MARKS = [*IDS, "7" * 32, "6" * 32, "vision", "secret"]
@@ -97,12 +99,14 @@ def own(as_, vision, session) -> dict[str, str]:
     submitted = client.post("/v1/requests", json=descriptor()).json()
     session.get_one(Request, submitted["id"]).state = "done"
     session.execute(delete(Event).where(Event.tenant_id == "ten_blue"))
+    session.add(Webhook(id="whk_blue", tenant_id="ten_blue", url="https://blue.invalid", secret=""))
     session.commit()
     return {
         "requests": submitted["id"],
         "tasks": submitted["tasks"][0]["id"],
         "tenants": "ten_blue",
         "users": "usr_blue.member",
+        "webhooks": "whk_blue",
     }
 
 
@@ -263,6 +267,7 @@ def bodies() -> Iterator[tuple[str, str]]:
 MORE: dict[str, Any] = {
     "POST /v1/tenants": {"name": "new", "parent_id": TENANT["id"]},
     "POST /v1/users": {"name": "new", "tenant_id": TENANT["id"]},
+    "POST /v1/webhooks": {"tenant_id": TENANT["id"]},
 }
 
 

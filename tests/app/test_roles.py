@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import delete
 
+from app import webhooks
 from app.main import app
-from app.models import Checkpoint, Event, Preset, Request, Task
+from app.models import Checkpoint, Delivery, Event, Preset, Request, Task, Webhook
 from tests.app.conftest import BUNDLE, descriptor, sha256
 
 WHO = (
@@ -19,7 +20,7 @@ WHO = (
 )  # fmt: skip
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
-# checkpoint of that task, whose bytes are lost
+# checkpoint of that task, whose bytes are lost; {whk}, {msg}: a webhook of red and a message to it
 TABLE = """
 #                                     nobody viewer other owner admin  stranger,admin  root
 POST   /v1/requests                      401    403   202   202   202    422    422    403
@@ -71,6 +72,16 @@ GET    /v1/me                            401    200   200   200   200    200    
 POST   /v1/keys                          401    403   403   403   201    403    422    201
 GET    /v1/keys                          401    403   403   403   200    403    200    200
 DELETE /v1/keys/{key}                    401    403   403   200   200    404    404    200
+POST   /v1/webhooks                      401    403   403   403   201    403    422    201
+GET    /v1/webhooks                      401    403   403   403   200    403    200    200
+GET    /v1/webhooks/{whk}                401    403   403   403   200    404    404    200
+DELETE /v1/webhooks/{whk}                401    403   403   403   204    404    404    204
+POST   /v1/webhooks/{whk}/rotate         401    403   403   403   200    404    404    200
+POST   /v1/webhooks/{whk}/test           401    403   403   403   202    404    404    202
+GET    /v1/webhooks/{whk}/deliveries     401    403   403   403   200    404    404    200
+GET    /v1/requests/{req}/deliveries     401    200   200   200   200    404    404    200
+GET    /v1/deliveries/{msg}              401    403   403   403   200    404    404    200
+POST   /v1/deliveries/{msg}/redeliver    401    403   403   403   202    404    404    202
 GET    /v1/islands                       401    200   200   200   200    200    200    200
 GET    /v1/islands/isle                  401    200   200   200   200    200    200    200
 GET    /v1/hosts                         401    200   200   200   200    200    200    200
@@ -101,6 +112,7 @@ BODIES = {
     "PATCH /v1/users/usr_red.member": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
     "POST /v1/users": {"json": {"name": "new", "tenant_id": "ten_red"}},
     "POST /v1/keys": {"json": {"user_id": "usr_red.member", "role": "viewer", "name": "k"}},
+    "POST /v1/webhooks": {"json": {"url": "https://example.org/", "tenant_id": "ten_red"}},
     "PATCH /v1/devices/h.0": {"json": {"cost": 2.0}, "headers": {"If-Match": '"1"'}},
     "POST /v1/simulations": {"json": {"island": "isle"}},
     "PUT /v1/presets/train/cpu": {"json": {"params": {"threads": 1}}},
@@ -136,6 +148,8 @@ def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, ses
         sha=sha256(BUNDLE),
         key=world.keys["red.member"].split("_")[1],
         ckp="ckp_1",
+        whk="whk_1",
+        msg="msg_1",
     )
     got = []
     for who in WHO:
@@ -158,6 +172,10 @@ def _settle(session, submitted, *, ended):
     task.descriptor = {**task.descriptor, "world_size": 2}
     whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
     session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
+    hook = {"tenant_id": task.tenant_id, "url": "https://example.org/"}
+    session.add(Webhook(id="whk_1", secret=webhooks.new_secret(), **hook))
+    session.flush()
+    session.add(Delivery(id="msg_1", webhook_id="whk_1", type="t", body="", **hook))
     if ended:
         session.get_one(Request, submitted["id"]).state = "done"
         session.execute(delete(Event))

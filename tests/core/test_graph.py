@@ -160,12 +160,6 @@ def test_more_devices_than_there_are_is_told() -> None:
     assert told == {"/tasks/0/devices/min"}
 
 
-def test_a_webhook_is_refused_for_now() -> None:
-    descriptor = tasks({"name": "t"}, notify={"webhook": "https://example.org"})
-    (fault,) = graph.unsatisfiable(descriptor, HERE)
-    assert fault.pointer == "/notify/webhook"
-
-
 @pytest.mark.parametrize("tier", ["premium", "standard", "basic"])
 def test_what_fits_is_not_refused_whatever_its_tier(tier: str) -> None:
     body = {"name": "t", "devices": {"memory_bytes": 4_000_000_000}}

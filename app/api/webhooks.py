@@ -1,0 +1,404 @@
+"""Who is told when a request ends: addresses, their secrets, and what became of each message.
+
+A tenant admin's affair, as an address may hold a secret of its own (chat services do that).  What
+a request's own `notify` was sent is shown to whoever sees the request.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Query, Response
+from pydantic import Field
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from app import db, webhooks
+from app.api.auth import AnyAdmin, Authed, Caller, check_role
+from app.api.cursors import Paged
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.reach import of_caller, visible_request
+from app.api.schemas import In, Out, Page, example, example_of
+from app.core.webhook import TYPES, networks, refusal
+from app.db import Db
+from app.errors import BadInput, Conflict, NotFound
+from app.models import Delivery, Tenant, Webhook
+from app.settings import settings
+
+router = v1_router("webhooks")
+
+MOST = 20  # addresses of a tenant
+OVERLAP_S = 86_400.0  # so long an old secret signs beside the new one, if nobody says how long
+
+EventType = Literal["request.done", "request.failed", "request.cancelled"]
+DeliveryState = Literal["pending", "delivered", "given_up"]
+
+_ID, _TENANT = "whk_0192f0c1b7e97d3e9a4c5b6d7e8f9a20", "ten_0192f0c1b7e97d3e9a4c5b6d7e8f9a01"
+_AT = "2026-11-21T12:00:00Z"
+_URL = "https://hooks.example.org/roundhouse"
+
+
+class WebhookIn(In):
+    model_config = example(url=_URL, events=["request.failed"])
+    url: str = Field(description="a public http or https address")
+    events: list[EventType] = Field(list(TYPES), min_length=1, max_length=len(TYPES))
+    tenant_id: str | None = Field(None, description="of this tenant's requests; null: of your own")
+
+
+class RotateSecretIn(In):
+    model_config = example(overlap_s=3600)
+    overlap_s: float = Field(
+        OVERLAP_S,
+        ge=0,
+        le=30 * 86_400.0,
+        allow_inf_nan=False,
+        strict=False,
+        description="so long messages are signed with the old secret too",
+    )
+
+
+class WebhookOut(Out):
+    model_config = example(
+        id=_ID,
+        tenant_id=_TENANT,
+        url=_URL,
+        events=["request.failed"],
+        created_at=_AT,
+        rotated_at=None,
+        overlap_until=None,
+        disabled_at=None,
+    )
+    id: str
+    tenant_id: str
+    url: str | None = Field(description="null: the addresses that requests name in `notify`")
+    events: list[str]
+    created_at: datetime
+    rotated_at: datetime | None
+    overlap_until: datetime | None = Field(description="until then there are two signatures")
+    disabled_at: datetime | None = Field(description="its receiver answered 410: no more")
+
+
+class WebhookMade(WebhookOut):
+    model_config = example(**example_of(WebhookOut), secret="whsec_…")
+    secret: str = Field(description="shown this once and never again")
+
+
+class AttemptOut(Out):
+    at: datetime
+    status: int | None = Field(description="null: there was no answer")
+    error: str
+    took_us: int
+
+
+class DeliveryOut(Out):
+    model_config = example(
+        id="msg_0192f0c1b7e97d3e9a4c5b6d7e8f9a21",
+        webhook_id=_ID,
+        request_id="req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b",
+        url=_URL,
+        type="request.failed",
+        state="pending",
+        attempts=[{"at": _AT, "status": 503, "error": "", "took_us": 41_000}],
+        due_at="2026-11-21T12:00:05Z",
+        created_at=_AT,
+        ended_at=None,
+    )
+    id: str = Field(description="the message's `webhook-id`, the same each time it is sent")
+    webhook_id: str
+    request_id: str | None = Field(description="null: a test")
+    url: str
+    type: str
+    state: DeliveryState
+    attempts: list[AttemptOut] = Field(description="the newest 30")
+    due_at: datetime | None = Field(description="the next attempt is not before; null: has ended")
+    created_at: datetime
+    ended_at: datetime | None
+
+
+class FailureOut(Out):
+    task: str
+    cause: str | None
+    message: str = Field(description="its beginning: 500 characters at most")
+
+
+class EndOut(Out):
+    id: str
+    name: str
+    state: Literal["done", "failed", "cancelled"]
+    tenant_id: str
+    labels: dict[str, str]
+    submitted_at: datetime
+    ended_at: datetime
+    tasks: dict[str, int] = Field(description="how many ended how")
+    failure: FailureOut | None = Field(description="of the first task that failed")
+
+
+class MessageOut(Out):
+    model_config = example(
+        type="request.failed",
+        timestamp=_AT,
+        data={
+            "id": "req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b",
+            "name": "sweep-7",
+            "state": "failed",
+            "tenant_id": _TENANT,
+            "labels": {"exp": "a1"},
+            "submitted_at": "2026-11-21T11:00:00Z",
+            "ended_at": _AT,
+            "tasks": {"done": 1, "failed": 1},
+            "failure": {"task": "train", "cause": "exception", "message": "ValueError: no data"},
+        },
+    )
+    type: EventType
+    timestamp: datetime
+    data: EndOut
+
+
+#: What is sent, for the OpenAPI document: nobody calls it here.
+sent = APIRouter()
+
+
+@sent.post(
+    "request",
+    operation_id="requestEnded",
+    tags=["webhooks"],
+    summary="A request has ended",
+    status_code=204,
+    responses={422: {"description": "as any other than 2xx and 410: it is sent again"}},
+)
+def request_ended(body: MessageOut) -> None:
+    """Signed by Standard Webhooks (`webhook-id`, `webhook-timestamp`, `webhook-signature`).  Answer
+    2xx within 15 s, and expect a message twice: its `webhook-id` stays the same.  410: no more.
+    """
+
+
+# --- webhooks -----------------------------------------------------------------------------------
+
+
+@router.post(
+    "/webhooks",
+    status_code=201,
+    response_model=WebhookMade,
+    summary="Have an address told when requests end",
+    responses=declared(403, 409),
+)
+def create_webhook(
+    body: WebhookIn, response: Response, caller: AnyAdmin, session: Db
+) -> dict[str, Any]:
+    """Of every request of the tenant that ends so, it gets a POST by Standard Webhooks: check it
+    with a library of theirs and the secret, which is in this answer and nowhere else, ever.
+    """
+    tenant_id = body.tenant_id or caller.tenant_id
+    tenant = select(Tenant.id).where(Tenant.id == tenant_id, of_caller(caller, Tenant.id))
+    # Locked, so that two at once do not pass the bound together.
+    if session.scalar(tenant.with_for_update(key_share=True)) is None:
+        raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
+    if (told := refusal(body.url, networks(settings().webhook_networks))) is not None:
+        raise BadInput.at("/url", told, "address")
+    of_tenant = select(func.count()).where(Webhook.tenant_id == tenant_id, Webhook.url.is_not(None))
+    if session.scalar(of_tenant) >= MOST:
+        raise Conflict(f"the tenant has {MOST} webhooks already; delete one first")
+    hook = Webhook(
+        id=webhooks.new_id("whk"),
+        tenant_id=tenant_id,
+        url=body.url,
+        events=sorted(set(body.events)),
+        secret=webhooks.new_secret(),
+    )
+    session.add(hook)
+    session.flush()
+    response.headers["Location"] = f"/v1/webhooks/{hook.id}"
+    return {**_shown(hook), "secret": hook.secret}
+
+
+@router.get(
+    "/webhooks", response_model=Page[WebhookOut], summary="List webhooks", responses=declared(403)
+)
+def list_webhooks(
+    paging: Paged, caller: AnyAdmin, session: Db, tenant_id: str | None = None
+) -> dict[str, Any]:
+    """Those of the tenants that you see.  The one without an address is of all that requests name
+    in `notify`.
+    """
+    query = select(Webhook).where(of_caller(caller, Webhook.tenant_id))
+    if tenant_id is not None:
+        query = query.where(Webhook.tenant_id == tenant_id)
+    found = paging.read(session, query, by=Webhook.id)
+    return found.page([_shown(hook) for hook in found.rows])
+
+
+@router.get(
+    "/webhooks/{id}",
+    response_model=WebhookOut,
+    summary="Show a webhook",
+    responses=declared(403, 404),
+)
+def get_webhook(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Never its secret: rotate that if it is lost."""
+    return _shown(_webhook(session, caller, id))
+
+
+@router.post(
+    "/webhooks/{id}/rotate",
+    response_model=WebhookMade,
+    summary="Give a webhook a new secret",
+    responses=declared(403, 404),
+)
+def rotate_webhook(
+    id: str,
+    caller: Authed,
+    session: Db,
+    body: Annotated[RotateSecretIn, Body()] = RotateSecretIn(),
+) -> dict[str, Any]:
+    """For `overlap_s` messages carry a signature by each of the two, so that nothing is refused
+    while the receiver changes over.  The new one is in this answer and nowhere else, ever.
+    """
+    hook = _webhook(session, caller, id, lock=True)
+    now = db.now(session)
+    overlap = timedelta(seconds=body.overlap_s)
+    hook.old_secret, hook.old_secret_until = hook.secret, now + overlap
+    hook.secret, hook.rotated_at = webhooks.new_secret(), now
+    session.flush()
+    return {**_shown(hook), "secret": hook.secret}
+
+
+@router.post(
+    "/webhooks/{id}/test",
+    status_code=202,
+    response_model=DeliveryOut,
+    summary="Send a test message",
+    responses=declared(403, 404, 409),
+)
+def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
+    """A message of the type `webhook.test`, signed and tried again like any other; what becomes of
+    it is at its `Location`.
+    """
+    hook = _webhook(session, caller, id)
+    if hook.url is None:
+        raise Conflict("it has no address of its own: submit a request with `notify`")
+    _check_enabled(hook)
+    delivery = webhooks.try_out(session, hook)
+    response.headers["Location"] = f"/v1/deliveries/{delivery.id}"
+    return _delivery_shown(delivery)
+
+
+# --- deliveries ---------------------------------------------------------------------------------
+
+
+@router.get(
+    "/webhooks/{id}/deliveries",
+    response_model=Page[DeliveryOut],
+    summary="List what a webhook was sent",
+    responses=declared(403, 404),
+)
+def list_deliveries(
+    id: str,
+    paging: Paged,
+    caller: Authed,
+    session: Db,
+    state: Annotated[DeliveryState | None, Query()] = None,
+) -> dict[str, Any]:
+    """The newest first, with every attempt.  What ended is kept for 30 days."""
+    query = select(Delivery).where(Delivery.webhook_id == _webhook(session, caller, id).id)
+    if state is not None:
+        query = query.where(Delivery.state == state)
+    found = paging.read(session, query, by=Delivery.id, newest_first=True)
+    return found.page([_delivery_shown(row) for row in found.rows])
+
+
+@router.get(
+    "/requests/{id}/deliveries",
+    response_model=Page[DeliveryOut],
+    summary="List what a request's notify was sent",
+    responses=declared(404),
+)
+def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """The newest first.  What webhooks of the tenant were sent is listed with those."""
+    request = visible_request(session, caller, id)
+    query = select(Delivery).join(Webhook, Webhook.id == Delivery.webhook_id)
+    query = query.where(Delivery.request_id == request.id, Webhook.url.is_(None))
+    found = paging.read(session, query, by=Delivery.id, newest_first=True)
+    return found.page([_delivery_shown(row) for row in found.rows])
+
+
+@router.get(
+    "/deliveries/{id}",
+    response_model=DeliveryOut,
+    summary="Show what became of a message",
+    responses=declared(403, 404),
+)
+def get_delivery(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Every attempt (the newest 30), and when the next one is due."""
+    delivery, _ = _delivery(session, caller, id)
+    return _delivery_shown(delivery)
+
+
+@router.post(
+    "/deliveries/{id}/redeliver",
+    status_code=202,
+    response_model=DeliveryOut,
+    summary="Send a message again",
+    responses=declared(403, 404, 409),
+)
+def redeliver(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """At once, with the same id, and with all its tries before it: also what was delivered or given
+    up.
+    """
+    delivery, hook = _delivery(session, caller, id, lock=True)
+    _check_enabled(hook)
+    webhooks.send_again(session, delivery)
+    return _delivery_shown(delivery)
+
+
+@router.delete(
+    "/webhooks/{id}",
+    status_code=204,
+    summary="Delete a webhook",
+    responses=declared(403, 404, 409),
+)
+def delete_webhook(id: str, caller: Authed, session: Db) -> None:
+    """And what it was to be sent, and was sent."""
+    hook = _webhook(session, caller, id, lock=True)
+    if hook.url is None:
+        raise Conflict("requests name its addresses; it stays, and its secret can be rotated")
+    session.delete(hook)
+
+
+# --- shared -------------------------------------------------------------------------------------
+
+
+def _webhook(session: Session, caller: Caller, id: str, *, lock: bool = False) -> Webhook:
+    query = select(Webhook).where(Webhook.id == id, of_caller(caller, Webhook.tenant_id))
+    hook = session.scalar(query.with_for_update() if lock else query)
+    if hook is None:
+        raise NotFound("webhook", id)
+    check_role(caller, "platform_admin", "tenant_admin")
+    return hook
+
+
+def _delivery(
+    session: Session, caller: Caller, id: str, *, lock: bool = False
+) -> tuple[Delivery, Webhook]:
+    query = select(Delivery).where(Delivery.id == id, of_caller(caller, Delivery.tenant_id))
+    delivery = session.scalar(query.with_for_update() if lock else query)
+    if delivery is None:
+        raise NotFound("delivery", id)
+    check_role(caller, "platform_admin", "tenant_admin")
+    return delivery, session.get_one(Webhook, delivery.webhook_id)
+
+
+def _check_enabled(hook: Webhook) -> None:
+    if hook.disabled_at is not None:
+        raise Conflict("its receiver answered 410, so nothing is sent to it; make a new webhook")
+
+
+def _shown(hook: Webhook) -> dict[str, Any]:
+    shown = {name: getattr(hook, name, None) for name in WebhookOut.model_fields}
+    return {**shown, "overlap_until": hook.old_secret_until}
+
+
+def _delivery_shown(delivery: Delivery) -> dict[str, Any]:
+    shown = {name: getattr(delivery, name) for name in DeliveryOut.model_fields}
+    return shown if delivery.state == "pending" else {**shown, "due_at": None}

@@ -1,0 +1,249 @@
+"""Who is told when a request ends, and every message to them until it is taken in or given up.
+
+A message is written by `announce` in the transaction that ends the request, so it is there if and
+only if the request has ended.  Control takes it (`take`), sends it outside any transaction, and
+writes down what became of it (`record`).  Whoever takes a message has a lease on it; if it dies,
+the next one sends the message again, with the same id: at least once.
+
+A webhook without an address of its own stands for the addresses that requests of its tenant name in
+`notify`: they share its secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import uuid_utils
+from sqlalchemy import func, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+from standardwebhooks import Webhook as Signer
+
+from app import db
+from app.core import webhook
+from app.core.webhook import Answer, TaskEnd, Verdict
+from app.models import Delivery, Task, Webhook
+
+SECRET_BYTES = 32
+ATTEMPTS_KEPT = 30  # of a message, the newest
+PER_TENANT = 4  # messages on their way at once
+RESOLVING_S = 30.0  # a name may take so long, beside the time that a call has
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{uuid_utils.uuid7().hex}"
+
+
+def new_secret() -> str:
+    return f"whsec_{base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()}"
+
+
+# --- what is to be told -------------------------------------------------------------------------
+
+
+def expect_addresses(session: Session, tenant_id: str) -> None:
+    """A request of the tenant names an address: there must be a secret to sign with.
+
+    Not as an object: the audit log notes those, and whoever submits never takes its lock.
+    """
+    row = {"id": new_id("whk"), "tenant_id": tenant_id, "secret": new_secret()}
+    session.execute(insert(Webhook).values(row).on_conflict_do_nothing())
+
+
+_TOLD = text(
+    """
+    select w.id as webhook_id, w.url, w.events, r.tenant_id, r.id, r.name, r.state, r.labels,
+        r.submitted_at, r.ended_at, r.descriptor -> 'notify' as notify
+    from requests r join webhooks w on w.tenant_id = r.tenant_id and w.disabled_at is null
+    where r.id = any(:ids) order by r.id, w.id for key share of w
+    """
+)
+
+
+def announce(session: Session, ended: Sequence[str]) -> None:
+    """Of these requests, which have just ended, write a message to each who wants it."""
+    rows = [row for row in session.execute(_TOLD, {"ids": list(ended)}) if _wanted(row)]
+    if not rows:
+        return
+    ends = _ends(session, {row.id for row in rows})
+    session.add_all(
+        Delivery(
+            id=new_id("msg"),
+            webhook_id=row.webhook_id,
+            tenant_id=row.tenant_id,
+            request_id=row.id,
+            url=row.url or row.notify["webhook"],
+            type=f"request.{row.state}",
+            body=webhook.message(f"request.{row.state}", row.ended_at, _data(row, ends[row.id])),
+        )
+        for row in rows
+    )
+
+
+def _wanted(row: Any) -> bool:
+    if row.url is None:
+        return webhook.wants(row.notify, row.state)
+    return f"request.{row.state}" in row.events
+
+
+def _ends(session: Session, ids: set[str]) -> dict[str, list[TaskEnd]]:
+    query = select(Task.request_id, Task.name, Task.state, Task.cause, Task.message)
+    found = defaultdict(list)
+    for id, *end in session.execute(query.where(Task.request_id.in_(ids)).order_by(Task.ordinal)):
+        name, state, cause, message = end
+        found[id].append(TaskEnd(name=name, state=state, cause=cause, message=message))
+    return found
+
+
+def _data(row: Any, ends: Sequence[TaskEnd]) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "name": row.name,
+        "state": row.state,
+        "tenant_id": row.tenant_id,
+        "labels": row.labels,
+        "submitted_at": row.submitted_at.isoformat(),
+        "ended_at": row.ended_at.isoformat(),
+        **webhook.of_tasks(ends),
+    }
+
+
+def try_out(session: Session, hook: Webhook) -> Delivery:
+    """Write a message that says nothing but that messages arrive."""
+    body = webhook.message(webhook.TEST, db.now(session), {"webhook_id": hook.id})
+    whose = {"webhook_id": hook.id, "tenant_id": hook.tenant_id, "url": hook.url}
+    delivery = Delivery(id=new_id("msg"), type=webhook.TEST, body=body, **whose)
+    session.add(delivery)
+    session.flush()
+    return delivery
+
+
+# --- on its way ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A message to send at once; `attempt` fences what is written of it."""
+
+    id: str
+    attempt: int
+    at: datetime
+    url: str
+    body: str
+    secrets: tuple[str, ...]
+
+
+# Of each webhook the first few are looked at, so a long line of one costs the others nothing; and
+# first comes the tenant with the fewest on their way.
+_TAKE = text(
+    """
+    with held as (
+        select tenant_id, count(*) as n from deliveries
+        where state = 'pending' and taken_until > now() group by tenant_id
+    ), due as (
+        select d.id, d.due_at, coalesce(h.n, 0)
+            + row_number() over (partition by w.tenant_id order by d.due_at, d.id) as nth
+        from webhooks w left join held h on h.tenant_id = w.tenant_id cross join lateral (
+            select id, due_at from deliveries
+            where webhook_id = w.id and state = 'pending' and due_at <= now()
+                and coalesce(taken_until <= now(), true)
+            order by due_at, id limit :per_tenant
+        ) d
+    ), mine as (
+        select id from deliveries
+        where id in (
+            select id from due where nth <= :per_tenant order by nth, due_at, id limit :most
+        ) and state = 'pending' and coalesce(taken_until <= now(), true)
+        for update skip locked
+    )
+    update deliveries d
+    set attempt = d.attempt + 1, taken_until = now() + make_interval(secs => :lease_s)
+    from mine, webhooks w where d.id = mine.id and w.id = d.webhook_id
+    returning d.id, d.attempt, now() as at, d.url, d.body, w.secret,
+        case when w.old_secret_until > now() then w.old_secret end as old_secret
+    """
+)
+
+
+def take(session: Session, most: int, *, call_s: float) -> list[Taken]:
+    """Up to so many messages that are due; they are ours until a call that long must be over."""
+    given = {"most": most, "per_tenant": PER_TENANT, "lease_s": call_s + RESOLVING_S}
+    return [
+        Taken(
+            id=row.id,
+            attempt=row.attempt,
+            at=row.at,
+            url=row.url,
+            body=row.body,
+            secrets=tuple(one for one in (row.secret, row.old_secret) if one is not None),
+        )
+        for row in session.execute(_TAKE, given)
+    ]
+
+
+def headers(taken: Taken) -> dict[str, str]:
+    """While a secret is being rotated there is a signature by each of the two."""
+    at = taken.at.astimezone(UTC)
+    signed = [Signer(secret).sign(taken.id, at, taken.body) for secret in taken.secrets]
+    return {
+        "Content-Type": "application/json",
+        "User-Agent": "roundhouse-webhooks/1",
+        "webhook-id": taken.id,
+        "webhook-timestamp": str(int(at.timestamp())),
+        "webhook-signature": " ".join(signed),
+    }
+
+
+def record(session: Session, taken: Taken, answer: Answer) -> None:
+    """Nothing is written of an attempt that somebody else has taken over meanwhile."""
+    same = select(Delivery).where(Delivery.id == taken.id, Delivery.attempt == taken.attempt)
+    fresh = same.with_for_update().execution_options(populate_existing=True)
+    delivery = session.scalar(fresh)
+    if delivery is None:
+        return
+    now = db.now(session)
+    tried = {
+        "at": now.isoformat(),
+        "status": answer.status,
+        "error": answer.error,
+        "took_us": answer.took_us,
+    }
+    delivery.attempts = [*delivery.attempts, tried][-ATTEMPTS_KEPT:]
+    delivery.taken_until = None
+    found = webhook.verdict(answer.status)
+    wait_s = webhook.wait_s(delivery.attempt - delivery.round_from, random.random())
+    if found == Verdict.delivered:
+        delivery.state, delivery.ended_at = "delivered", now
+    elif found == Verdict.unwanted:
+        delivery.state, delivery.ended_at = "given_up", now
+        _disable(session, session.get_one(Webhook, delivery.webhook_id), now)
+    elif wait_s is None:
+        delivery.state, delivery.ended_at = "given_up", now
+    else:
+        delivery.due_at = now + timedelta(seconds=wait_s)
+
+
+def _disable(session: Session, hook: Webhook, now: datetime) -> None:
+    """Its receiver wants no more.  One address that a request named says nothing of the others."""
+    if hook.url is None:
+        return
+    hook.disabled_at = hook.disabled_at or now
+    waiting = Delivery.__table__.update().where(
+        Delivery.webhook_id == hook.id, Delivery.state == "pending"
+    )
+    session.execute(waiting.values(state="given_up", ended_at=now))
+
+
+def send_again(session: Session, delivery: Delivery) -> None:
+    """The same message, at once, with all its tries before it."""
+    delivery.state, delivery.ended_at = "pending", None
+    delivery.round_from, delivery.due_at = delivery.attempt, func.now()
+    session.flush()
+    session.refresh(delivery)

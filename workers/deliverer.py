@@ -1,0 +1,64 @@
+"""Sends messages to webhooks, a thread for each one that is on its way.
+
+Lives in control.  Any number of these may run: who takes a message has a lease on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from app import db, posting, webhooks
+from app.core.webhook import networks
+from app.settings import settings
+from app.webhooks import Taken
+from workers.loop import Loop
+
+SLOTS = 16  # messages on their way at once
+
+log = logging.getLogger(__name__)
+
+
+class Deliverer(Loop):
+    def __init__(self) -> None:
+        super().__init__("deliverer")
+        self._lock = threading.Lock()
+        self._busy = 0
+
+    def look(self) -> float:
+        with self._lock:
+            free = SLOTS - self._busy
+        if free:
+            with db.transaction() as session:
+                taken = webhooks.take(session, free, call_s=settings().webhook_timeout_s)
+            for one in taken:
+                self._start(one)
+        return settings().tick_s
+
+    def _start(self, taken: Taken) -> None:
+        with self._lock:
+            self._busy += 1
+        threading.Thread(target=self._deliver, args=(taken,), name=taken.id, daemon=True).start()
+
+    def _deliver(self, taken: Taken) -> None:
+        try:
+            deliver(taken)
+        except Exception:
+            log.exception("what became of %s is not known; it is sent again later", taken.id)
+        finally:
+            with self._lock:
+                self._busy -= 1
+            self.wake.set()  # there is room for another one
+
+
+def deliver(taken: Taken) -> None:
+    """Send it once, and write down what became of it."""
+    answer = posting.post(
+        taken.url,
+        taken.body,
+        webhooks.headers(taken),
+        timeout_s=settings().webhook_timeout_s,
+        allowed=networks(settings().webhook_networks),
+    )
+    with db.transaction() as session:
+        webhooks.record(session, taken, answer)
