@@ -113,10 +113,12 @@ def begin(session: Session, call: Call) -> None:
     session.info["audit"] = _Book(call)
 
 
-def asked(session: Session, row: Request | Task) -> None:
-    """Something is asked of it; of one's own that is nobody else's affair."""
+def asked(session: Session, row: Request | Task | Webhook) -> None:
+    """Something is asked of it; of one's own that is nobody else's affair.  A webhook is nobody's
+    own.
+    """
     book = _book(session)
-    if book is not None and row.user_id != book.call.user_id:
+    if book is not None and getattr(row, "user_id", None) != book.call.user_id:
         _note(book, row, "asked", _values(row))
 
 

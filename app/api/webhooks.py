@@ -14,7 +14,7 @@ from pydantic import Field
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import db, webhooks
+from app import audit, db, webhooks
 from app.api.auth import AnyAdmin, Authed, Caller, check_role
 from app.api.cursors import Paged
 from app.api.edge import v1_router
@@ -279,6 +279,7 @@ def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> di
     if hook.url is None:
         raise Conflict("it has no address of its own: submit a request with `notify`")
     _check_enabled(hook)
+    audit.asked(session, hook)
     delivery = webhooks.try_out(session, hook)
     response.headers["Location"] = f"/v1/deliveries/{delivery.id}"
     return _delivery_shown(delivery)
@@ -348,6 +349,7 @@ def redeliver(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """
     delivery, hook = _delivery(session, caller, id, lock=True)
     _check_enabled(hook)
+    audit.asked(session, hook)
     webhooks.send_again(session, delivery)
     return _delivery_shown(delivery)
 

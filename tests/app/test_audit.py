@@ -219,6 +219,8 @@ def test_no_operation_is_forgotten(row, as_, world, submitted, session, log, roo
         "tsk": submitted["tasks"][0]["id"],
         "sha": sha256(BUNDLE),
         "key": auth.id_of(world.keys["red.member"]),
+        "whk": "whk_1",
+        "msg": "msg_1",
     }
     may = [who for who, status in zip(WHO, row[2:], strict=True) if status < "3"]
     who = "red.tenant_admin" if "red.tenant_admin" in may else "root"
@@ -234,7 +236,7 @@ def test_every_column_that_an_administrator_sets_is_watched():
     others = {
         "id", "created_at", "version", "txid", "updated_at", "task_type", "kind", "island", "host",
         "secret_sha256", "last_used_at", "threads", "memory_bytes", "incarnation", "heard_us",
-        "lease_until", "seen_at", "facts",
+        "lease_until", "seen_at", "facts", "secret", "old_secret", "old_secret_until",
     }  # fmt: skip
     for model, watched in audit.WATCHED.items():
         names = {column.key for column in model.__table__.columns}
