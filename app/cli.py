@@ -690,6 +690,87 @@ def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
         client.delete(f"/v1/webhooks/{id}")
 
 
+# --- keys and service accounts --------------------------------------------------------------------
+
+key = typer.Typer(cls=_Verbs, help="API keys: make, rotate, revoke.", no_args_is_help=True)
+account = typer.Typer(cls=_Verbs, help="Service accounts: users that are programs.")
+app.add_typer(key, name="key")
+app.add_typer(account, name="account")
+
+_KeyId = Annotated[str, typer.Argument(metavar="KEY", help="its id: rh_ID_...")]
+
+
+@key.command("list")
+def list_keys(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Of the users that you see; never the keys themselves."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/keys"))
+    show(found, output, lambda: table(found, telling.KEYS))
+
+
+@key.command("add")
+def add_key(
+    ctx: typer.Context,
+    user: Annotated[str, typer.Argument(metavar="USER", help="name or id, also of an account")],
+    name: Annotated[str, typer.Option(help="what it is for")],
+    role: Annotated[str, typer.Option(help="viewer, member, tenant_admin")] = "member",
+    scope: Annotated[
+        list[str] | None, typer.Option(help="all it may do, such as work:write; repeatable")
+    ] = None,
+    expires: Annotated[str, typer.Option(help="when, as 2026-11-21T12:00:00Z")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Make a key; prints it, once."""
+    body: JSON = {"role": role, "name": name, "scopes": scope or None}
+    body |= {"expires_at": expires} if expires else {}
+    with _once(ctx) as client:
+        made = client.post("/v1/keys", body | {"user_id": _named(client, "user", user)["id"]})
+    show(made, output, lambda: telling.key(made))
+
+
+@key.command("rotate")
+def rotate_key(
+    ctx: typer.Context,
+    id: _KeyId,
+    overlap_s: Annotated[float, typer.Option(help="the old one stays good so long")] = 86_400.0,
+    output: Format = Output.table,
+) -> None:
+    """Make a key that takes the place of this one; prints it, once."""
+    with _once(ctx) as client:
+        made = client.post(f"/v1/keys/{id}/rotate", {"overlap_s": overlap_s})
+    show(made, output, lambda: telling.key(made))
+
+
+@key.command("revoke")
+def revoke_key(ctx: typer.Context, id: _KeyId) -> None:
+    """From now on it opens nothing."""
+    with _client(ctx) as client:
+        client.delete(f"/v1/keys/{id}")
+
+
+@account.command("list")
+def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Of the tenants that you see."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/users", service=True))
+    show(found, output, lambda: table(found, telling.ACCOUNTS))
+
+
+@account.command("add")
+def add_account(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    tenant: Annotated[str, typer.Option(help="name or id; default: your own")] = "",
+    output: Format = Output.table,
+) -> None:
+    """Make a service account; `roundhouse key add NAME` gives it a key."""
+    with _client(ctx) as client:
+        body: JSON = {"name": name, "service": True}
+        body |= {"tenant_id": _named(client, "tenant", tenant)["id"]} if tenant else {}
+        made = client.post("/v1/users", body)
+    show([made], output, lambda: table([made], telling.ACCOUNTS))
+
+
 # --- tenants and users, by name -------------------------------------------------------------------
 
 

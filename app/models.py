@@ -121,13 +121,17 @@ class Tenant(Base):
 
 
 class User(Base):
-    """`weight_milli` shares what the tenant has among its users."""
+    """`weight_milli` shares what the tenant has among its users.
+
+    `service`: a service account, a program that nobody signs in as.
+    """
 
     __tablename__ = "users"
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str]
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
+    service: Mapped[bool] = mapped_column(server_default=text("false"))
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = _now()
     txid: Mapped[int] = _txid(index=True)
@@ -138,14 +142,20 @@ class User(Base):
 
 
 class ApiKey(Base):
-    """`id` is the public part of the key; of the secret only its SHA-256 is kept."""
+    """`id` is the public part of the key; of the secret only its SHA-256 is kept.
+
+    `scopes` narrow what its role may do; null: they do not.  `replaced_by` is the key that it was
+    rotated into, which goes on when this one expires.
+    """
 
     __tablename__ = "api_keys"
     id: Mapped[str] = mapped_column(primary_key=True)
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), index=True)
     role: Mapped[str]
     name: Mapped[str]
+    scopes: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     secret_sha256: Mapped[str]
+    replaced_by: Mapped[str | None] = mapped_column(ForeignKey("api_keys.id"))
     created_at: Mapped[datetime] = _now()
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]

@@ -6,6 +6,7 @@ One function or list of columns for each kind of answer.  Nothing is asked or pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from operator import itemgetter
 
 from rich.console import Group, RenderableType
@@ -395,6 +396,45 @@ def webhook(value: JSON) -> RenderableType:
             ("address", value["url"]),
             ("secret", value["secret"]),
             ("", "The secret is shown this once: check signatures with it."),
+        ]
+    )
+
+
+KEYS = [
+    Column("ID", lambda k: k["id"]),
+    Column("NAME", lambda k: k["name"]),
+    Column("USER", lambda k: k["user_id"]),
+    Column("ROLE", lambda k: k["role"]),
+    Column("SCOPES", lambda k: "all" if k["scopes"] is None else ", ".join(k["scopes"])),
+    Column("STATE", lambda k: _key_state(k)),
+    Column("USED", lambda k: ago(k["last_used_at"])),
+]
+
+ACCOUNTS = [
+    Column("ID", lambda a: a["id"]),
+    Column("NAME", lambda a: a["name"]),
+    Column("TENANT", lambda a: a["tenant_id"]),
+    Column("MADE", lambda a: ago(a["created_at"])),
+]
+
+
+def _key_state(key: JSON) -> str:
+    if key["revoked_at"]:
+        return "revoked"
+    if not key["expires_at"]:
+        return "good"
+    over = datetime.fromisoformat(key["expires_at"]) <= datetime.now(UTC)
+    return "expired" if over else f"until {key['expires_at']}"
+
+
+def key(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("key", value["key"]),
+            ("role", value["role"]),
+            ("scopes", value["scopes"]),
+            ("until", value["expires_at"]),
+            ("", "The key is shown this once."),
         ]
     )
 

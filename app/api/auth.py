@@ -16,7 +16,7 @@ import hmac
 import secrets
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
@@ -28,7 +28,8 @@ from sqlalchemy.orm import Session
 
 from app import audit
 from app.api import rates
-from app.api.edge import operation_id
+from app.api.edge import ScopedRoute, operation_id
+from app.core.scope import allows
 from app.db import Db, transaction
 from app.errors import Forbidden, Unauthenticated
 from app.models import ROLES, ApiKey, Tenant, User, WebSession
@@ -44,7 +45,10 @@ _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """`in_root`: of the root tenant, which owns no share and so submits nothing."""
+    """`scopes`: what its key is narrowed to, None if it is not; `service`: a program.
+
+    `in_root`: of the root tenant, which owns no share and so submits nothing.
+    """
 
     user_id: str
     user_name: str
@@ -52,6 +56,8 @@ class Caller:
     tenant_name: str
     role: str
     key_id: str
+    scopes: tuple[str, ...] | None = None
+    service: bool = False
     in_root: bool = False
 
     @property
@@ -68,6 +74,7 @@ def new_key(
     role: str,
     name: str,
     *,
+    scopes: Sequence[str] | None = None,
     expires_at: datetime | None = None,
 ) -> str:
     """Make a key; returns the token, which nobody can ever read again."""
@@ -82,6 +89,7 @@ def new_key(
             user_id=user_id,
             role=role,
             name=name,
+            scopes=None if scopes is None else list(scopes),
             secret_sha256=_sha256(token),
             expires_at=expires_at,
         )
@@ -128,7 +136,9 @@ def _owners(*which: ColumnElement[bool]) -> Any:
         select(
             ApiKey.id,
             ApiKey.role,
+            ApiKey.scopes,
             ApiKey.secret_sha256,
+            User.service,
             User.id.label("user_id"),
             User.name.label("user_name"),
             Tenant.id.label("tenant_id"),
@@ -164,6 +174,8 @@ def _caller(row: Any) -> Caller:
         tenant_name=row.tenant_name,
         role=row.role,
         key_id=row.id,
+        scopes=None if row.scopes is None else tuple(row.scopes),
+        service=row.service,
         in_root=row.parent_id is None,
     )
 
@@ -190,6 +202,9 @@ def _sha256(token: str) -> str:
 def sign_in(session: Session, token: str) -> tuple[Caller, str]:
     """Open a browser session for a key: (who it is, the cookie's value); raises Unauthenticated."""
     caller = caller_of_key(session, token)
+    if caller.service or caller.scopes is not None:
+        # The pages show all that a role may see, and a program reads none.
+        raise Unauthenticated("this key is for programs: it has scopes, or is a service account's")
     cookie = secrets.token_urlsafe(32)
     ends = datetime.now(UTC) + timedelta(seconds=settings().web_session_s)
     session.add(WebSession(token_sha256=_sha256(cookie), key_id=caller.key_id, expires_at=ends))
@@ -252,8 +267,16 @@ def _calls(
     caller = look_up(session, credential)
     if not counted:
         rates.count_new(request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    _check_scope(caller, request.scope["route"])
     audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
     return caller
+
+
+def _check_scope(caller: Caller, route: ScopedRoute) -> None:
+    needed = route.needs_scope
+    if needed is not None and not allows(caller.scopes, needed):
+        has = ", ".join(caller.scopes or ())
+        raise Forbidden(f"this needs a key with the scope {needed}; this one has {has}")
 
 
 def call_of(request: Request, caller: Caller, operation: str) -> audit.Call:

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import problems
 from app.core.descriptor import Fault
+from app.core.scope import AREAS
 from app.errors import BadInput, TooLarge, WrongMediaType
 
 DRAINED_BYTES = 64 * 2**20  # of a body that is too large: so much is still read, and thrown away
@@ -151,7 +152,29 @@ class StrictRequest(Request):
         return self._json
 
 
-class StrictRoute(APIRoute):
+class ScopedRoute(APIRoute):
+    """Knows which scope a key must have for it; None: any key will do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.needs_scope = _scope(self)
+        self.openapi_extra = {**(self.openapi_extra or {}), "x-scope": self.needs_scope}
+
+
+#: Anybody may ask who they are; these look, although they take a body.
+_OF_ANYBODY = frozenset({"get_me"})
+_LOOKING = frozenset({"validate_request", "simulate"})
+
+
+def _scope(route: APIRoute) -> str | None:
+    if route.name in _OF_ANYBODY:
+        return None
+    [tag] = route.tags
+    looks = route.name in _LOOKING or bool(route.methods & {"GET", "HEAD"})
+    return f"{AREAS[str(tag)]}:{'read' if looks else 'write'}"
+
+
+class StrictRoute(ScopedRoute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.body_field is not None:

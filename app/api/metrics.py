@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.auth import Authed, Caller
-from app.api.edge import operation_id
+from app.api.edge import ScopedRoute, operation_id
 from app.api.problems import declared
 from app.db import Db
 from app.errors import Forbidden
@@ -92,7 +92,7 @@ def _operation(scope: Scope) -> str:
 
 # --- the page that is scraped -------------------------------------------------------------------
 
-router = APIRouter(tags=["meta"])
+router = APIRouter(tags=["meta"], route_class=ScopedRoute)
 
 
 def _watcher(caller: Authed) -> Caller:

@@ -52,8 +52,9 @@ MEANINGS = {
         "Send `Authorization: Bearer rh_…`. An administrator of your tenant can make you a key.",
     ),
     "insufficient-scope": (
-        "The key is good, but its role may not do that.",
-        "Use a key with the role that `detail` names, or ask who has one.",
+        "The key is good, but its role, or the scopes that it is narrowed to, may not do that.",
+        "Use a key with the role or the scope that `detail` names, or ask who has one. The scope "
+        "that an operation needs is its `x-scope` in /openapi.json.",
     ),
     "not-found": (
         "There is nothing at this address that you may see. What belongs to another tenant is "

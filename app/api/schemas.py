@@ -14,6 +14,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from app.api.times import Time
 
+Scope = Literal[
+    "work:read",
+    "work:write",
+    "usage:read",
+    "devices:read",
+    "devices:write",
+    "admin:read",
+    "admin:write",
+]
 Role = Literal["platform_admin", "tenant_admin", "member", "viewer"]
 RequestState = Literal["queued", "running", "done", "failed", "cancelled"]
 TaskState = Literal[
@@ -599,12 +608,16 @@ class TenantOut(Out):
 
 _USER_WEIGHT = "their part of the tenant's share, beside that of its other users"
 
+_SERVICE = "a service account: a program, as which nobody signs in"
+_SCOPES = "what it is narrowed to; null: all that its role may do"
+
 
 class UserIn(In):
     model_config = example(name="ada", weight=1.0)
     name: Name
     weight: Weight = Field(1.0, description=_USER_WEIGHT)
     tenant_id: str | None = Field(None, description="default: the caller's tenant")
+    service: bool = Field(False, description=_SERVICE)
 
 
 class UserPatch(In):
@@ -617,21 +630,44 @@ class UserPatch(In):
 
 class UserOut(Out):
     model_config = example(
-        id=_USER, tenant_id=_TENANT, name="ada", weight=1.0, version=1, created_at=_AT
+        id=_USER,
+        tenant_id=_TENANT,
+        name="ada",
+        weight=1.0,
+        service=False,
+        version=1,
+        created_at=_AT,
     )
     id: str
     tenant_id: str
     name: str
     weight: float = Field(description=_USER_WEIGHT)
+    service: bool = Field(description=_SERVICE)
     version: int
     created_at: datetime
 
 
 class KeyIn(In):
-    model_config = example(user_id=_USER, role="member", name="laptop")
+    model_config = example(user_id=_USER, role="member", name="laptop", scopes=["work:write"])
     user_id: str
     role: Role
     name: Name
+    scopes: list[Scope] | None = Field(None, min_length=1, max_length=7, description=_SCOPES)
+    expires_at: Time = None
+
+
+class RotateKeyIn(In):
+    """Without `expires_at` the new key lives as long as the old one was to."""
+
+    model_config = example(overlap_s=3600)
+    overlap_s: float = Field(
+        86_400.0,
+        ge=0,
+        le=30 * 86_400.0,
+        allow_inf_nan=False,
+        strict=False,
+        description="so long the old key stays good",
+    )
     expires_at: Time = None
 
 
@@ -641,7 +677,9 @@ class KeyOut(Out):
         user_id=_USER,
         tenant_id=_TENANT,
         role="member",
+        scopes=["work:write"],
         name="laptop",
+        replaced_by=None,
         created_at=_AT,
         expires_at=None,
         revoked_at=None,
@@ -651,7 +689,9 @@ class KeyOut(Out):
     user_id: str
     tenant_id: str
     role: Role
+    scopes: list[Scope] | None = Field(description=_SCOPES)
     name: str
+    replaced_by: str | None = Field(description="the key that it was rotated into")
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
@@ -673,6 +713,7 @@ class MeOut(Out):
         tenant_id=_TENANT,
         tenant="vision",
         role="member",
+        scopes=None,
         key_id="x7Kq29Zb",
     )
     user_id: str
@@ -680,6 +721,7 @@ class MeOut(Out):
     tenant_id: str
     tenant: str
     role: Role
+    scopes: list[Scope] | None = Field(description=_SCOPES)
     key_id: str
 
 

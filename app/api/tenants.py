@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import uuid_utils
-from fastapi import Response
+from fastapi import Body, Response
 from sqlalchemy import exists, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from app import outbox, tree
+from app import db, outbox, tree
 from app.api.auth import AnyAdmin, Authed, Caller, check_role, id_of, new_key
 from app.api.cursors import Paged
 from app.api.edge import v1_router
@@ -31,6 +31,7 @@ from app.api.schemas import (
     KeyOut,
     MeOut,
     Page,
+    RotateKeyIn,
     TenantIn,
     TenantOut,
     TenantPatch,
@@ -40,9 +41,10 @@ from app.api.schemas import (
 )
 from app.api.versions import IfMatch, check_version, etag
 from app.core.descriptor import Fault, escaped
+from app.core.scope import Scopes, within
 from app.db import Db, after_commit
 from app.errors import BadInput, Conflict, Forbidden, NotFound
-from app.models import ApiKey, Island, Request, Tenant, User
+from app.models import ROLES, ApiKey, Island, Request, Tenant, User
 
 tenants = v1_router("tenants")
 users = v1_router("users and keys")
@@ -326,13 +328,21 @@ def _at(changed: str, kind: str) -> str:
     responses=declared(403, 409),
 )
 def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
-    """A tenant admin makes users of the own tenant and of those below it."""
+    """A tenant admin makes users of the own tenant and of those below it.  One with `service` is a
+    program: it has keys like anybody, and nobody signs in as it.
+    """
     tenant_id = body.tenant_id or caller.tenant_id
     seen = of_caller(caller, Tenant.id)
     if session.scalar(select(Tenant.id).where(Tenant.id == tenant_id, seen)) is None:
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     weight_milli = round(body.weight * 1000)
-    user = User(id=_new_id("usr"), tenant_id=tenant_id, name=body.name, weight_milli=weight_milli)
+    user = User(
+        id=_new_id("usr"),
+        tenant_id=tenant_id,
+        name=body.name,
+        weight_milli=weight_milli,
+        service=body.service,
+    )
     _add(session, user, f"the tenant has a user named {body.name!r} already")
     response.headers["Location"] = f"/v1/users/{user.id}"
     return _user_out(session, response, user)
@@ -340,10 +350,18 @@ def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db)
 
 @users.get("/users", response_model=Page[UserOut], summary="List users", responses=declared(403))
 def list_users(
-    paging: Paged, caller: AnyAdmin, session: Db, tenant_id: str | None = None
+    paging: Paged,
+    caller: AnyAdmin,
+    session: Db,
+    tenant_id: str | None = None,
+    service: bool | None = None,
 ) -> dict[str, Any]:
-    """A platform admin sees all of them, a tenant admin those of the own tenant and below it."""
+    """A platform admin sees all of them, a tenant admin those of the own tenant and below it.  With
+    `service` only service accounts, or only people.
+    """
     query = select(User).where(of_caller(caller, User.tenant_id))
+    if service is not None:
+        query = query.where(User.service == service)
     if tenant_id is not None:
         query = query.where(User.tenant_id == tenant_id)
     found = paging.read(session, query, by=User.id)
@@ -403,6 +421,7 @@ def get_me(caller: Authed) -> dict[str, Any]:
         "tenant_id": caller.tenant_id,
         "tenant": caller.tenant_name,
         "role": caller.role,
+        "scopes": caller.scopes and list(caller.scopes),
         "key_id": caller.key_id,
     }
 
@@ -435,14 +454,29 @@ def _user_shown(user: User) -> dict[str, Any]:
 )
 def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
     """The key itself is in this answer and nowhere else, ever.  Only a platform admin makes keys
-    of platform admins.
+    of platform admins.  `scopes` narrow what its role may do; a key that is narrowed itself makes
+    none that may do more.
     """
     if body.role == "platform_admin" and not caller.sees_all:
         raise Forbidden("only a platform_admin makes keys with the role platform_admin")
     if _visible_user(session, caller, body.user_id) is None:
         raise BadInput.at("/user_id", f"there is no user with id {body.user_id}", "unknown-user")
+    _check_within(caller, body.scopes)
     expires_at = _future(body.expires_at)
-    token = new_key(session, body.user_id, body.role, body.name, expires_at=expires_at)
+    scopes = None if body.scopes is None else sorted(set(body.scopes))
+    token = new_key(
+        session, body.user_id, body.role, body.name, scopes=scopes, expires_at=expires_at
+    )
+    return _key_made(session, response, caller, token)
+
+
+def _check_within(caller: Caller, scopes: Scopes) -> None:
+    if not within(scopes, caller.scopes):
+        has = ", ".join(caller.scopes or ())
+        raise Forbidden(f"a key that is narrowed to {has} gives nobody one that may do more")
+
+
+def _key_made(session: Session, response: Response, caller: Caller, token: str) -> dict[str, Any]:
     id = str(id_of(token))
     response.headers["Location"] = f"/v1/keys/{id}"
     row = session.execute(_keys(caller).where(ApiKey.id == id)).one()
@@ -467,6 +501,50 @@ def list_keys(
     return found.page([_key_out(row) for row in found.rows])
 
 
+@users.post(
+    "/keys/{id}/rotate",
+    status_code=201,
+    response_model=KeyMade,
+    summary="Give a key a successor",
+    responses=declared(403, 404, 409),
+)
+def rotate_key(
+    id: str,
+    response: Response,
+    caller: Authed,
+    session: Db,
+    body: Annotated[RotateKeyIn, Body()] = RotateKeyIn(),
+) -> dict[str, Any]:
+    """A new key of the same user with the same role, scopes and name, in this answer and nowhere
+    else, ever.  The old one stays good for `overlap_s`, and no longer.  Everybody may rotate their
+    own keys, but none that may do more than the one that is used for it.
+    """
+    old = _key_to_change(session, caller, id)
+    _check_rotatable(session, caller, old)
+    now = db.now(session)
+    lives = None if old.expires_at is None else old.expires_at - old.created_at
+    expires_at = _future(body.expires_at) or (None if lives is None else now + lives)
+    token = new_key(
+        session, old.user_id, old.role, old.name, scopes=old.scopes, expires_at=expires_at
+    )
+    ends = now + timedelta(seconds=body.overlap_s)
+    old.expires_at = ends if old.expires_at is None else min(old.expires_at, ends)
+    old.replaced_by = id_of(token)
+    session.flush()
+    return _key_made(session, response, caller, token)
+
+
+def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
+    """Raises Forbidden or Conflict; the key is locked."""
+    if ROLES.index(key.role) < ROLES.index(caller.role):
+        raise Forbidden(f"a {caller.role} rotates no key with the role {key.role}")
+    _check_within(caller, key.scopes)
+    if key.replaced_by is not None:
+        raise Conflict(f"it was rotated before; its successor is {key.replaced_by}")
+    if key.revoked_at is not None or (key.expires_at and key.expires_at <= db.now(session)):
+        raise Conflict("it opens nothing any more; make a new key")
+
+
 @users.delete(
     "/keys/{id}",
     response_model=KeyOut,
@@ -477,18 +555,27 @@ def revoke_key(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """From now on it opens nothing, and browsers signed in with it are signed out.  Twice is no
     error.  Everybody may revoke their own keys.
     """
-    row = session.execute(_keys(caller).where(ApiKey.id == id)).one_or_none()
+    key = _key_to_change(session, caller, id)
+    if key.revoked_at is None:
+        key.revoked_at = func.now()
+        session.flush()
+        session.refresh(key)
+    return _key_out(session.execute(_keys(caller).where(ApiKey.id == id)).one())
+
+
+def _key_to_change(session: Session, caller: Caller, id: str) -> ApiKey:
+    """Locked.  Raises NotFound or Forbidden."""
+    row = session.execute(
+        _keys(caller).where(ApiKey.id == id).with_for_update(of=ApiKey)
+    ).one_or_none()
     if row is None:
         raise NotFound("key", id)
-    if row.ApiKey.user_id != caller.user_id:
+    key: ApiKey = row.ApiKey
+    if key.user_id != caller.user_id:
         check_role(caller, "platform_admin", "tenant_admin")
-    if row.ApiKey.role == "platform_admin" and not caller.sees_all:
-        raise Forbidden("only a platform_admin revokes keys with the role platform_admin")
-    if row.ApiKey.revoked_at is None:
-        row.ApiKey.revoked_at = func.now()
-        session.flush()
-        session.refresh(row.ApiKey)
-    return _key_out(row)
+    if key.role == "platform_admin" and not caller.sees_all:
+        raise Forbidden("only a platform_admin changes keys with the role platform_admin")
+    return key
 
 
 def _keys(caller: Caller) -> Any:

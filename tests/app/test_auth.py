@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import typing
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import func, select, update
 
+from app import db
 from app.api import auth
 from app.api.auth import COOKIE
+from app.api.schemas import Scope
+from app.core.scope import AREAS, SCOPES
 from app.db import transaction
 from app.errors import Unauthenticated
 from app.models import ApiKey, WebSession
@@ -122,3 +126,148 @@ class TestCookie:
     def test_a_bad_key_beside_a_good_cookie_opens_nothing(self, browser):
         answer = browser.get("/v1/me", headers={"Authorization": "Basic eDp5"})
         problem(answer, 401, "unauthenticated")
+
+
+# --- what a key may be narrowed to, and what takes its place ------------------------------------
+
+
+def made(client, **more):
+    body = {"user_id": "usr_red.member", "role": "member", "name": "k", **more}
+    return client.post("/v1/keys", json=body)
+
+
+def with_key(app, token):
+    return TestClient(app, headers={"Authorization": f"Bearer {token}"})
+
+
+class TestScopes:
+    def test_the_schema_has_the_same_ones_and_every_area_has_one(self):
+        assert typing.get_args(Scope) == SCOPES
+        assert {scope.partition(":")[0] for scope in SCOPES} == set(AREAS.values())
+
+    @pytest.fixture
+    def admin(self, as_):
+        return as_("red.tenant_admin")
+
+    def test_they_narrow_what_a_role_may_do(self, app, admin):
+        key = made(admin, scopes=["work:read"]).json()
+        assert key["scopes"] == ["work:read"]
+        client = with_key(app, key["key"])
+        assert client.get("/v1/requests").status_code == 200
+        assert client.get("/v1/me").json()["scopes"] == ["work:read"]
+        told = problem(client.get("/v1/tenants"), 403, "insufficient-scope")["detail"]
+        assert told == "this needs a key with the scope admin:read; this one has work:read"
+
+    def test_they_add_nothing_to_a_role(self, app, admin):
+        key = made(admin, role="viewer", scopes=["work:write"]).json()["key"]
+        problem(with_key(app, key).post("/v1/requests", json={}), 403, "insufficient-scope")
+
+    def test_to_write_is_to_read_there_and_nowhere_else(self, app, admin):
+        client = with_key(app, made(admin, scopes=["work:write"]).json()["key"])
+        assert client.get("/v1/requests").status_code == 200
+        assert client.get("/v1/devices").status_code == 403
+
+    @pytest.mark.parametrize("scopes", [None, ["work:read"], ["admin:write", "work:read"]])
+    def test_who_is_narrowed_makes_no_key_that_may_do_more(self, app, admin, session, scopes):
+        narrowed = made(admin, user_id="usr_red.tenant_admin", role="tenant_admin",
+                        scopes=["admin:write"]).json()["key"]  # fmt: skip
+        client = with_key(app, narrowed)
+        problem(made(client, scopes=scopes), 403, "insufficient-scope")
+        assert made(client, scopes=["admin:read"]).status_code == 201
+
+    @pytest.mark.parametrize("scopes", [[], ["everything"], "work:read"])
+    def test_there_are_no_others(self, admin, scopes):
+        problem(made(admin, scopes=scopes), 422, "validation-error")
+
+    def test_figures_for_prometheus_need_one_too(self, app, as_):
+        for scope, status in (("usage:read", 200), ("work:read", 403)):
+            body = {"user_id": "usr_root", "role": "viewer", "name": "prometheus"}
+            key = as_("root").post("/v1/keys", json={**body, "scopes": [scope]}).json()["key"]
+            assert with_key(app, key).get("/metrics").status_code == status
+
+
+class TestServiceAccounts:
+    def test_a_program_has_keys_and_nobody_signs_in_as_it(self, app, as_, session):
+        admin = as_("red.tenant_admin")
+        account = admin.post("/v1/users", json={"name": "ci", "service": True}).json()
+        assert account["service"]
+        assert [u["id"] for u in admin.get("/v1/users?service=true").json()["items"]] == [
+            account["id"]
+        ]
+        assert account["id"] not in admin.get("/v1/users?service=false").text
+        key = made(admin, user_id=account["id"]).json()["key"]
+        assert with_key(app, key).get("/v1/me").json()["user"] == "ci"
+        with pytest.raises(Unauthenticated, match="for programs"):
+            auth.sign_in(session, key)
+
+    def test_nobody_signs_in_with_a_key_that_is_narrowed(self, as_, session):
+        key = made(as_("red.tenant_admin"), scopes=["work:read"]).json()["key"]
+        with pytest.raises(Unauthenticated, match="for programs"):
+            auth.sign_in(session, key)
+
+
+class TestRotation:
+    @pytest.fixture
+    def rotate(self, as_, token):
+        def rotate(who="red.member", of=token, **body):
+            return as_(who).post(f"/v1/keys/{auth.id_of(of)}/rotate", json=body)
+
+        return rotate
+
+    def test_both_keys_are_good_for_a_while(self, app, rotate, token, session):
+        answer = rotate(overlap_s=60)
+        assert answer.status_code == 201, answer.text
+        new = answer.json()
+        assert (new["role"], new["name"], new["expires_at"]) == ("member", "a test", None)
+        assert answer.headers["location"] == f"/v1/keys/{new['id']}"
+        for key in (token, new["key"]):
+            assert with_key(app, key).get("/v1/me").status_code == 200
+        old = session.get_one(ApiKey, auth.id_of(token))
+        assert old.replaced_by == new["id"]
+        assert old.expires_at == db.now(session) + timedelta(seconds=60)
+        session.execute(update(ApiKey).where(ApiKey.id == old.id).values(expires_at=func.now()))
+        session.commit()
+        assert with_key(app, token).get("/v1/me").status_code == 401
+        assert with_key(app, new["key"]).get("/v1/me").status_code == 200
+
+    def test_the_successor_may_do_what_it_could_and_lives_as_long(self, app, as_, rotate):
+        expires = datetime.now(UTC) + timedelta(days=30)
+        old = made(
+            as_("red.tenant_admin"), scopes=["work:read"], expires_at=expires.isoformat()
+        ).json()
+        new = rotate(of=old["key"]).json()
+        assert new["scopes"] == ["work:read"]
+        lives = datetime.fromisoformat(new["expires_at"]) - datetime.now(UTC)
+        assert timedelta(days=29) < lives <= timedelta(days=30, seconds=1)
+
+    def test_a_key_that_ends_sooner_is_not_prolonged(self, as_, rotate, session):
+        soon = datetime.now(UTC) + timedelta(minutes=1)
+        old = made(as_("red.tenant_admin"), expires_at=soon.isoformat()).json()
+        later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+        assert rotate(of=old["key"], expires_at=later).status_code == 201
+        assert session.get_one(ApiKey, old["id"]).expires_at == soon
+
+    def test_it_has_one_successor(self, rotate):
+        successor = rotate().json()["id"]
+        told = problem(rotate(), 409, "conflict-state")["detail"]
+        assert successor in told
+
+    @pytest.mark.parametrize("column", ["expires_at", "revoked_at"])
+    def test_what_opens_nothing_has_none(self, rotate, session, token, column):
+        which = update(ApiKey).where(ApiKey.id == auth.id_of(token))
+        session.execute(which.values({column: func.now()}))
+        session.commit()
+        problem(rotate("red.tenant_admin"), 409, "conflict-state")
+
+    def test_nobody_comes_by_more_than_they_had(self, app, as_, rotate, world):
+        """One user with a weak key and a strong one; a narrowed key and one that is not."""
+        admin = as_("red.tenant_admin")
+        strong = made(admin, role="tenant_admin").json()["key"]
+        problem(rotate(of=strong), 403, "insufficient-scope")
+        narrowed = made(admin, scopes=["admin:write"]).json()["key"]
+        path = f"/v1/keys/{auth.id_of(world.keys['red.member'])}/rotate"
+        problem(with_key(app, narrowed).post(path), 403, "insufficient-scope")
+
+    def test_an_overlap_of_nothing_ends_the_old_one_at_once(self, app, rotate, token):
+        assert rotate(overlap_s=0).status_code == 201
+        assert with_key(app, token).get("/v1/me").status_code == 401

@@ -771,6 +771,33 @@ class TestCheckpoints:
         assert run("--as", "beta", "export", saved[1], "x").exit_code == 5
 
 
+class TestKeys:
+    def test_an_account_gets_a_key_that_is_rotated_and_revoked(self, run):
+        def said(*words):
+            result = run("--as", "platform", *words, "-o", "json")
+            assert result.exit_code == 0, result.output
+            return json.loads(result.stdout)
+
+        [account] = said("account", "add", "ci", "--tenant", "gamma")
+        assert account["service"]
+        assert account in said("account", "list")
+        words = ("--name", "pipeline", "--scope", "work:write", "--expires", "2099-01-01T00:00:00Z")
+        made = said("key", "add", "ci", *words)
+        assert (made["user_id"], made["scopes"]) == (account["id"], ["work:write"])
+        rotated = said("key", "rotate", made["id"], "--overlap-s", "60")
+        assert rotated["key"] != made["key"]
+        assert run("--as", "platform", "key", "revoke", rotated["id"]).exit_code == 0
+        shown = run("--as", "platform", "key", "list").stdout
+        for word in ("work:write", "revoked", "until 20", "all"):
+            assert word in shown
+
+    def test_everybody_may_rotate_their_own(self, run):
+        me = json.loads(run("--as", "beta", "whoami", "-o", "json").stdout)
+        result = run("--as", "beta", "key", "rotate", me["key_id"])
+        assert result.exit_code == 0, result.output
+        assert "rh_" in result.stdout
+
+
 class TestWebhooks:
     @pytest.fixture
     def admin(self, run):

@@ -54,7 +54,7 @@ SHARED = ("/v1/devices", "/v1/hosts", "/v1/islands", "/v1/presets")
 #: parameters that name nothing of anybody's
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
-    "state", "kind", "island", "if-match", "operation", "action", "target_kind",
+    "state", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
 }  # fmt: skip
 #: the others, and what of vision's they could name
 NAMES = {

@@ -1,4 +1,4 @@
-"""Who may do what: every operation under /v1 by every role, as one table.
+"""Who may do what: every operation under /v1 by every role and every scope, as one table.
 
 `stranger` columns are people of another tenant.  They never get a 403 about a thing of red's: that
 it exists is not told; tests/app/test_foreign.py tries to learn it in every way there is.
@@ -7,11 +7,14 @@ it exists is not told; tests/app/test_foreign.py tries to learn it in every way 
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import delete
+from fastapi.testclient import TestClient
+from sqlalchemy import delete, update
 
 from app import webhooks
+from app.api import auth
+from app.core.scope import SCOPES
 from app.main import app
-from app.models import Checkpoint, Delivery, Event, Preset, Request, Task, Webhook
+from app.models import ApiKey, Checkpoint, Delivery, Event, Preset, Request, Task, Webhook
 from tests.app.conftest import BUNDLE, descriptor, sha256
 
 WHO = (
@@ -22,83 +25,84 @@ WHO = (
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
 # checkpoint of that task, whose bytes are lost; {whk}, {msg}: a webhook of red and a message to it
 TABLE = """
-#                                     nobody viewer other owner admin  stranger,admin  root
-POST   /v1/requests                      401    403   202   202   202    422    422    403
-POST   /v1/requests:validate             401    403   200   200   200    422    422    403
-GET    /v1/requests                      401    200   200   200   200    200    200    200
-GET    /v1/requests/{req}                401    200   200   200   200    404    404    200
-PATCH  /v1/requests/{req}                401    403   403   200   200    404    404    200
-POST   /v1/requests/{req}/hold           401    403   403   202   202    404    404    202
-POST   /v1/requests/{req}/release        401    403   403   202   202    404    404    202
-POST   /v1/requests/{req}/cancel         401    403   403   202   202    404    404    202
-GET    /v1/requests/{req}/events         401    200   200   200   200    404    404    200
-GET    /v1/requests/{req}/events/stream  401    200   200   200   200    404    404    200
-GET    /v1/requests/{req}/logs           401    200   200   200   200    404    404    200
-GET    /v1/requests/{req}/logs/stream    401    200   200   200   200    404    404    200
-GET    /v1/tasks                         401    200   200   200   200    200    200    200
-GET    /v1/tasks/{tsk}                   401    200   200   200   200    404    404    200
-GET    /v1/tasks/{tsk}/explain           401    200   200   200   200    404    404    200
-GET    /v1/tasks/{tsk}/metrics           401    200   200   200   200    404    404    200
-GET    /v1/tasks/{tsk}/checkpoints       401    200   200   200   200    404    404    200
-GET    /v1/tasks/{tsk}/placements        401    200   200   200   200    404    404    200
-POST   /v1/tasks/{tsk}/pause             401    403   403   202   202    404    404    202
-POST   /v1/tasks/{tsk}/resume            401    403   403   202   202    404    404    202
-POST   /v1/tasks/{tsk}/checkpoint        401    403   403   202   202    404    404    202
-POST   /v1/tasks/{tsk}/migrate           401    403   403   202   202    404    404    202
-POST   /v1/tasks/{tsk}/resize            401    403   403   202   202    404    404    202
-POST   /v1/tasks/{tsk}/cancel            401    403   403   202   202    404    404    202
-GET    /v1/checkpoints/{ckp}             401    200   200   200   200    404    404    200
-GET    /v1/checkpoints/{ckp}/tensors     401    410   410   410   410    404    404    410
-GET    /v1/checkpoints/{ckp}/safetensors 401    410   410   410   410    404    404    410
-PUT    /v1/bundles/{sha}                 401    403   200   200   200    201    201    201
-GET    /v1/bundles/{sha}                 401    200   200   200   200    404    404    404
-HEAD   /v1/bundles/{sha}                 401    200   200   200   200    404    404    404
-GET    /v1/bundles                       401    200   200   200   200    200    200    200
-GET    /v1/fair-share                    401    200   200   200   200    200    200    200
-GET    /v1/queue                         401    200   200   200   200    200    200    200
-GET    /v1/usage                         401    200   200   200   200    200    200    200
-GET    /v1/decisions                     401    200   200   200   200    200    200    200
-GET    /v1/decisions/0                   401    404   404   404   404    404    404    404
-POST   /v1/tenants                       401    403   403   403   201    403    201    201
-GET    /v1/tenants                       401    200   200   200   200    200    200    200
-GET    /v1/tenants/ten_red               401    200   200   200   200    404    404    200
-PATCH  /v1/tenants/ten_red               401    403   403   403   403    404    404    200
-DELETE /v1/tenants/ten_red               401    403   403   403   403    404    404    409
-POST   /v1/users                         401    403   403   403   201    403    422    201
-GET    /v1/users                         401    403   403   403   200    403    200    200
-GET    /v1/users/usr_red.member          401    403   403   200   200    404    404    200
-PATCH  /v1/users/usr_red.member          401    403   403   403   200    404    404    200
-GET    /v1/me                            401    200   200   200   200    200    200    200
-POST   /v1/keys                          401    403   403   403   201    403    422    201
-GET    /v1/keys                          401    403   403   403   200    403    200    200
-DELETE /v1/keys/{key}                    401    403   403   200   200    404    404    200
-POST   /v1/webhooks                      401    403   403   403   201    403    422    201
-GET    /v1/webhooks                      401    403   403   403   200    403    200    200
-GET    /v1/webhooks/{whk}                401    403   403   403   200    404    404    200
-DELETE /v1/webhooks/{whk}                401    403   403   403   204    404    404    204
-POST   /v1/webhooks/{whk}/rotate         401    403   403   403   200    404    404    200
-POST   /v1/webhooks/{whk}/test           401    403   403   403   202    404    404    202
-GET    /v1/webhooks/{whk}/deliveries     401    403   403   403   200    404    404    200
-GET    /v1/requests/{req}/deliveries     401    200   200   200   200    404    404    200
-GET    /v1/deliveries/{msg}              401    403   403   403   200    404    404    200
-POST   /v1/deliveries/{msg}/redeliver    401    403   403   403   202    404    404    202
-GET    /v1/islands                       401    200   200   200   200    200    200    200
-GET    /v1/islands/isle                  401    200   200   200   200    200    200    200
-GET    /v1/hosts                         401    200   200   200   200    200    200    200
-GET    /v1/hosts/h                       401    200   200   200   200    200    200    200
-POST   /v1/hosts/h/drain                 401    403   403   403   403    403    403    200
-POST   /v1/hosts/h/uncordon              401    403   403   403   403    403    403    200
-GET    /v1/devices                       401    200   200   200   200    200    200    200
-GET    /v1/devices/h.0                   401    200   200   200   200    200    200    200
-PATCH  /v1/devices/h.0                   401    403   403   403   403    403    403    200
-POST   /v1/devices/h.0/cordon            401    403   403   403   403    403    403    200
-POST   /v1/devices/h.0/uncordon          401    403   403   403   403    403    403    200
-POST   /v1/simulations                   401    403   403   403   403    403    403    200
-GET    /v1/audit-events                  401    403   403   403   200    403    200    200
-GET    /v1/audit-events/verification     401    403   403   403   403    403    403    200
-GET    /v1/presets                       401    200   200   200   200    200    200    200
-GET    /v1/presets/train/cpu             401    200   200   200   200    200    200    200
-PUT    /v1/presets/train/cpu             401    403   403   403   403    403    403    200
+#                                       the answers to WHO, in its order         scope
+POST   /v1/requests                     401  403  202  202  202  422  422  403  work:write
+POST   /v1/requests:validate            401  403  200  200  200  422  422  403  work:read
+GET    /v1/requests                     401  200  200  200  200  200  200  200  work:read
+GET    /v1/requests/{req}               401  200  200  200  200  404  404  200  work:read
+PATCH  /v1/requests/{req}               401  403  403  200  200  404  404  200  work:write
+POST   /v1/requests/{req}/hold          401  403  403  202  202  404  404  202  work:write
+POST   /v1/requests/{req}/release       401  403  403  202  202  404  404  202  work:write
+POST   /v1/requests/{req}/cancel        401  403  403  202  202  404  404  202  work:write
+GET    /v1/requests/{req}/events        401  200  200  200  200  404  404  200  work:read
+GET    /v1/requests/{req}/events/stream 401  200  200  200  200  404  404  200  work:read
+GET    /v1/requests/{req}/logs          401  200  200  200  200  404  404  200  work:read
+GET    /v1/requests/{req}/logs/stream   401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks                        401  200  200  200  200  200  200  200  work:read
+GET    /v1/tasks/{tsk}                  401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks/{tsk}/explain          401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks/{tsk}/metrics          401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks/{tsk}/checkpoints      401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks/{tsk}/placements       401  200  200  200  200  404  404  200  work:read
+POST   /v1/tasks/{tsk}/pause            401  403  403  202  202  404  404  202  work:write
+POST   /v1/tasks/{tsk}/resume           401  403  403  202  202  404  404  202  work:write
+POST   /v1/tasks/{tsk}/checkpoint       401  403  403  202  202  404  404  202  work:write
+POST   /v1/tasks/{tsk}/migrate          401  403  403  202  202  404  404  202  work:write
+POST   /v1/tasks/{tsk}/resize           401  403  403  202  202  404  404  202  work:write
+POST   /v1/tasks/{tsk}/cancel           401  403  403  202  202  404  404  202  work:write
+GET    /v1/checkpoints/{ckp}            401  200  200  200  200  404  404  200  work:read
+GET    /v1/checkpoints/{ckp}/tensors    401  410  410  410  410  404  404  410  work:read
+GET    /v1/checkpoints/{ckp}/safetensors 401  410  410  410  410  404  404  410  work:read
+PUT    /v1/bundles/{sha}                401  403  200  200  200  201  201  201  work:write
+GET    /v1/bundles/{sha}                401  200  200  200  200  404  404  404  work:read
+HEAD   /v1/bundles/{sha}                401  200  200  200  200  404  404  404  work:read
+GET    /v1/bundles                      401  200  200  200  200  200  200  200  work:read
+GET    /v1/fair-share                   401  200  200  200  200  200  200  200  usage:read
+GET    /v1/queue                        401  200  200  200  200  200  200  200  usage:read
+GET    /v1/usage                        401  200  200  200  200  200  200  200  usage:read
+GET    /v1/decisions                    401  200  200  200  200  200  200  200  usage:read
+GET    /v1/decisions/0                  401  404  404  404  404  404  404  404  usage:read
+POST   /v1/tenants                      401  403  403  403  201  403  201  201  admin:write
+GET    /v1/tenants                      401  200  200  200  200  200  200  200  admin:read
+GET    /v1/tenants/ten_red              401  200  200  200  200  404  404  200  admin:read
+PATCH  /v1/tenants/ten_red              401  403  403  403  403  404  404  200  admin:write
+DELETE /v1/tenants/ten_red              401  403  403  403  403  404  404  409  admin:write
+POST   /v1/users                        401  403  403  403  201  403  422  201  admin:write
+GET    /v1/users                        401  403  403  403  200  403  200  200  admin:read
+GET    /v1/users/usr_red.member         401  403  403  200  200  404  404  200  admin:read
+PATCH  /v1/users/usr_red.member         401  403  403  403  200  404  404  200  admin:write
+GET    /v1/me                           401  200  200  200  200  200  200  200  -
+POST   /v1/keys                         401  403  403  403  201  403  422  201  admin:write
+GET    /v1/keys                         401  403  403  403  200  403  200  200  admin:read
+POST   /v1/keys/{key}/rotate            401  403  403  201  201  404  404  201  admin:write
+DELETE /v1/keys/{key}                   401  403  403  200  200  404  404  200  admin:write
+POST   /v1/webhooks                     401  403  403  403  201  403  422  201  admin:write
+GET    /v1/webhooks                     401  403  403  403  200  403  200  200  admin:read
+GET    /v1/webhooks/{whk}               401  403  403  403  200  404  404  200  admin:read
+DELETE /v1/webhooks/{whk}               401  403  403  403  204  404  404  204  admin:write
+POST   /v1/webhooks/{whk}/rotate        401  403  403  403  200  404  404  200  admin:write
+POST   /v1/webhooks/{whk}/test          401  403  403  403  202  404  404  202  admin:write
+GET    /v1/webhooks/{whk}/deliveries    401  403  403  403  200  404  404  200  admin:read
+GET    /v1/requests/{req}/deliveries    401  200  200  200  200  404  404  200  admin:read
+GET    /v1/deliveries/{msg}             401  403  403  403  200  404  404  200  admin:read
+POST   /v1/deliveries/{msg}/redeliver   401  403  403  403  202  404  404  202  admin:write
+GET    /v1/islands                      401  200  200  200  200  200  200  200  devices:read
+GET    /v1/islands/isle                 401  200  200  200  200  200  200  200  devices:read
+GET    /v1/hosts                        401  200  200  200  200  200  200  200  devices:read
+GET    /v1/hosts/h                      401  200  200  200  200  200  200  200  devices:read
+POST   /v1/hosts/h/drain                401  403  403  403  403  403  403  200  devices:write
+POST   /v1/hosts/h/uncordon             401  403  403  403  403  403  403  200  devices:write
+GET    /v1/devices                      401  200  200  200  200  200  200  200  devices:read
+GET    /v1/devices/h.0                  401  200  200  200  200  200  200  200  devices:read
+PATCH  /v1/devices/h.0                  401  403  403  403  403  403  403  200  devices:write
+POST   /v1/devices/h.0/cordon           401  403  403  403  403  403  403  200  devices:write
+POST   /v1/devices/h.0/uncordon         401  403  403  403  403  403  403  200  devices:write
+POST   /v1/simulations                  401  403  403  403  403  403  403  200  usage:read
+GET    /v1/audit-events                 401  403  403  403  200  403  200  200  admin:read
+GET    /v1/audit-events/verification    401  403  403  403  403  403  403  200  admin:read
+GET    /v1/presets                      401  200  200  200  200  200  200  200  devices:read
+GET    /v1/presets/train/cpu            401  200  200  200  200  200  200  200  devices:read
+PUT    /v1/presets/train/cpu            401  403  403  403  403  403  403  200  devices:write
 """
 
 BODIES = {
@@ -118,7 +122,13 @@ BODIES = {
     "PUT /v1/presets/train/cpu": {"json": {"params": {"threads": 1}}},
 }
 
-ROWS = [line.split() for line in TABLE.strip().splitlines()[1:]]
+#: so that only the scope decides: a narrowed key makes no key that may do more than it
+_KEY = {"user_id": "usr_red.member", "role": "viewer", "name": "k", "scopes": ["admin:read"]}
+NARROWED = {"POST /v1/keys": {"json": _KEY}}
+
+_LINES = [line.split() for line in TABLE.strip().splitlines()[1:]]
+ROWS = [line[:-1] for line in _LINES]
+SCOPE_OF = {(method, path): scope for method, path, *_, scope in _LINES}
 
 
 def _shape(path: str) -> str:
@@ -142,15 +152,7 @@ def test_the_table_has_every_operation_under_v1():
 def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, session):
     method, path, *expected = row
     _settle(session, submitted, ended=path.endswith("/stream"))
-    url = path.format(
-        req=submitted["id"],
-        tsk=submitted["tasks"][0]["id"],
-        sha=sha256(BUNDLE),
-        key=world.keys["red.member"].split("_")[1],
-        ckp="ckp_1",
-        whk="whk_1",
-        msg="msg_1",
-    )
+    url = _url(path, submitted, world)
     got = []
     for who in WHO:
         undo = session.connection().begin_nested()  # each one finds the same world
@@ -159,6 +161,41 @@ def test_each_role_gets_what_the_table_says(row, as_, world, red, submitted, ses
         undo.rollback()
         session.expire_all()
     assert dict(zip(WHO, got, strict=True)) == dict(zip(WHO, expected, strict=True))
+
+
+def _url(path, submitted, world):
+    return path.format(
+        req=submitted["id"],
+        tsk=submitted["tasks"][0]["id"],
+        sha=sha256(BUNDLE),
+        key=world.keys["red.member"].split("_")[1],
+        ckp="ckp_1",
+        whk="whk_1",
+        msg="msg_1",
+    )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_a_key_that_is_narrowed_does_what_its_scopes_allow(row, app, world, submitted, session):
+    """Keys of an administrator, one for each scope; what that is allowed is in the table above."""
+    method, path, *statuses = row
+    needed = SCOPE_OF[method, path]
+    open_to = {needed, needed.replace(":read", ":write")} if needed != "-" else {*SCOPES}
+    _settle(session, submitted, ended=path.endswith("/stream"))
+    session.execute(update(ApiKey).values(scopes=["admin:read"]))  # {key}: see NARROWED
+    url = _url(path, submitted, world)
+    for scope in SCOPES:
+        who = "root" if statuses[WHO.index("red.tenant_admin")] == "403" else "red.tenant_admin"
+        role = "platform_admin" if who == "root" else "tenant_admin"
+        key = auth.new_key(session, world.users[who], role, "narrowed", scopes=[scope])
+        client = TestClient(app, headers={"Authorization": f"Bearer {key}"})
+        undo = session.connection().begin_nested()
+        body = (BODIES | NARROWED).get(f"{method} {path}", {})
+        answer = client.request(method, url, **body)
+        undo.rollback()
+        session.expire_all()
+        refused = answer.status_code == 403
+        assert refused == (scope not in open_to), (scope, answer.text)
 
 
 def _settle(session, submitted, *, ended):

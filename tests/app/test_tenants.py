@@ -417,6 +417,7 @@ class TestUsers:
             "tenant_id": "ten_red",
             "tenant": "red",
             "role": "viewer",
+            "scopes": None,
             "key_id": "",
         }
 
