@@ -17,11 +17,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import RenderableType
+from rich.live import Live
 from rich.text import Text
 from typer.core import TyperGroup
 
@@ -544,6 +547,89 @@ def devices(ctx: typer.Context, output: Format = Output.table) -> None:
     with _client(ctx) as client:
         found = list(client.items("/v1/devices"))
     show(found, output, lambda: table(found, telling.DEVICES))
+
+
+@app.command()
+def top(
+    ctx: typer.Context,
+    every_s: Annotated[float, typer.Option("--every", min=0.2, help="seconds")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="print it, and end")] = False,
+) -> None:
+    """Who has what right now, live, until Ctrl-C: shares, devices, what runs."""
+    screen = out()
+    with _client(ctx) as client:
+        if once or not screen.is_terminal:
+            screen.print(_standing(client))
+            return
+        with suppress(KeyboardInterrupt), Live(console=screen, screen=True) as live:
+            while True:
+                live.update(_standing(client), refresh=True)
+                time.sleep(every_s)
+
+
+def _standing(client: Client) -> RenderableType:
+    return telling.standing(
+        client.get("/v1/fair-share"),
+        list(client.items("/v1/devices")),
+        client.get("/v1/requests", state="running", limit=20)["items"],
+    )
+
+
+@app.command()
+def presets(ctx: typer.Context, output: Format = Output.table) -> None:
+    """What is configured on a device for each type of task."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/presets"))
+    show(found, output, lambda: table(found, telling.PRESETS))
+
+
+_Place = Annotated[str, typer.Argument(metavar="HOST|DEVICE", help="like gpu7, or gpu7.0")]
+
+
+@app.command()
+def drain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
+    """Take a host or a device out of service: what runs there goes on elsewhere."""
+    _serve(ctx, place, output, {"hosts": "drain", "devices": "cordon"})
+
+
+@app.command()
+def undrain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
+    """Let a host or a device take work again."""
+    _serve(ctx, place, output, {"hosts": "uncordon", "devices": "uncordon"})
+
+
+def _serve(ctx: typer.Context, place: str, output: Output, verbs: dict[str, str]) -> None:
+    """A device's id is its host's name, a dot and a number; a host's name may have dots, too."""
+    with _client(ctx) as client:
+        hosts = {host["name"] for host in client.items("/v1/hosts")}
+        kind = "hosts" if place in hosts else "devices"
+        client.post(f"/v1/{kind}/{place}/{verbs[kind]}")
+        found = [d for d in client.items("/v1/devices") if place in (d["id"], d["host"])]
+    show(found, output, lambda: table(found, telling.DEVICES))
+
+
+@app.command()
+def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Is the service there, does it know you, can it work?  Exits with 6 if anything is wrong."""
+    who = login.found(ctx.obj)
+    with Client(who.url, who.key, patience_s=0.0) as client:
+        began_s = time.perf_counter()
+        checks = client.ready()["checks"]
+        took = f"{who.url} answers in {1000 * (time.perf_counter() - began_s):.0f} ms"
+        found = [{"check": "service", "ok": True, "detail": took}, _known(client, who)]
+    found += [{"check": name, **check} for name, check in checks.items()]
+    show(found, output, lambda: table(found, telling.CHECKS))
+    if not all(check["ok"] for check in found):
+        raise typer.Exit(NO_ANSWER)
+
+
+def _known(client: Client, who: login.Login) -> JSON:
+    try:
+        me = client.get("/v1/me")
+    except Problem as problem:
+        return {"check": "key", "ok": False, "detail": f"{problem} (from {who.source})"}
+    told = f"{me['user']} of {me['tenant']}, {me['role']} (from {who.source})"
+    return {"check": "key", "ok": True, "detail": told}
 
 
 # --- what if --------------------------------------------------------------------------------------

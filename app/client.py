@@ -139,6 +139,10 @@ class Client:
                 out.write(piece)
             return out.tell()
 
+    def ready(self) -> JSON:
+        """What /readyz says, also where not all of it is well; raises Unreachable."""
+        return _body(self._call("GET", "/readyz", expect=(503,)))
+
     # --- how one asks ---
 
     def get(self, path: str, **params: Any) -> JSON:

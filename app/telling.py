@@ -349,6 +349,25 @@ def shares(value: JSON) -> RenderableType:
     return Group(words(value["verdict"]), Text(), table(tenants, _SHARES), Text())
 
 
+def standing(fair: JSON, devices: Sequence[JSON], running: Sequence[JSON]) -> RenderableType:
+    """Who has what at one moment."""
+    return Group(shares(fair), table(devices, DEVICES), Text(), table(running, REQUESTS))
+
+
+PRESETS = [
+    Column("TYPE", lambda p: p["task_type"]),
+    Column("KIND", lambda p: p["kind"]),
+    Column("PARAMETERS", lambda p: ", ".join(f"{k}={v}" for k, v in p["params"].items())),
+    Column("VERSION", lambda p: p["version"], right=True),
+]
+
+CHECKS = [
+    Column("CHECK", lambda c: c["check"]),
+    Column("", lambda c: state("ok" if c["ok"] else "failed")),
+    Column("", lambda c: c["detail"]),
+]
+
+
 def usage_columns(groups: Sequence[str]) -> list[Column]:
     columns = [Column(name.upper(), itemgetter(name)) for name in groups]
     return [

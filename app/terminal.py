@@ -28,6 +28,7 @@ Output = StrEnum("Output", ["table", "json", "yaml"])
 WIDE = 250  # columns, where no terminal says how wide it is
 
 _COLOURS = {
+    "ok": "green",
     "done": "green",
     "running": "cyan",
     "starting": "cyan",

@@ -618,6 +618,43 @@ class TestWishes:
         assert run("submit", code, "--ranks", "2").exit_code == 2
 
 
+class TestOperating:
+    def test_top_prints_who_has_what_once_where_nobody_watches(self, run, service, submitted):
+        result = run("top")
+        assert result.exit_code == 0
+        for told in ("WEIGHT", "alpha", "local.0", "SUBMITTED"):
+            assert told in result.stdout
+
+    def test_what_is_drained_takes_no_work_until_it_is_let(self, run):
+        for place in ("local.0", "local"):
+            drained = json.loads(run("--as", "platform", "drain", place, "-o", "json").stdout)
+            assert [(d["id"], d["cordoned"]) for d in drained] == [("local.0", True)]
+            back = json.loads(run("--as", "platform", "undrain", place, "-o", "json").stdout)
+            assert [(d["id"], d["cordoned"]) for d in back] == [("local.0", False)]
+
+    def test_only_an_admin_drains_and_only_what_there_is(self, run):
+        assert run("drain", "local").exit_code == cli.NO_ACCESS
+        assert run("--as", "platform", "drain", "gone").exit_code == cli.NOT_FOUND
+
+    def test_presets_are_listed(self, run):
+        assert "PARAMETERS" in run("presets").stdout
+
+    def test_the_doctor_tells_what_is_well_and_what_is_not(self, run):
+        result = run("doctor", "-o", "json")
+        found = {check["check"]: check for check in json.loads(result.stdout)}
+        assert found["service"]["ok"]
+        assert "member of alpha" in found["key"]["detail"]
+        assert found["postgres"]["ok"]
+        assert not found["redis"]["ok"]  # there is none here
+        assert result.exit_code == cli.NO_ANSWER
+
+    def test_the_doctor_knows_a_key_that_is_not_ours(self, run, monkeypatch):
+        monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_aaaaaaaa_" + "a" * 49)
+        found = {check["check"]: check for check in json.loads(run("doctor", "-o", "json").stdout)}
+        assert not found["key"]["ok"]
+        assert "ROUNDHOUSE_KEY" in found["key"]["detail"]
+
+
 class TestTenants:
     def test_they_are_listed_as_a_tree_and_each_sees_its_own(self, run):
         lines = run("--as", "platform", "tenants").stdout.splitlines()
