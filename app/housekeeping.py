@@ -15,6 +15,7 @@ from app.models import (
     Checkpoint,
     Cycle,
     Delivery,
+    Graph,
     Idempotency,
     Order,
     Task,
@@ -125,7 +126,7 @@ def free(names: Iterable[str]) -> None:
 def named(session: Session, names: Collection[str]) -> set[str]:
     """Those of these names of blobs and manifests that a row refers to.
 
-    The same bytes may be another checkpoint, an output or a bundle of somebody.
+    The same bytes may be another checkpoint, an output, a bundle or a graph of somebody.
     """
     if not names:
         return set()  # else every output of every task would be looked at, for nothing
@@ -136,7 +137,8 @@ def named(session: Session, names: Collection[str]) -> set[str]:
     output = func.jsonb_each(Task.outputs).table_valued(column("value", JSONB)).lateral()
     digest = output.c.value["sha256"].astext
     outputs = select(digest).select_from(Task).join(output, true()).where(digest.in_(digests))
-    found |= {blob(sha256) for sha256 in (*bundles, *session.scalars(outputs))}
+    graphs = session.scalars(select(Graph.sha256).where(Graph.sha256.in_(digests)))
+    found |= {blob(sha256) for sha256 in (*bundles, *graphs, *session.scalars(outputs))}
     return found & set(names)
 
 

@@ -15,13 +15,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 
 import uuid_utils
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app import outbox, tree, webhooks
+from app import graphs, outbox, tree, webhooks
 from app.changes import changes
 from app.core import descriptor as descriptors
 from app.core import graph, webhook
@@ -30,6 +31,7 @@ from app.core.messages import JSON
 from app.core.webhook import networks
 from app.db import after_commit
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
+from app.graphs import Sent
 from app.models import (
     Bundle,
     Checkpoint,
@@ -62,12 +64,13 @@ class Owner:
 class Checked:
     """A descriptor that could run here; `path` are its tenant and all above it.
 
-    `begun` are the checkpoints from which tasks go on, by the task's name.
+    `begun` are the checkpoints from which tasks go on, by the task's name, `graphs` what they run.
     """
 
     descriptor: Descriptor
     path: Sequence[tree.OnPath]
     begun: Mapping[str, Checkpoint]
+    graphs: Mapping[str, Sent]
 
     def shown(self) -> JSON:
         """The request with every default filled in."""
@@ -97,15 +100,18 @@ def checked(session: Session, owner: Owner, body: JSON) -> Checked:
     path = tree.path(session, owner.tenant_id)
     if body.get("tier") is None:
         descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(path)))
-    faults = [*graph.check(descriptor), *_entry_faults(session, owner, descriptor)]
+    sent, faults = graphs.of_tasks(session, owner.tenant_id, descriptor)
+    faults += [*graph.check(descriptor), *_entry_faults(session, owner, descriptor, sent)]
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
     more += [*_tier_faults(descriptor.tier, path), *_notify_faults(descriptor)]
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
-    if faults := [*graph.unsatisfiable(descriptor, _offers(session))]:
+    offers = _offers(session)
+    never = graph.unsatisfiable(descriptor, offers)
+    if faults := [*never, *graphs.too_large(descriptor, sent, offers)]:
         raise _refused(Unsatisfiable, faults)
-    return Checked(descriptor, path, begun)
+    return Checked(graphs.named(descriptor, sent), path, begun, sent)
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:
@@ -139,7 +145,9 @@ def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
     return kind(first + more, errors=tuple(faults))
 
 
-def _entry_faults(session: Session, owner: Owner, descriptor: Descriptor) -> list[Fault]:
+def _entry_faults(
+    session: Session, owner: Owner, descriptor: Descriptor, sent: Mapping[str, Sent]
+) -> list[Fault]:
     """What `run` names and the bundle does not hold."""
     if descriptor.bundle is None:
         return []
@@ -149,7 +157,11 @@ def _entry_faults(session: Session, owner: Owner, descriptor: Descriptor) -> lis
         told = f"your tenant has no such bundle; upload it with PUT /v1/bundles/{sha256}"
         return [Fault("/bundle", told, "unknown-bundle")]
     found = (_entry_fault(n, task, bundle) for n, task in enumerate(descriptor.tasks))
-    return [fault for fault in found if fault is not None]
+    of_nodes = (
+        graphs.unknown_functions(one, bundle.entry_points, _listed(bundle, "function"))
+        for one in sent.values()
+    )
+    return [*(fault for fault in found if fault is not None), *chain.from_iterable(of_nodes)]
 
 
 def _entry_fault(n: int, task: TaskDescriptor, bundle: Bundle) -> Fault | None:
@@ -163,10 +175,13 @@ def _entry_fault(n: int, task: TaskDescriptor, bundle: Bundle) -> Fault | None:
     if sort is not None:
         told = f"{task.run.entry} is a {sort}, and a {task.run.kind} must be a {wanted}"
         return Fault(pointer, told, "unknown-entry-point")
-    there = [name for name, sort in bundle.entry_points.items() if sort == wanted]
-    listed = ", ".join(there[:10]) or "none (a job is a top-level class with a step method)"
-    told = f"the bundle has no {wanted} {task.run.entry}; it has: {listed}"
+    told = f"the bundle has no {wanted} {task.run.entry}; it has: {_listed(bundle, wanted)}"
     return Fault(pointer, told, "unknown-entry-point")
+
+
+def _listed(bundle: Bundle, wanted: str) -> str:
+    there = sorted(name for name, sort in bundle.entry_points.items() if sort == wanted)
+    return ", ".join(there[:10]) or "none (a job is a top-level class with a step method)"
 
 
 def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:
@@ -236,6 +251,7 @@ def submit(session: Session, owner: Owner, body: JSON) -> Request:
     found = checked(session, owner, body)
     descriptor = found.descriptor
     _check_room(session, found.path, len(descriptor.tasks))
+    graphs.keep(session, owner.tenant_id, found.graphs.values())
     request = _request(session, owner, descriptor, body)
     if descriptor.notify is not None:
         webhooks.expect_addresses(session, owner.tenant_id)

@@ -26,6 +26,7 @@ from app.api import auth, meta, openapi, problems, streams
 from app.api import bundles as bundle_routes
 from app.api import checkpoints as checkpoint_routes
 from app.api import devices as device_routes
+from app.api import graphs as graph_routes
 from app.api import metrics as metric_routes
 from app.api import presets as preset_routes
 from app.api import requests as request_routes
@@ -73,6 +74,7 @@ def _routers() -> list[Any]:
         task_routes.router,
         checkpoint_routes.router,
         bundle_routes.router,
+        graph_routes.router,
         share_routes.router,
         simulation_routes.router,
         tenant_routes.tenants,

@@ -258,6 +258,20 @@ class Bundle(Base):
     created_at: Mapped[datetime] = _now()
 
 
+class Graph(Base):
+    """A graph of small functions that a tenant sent; `body` is its JSON as it was sent.
+
+    The bytes whose hash it is (`core.taskgraph.canonical`) lie in the store, for the devices.
+    """
+
+    __tablename__ = "graphs"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    sha256: Mapped[str] = mapped_column(primary_key=True)
+    nodes: Mapped[int]
+    body: Mapped[dict[str, Any]] = mapped_column(JSON)
+    created_at: Mapped[datetime] = _now()
+
+
 REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
 
 

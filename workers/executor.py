@@ -38,13 +38,14 @@ from typing import Any, NoReturn, cast
 import numpy
 import torch
 
-from workers import absence, context_switch, gang, loading, preset
+from workers import absence, context_switch, gang, graph, loading, preset
 from workers import image as images
 from workers import slab as slabs
 from workers.absence import Absence, CalledOff
 from workers.accelerator import Accelerator
 from workers.capture import Captured, Surroundings, Uncapturable, capture
 from workers.gang import Member
+from workers.graph import GraphJob, NodeFailed
 from workers.image import Image
 from workers.layout import Layout, from_json
 from workers.slab import Slab
@@ -65,7 +66,7 @@ DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
 METRICS_LIMIT = 100
 SEED = 0  # what a job that seeds nothing itself begins with, everywhere the same
-_HERE = {__file__}
+_HERE = {__file__, graph.__file__}
 
 
 class Ending(Exception):
@@ -149,6 +150,15 @@ class Work:
     @property
     def is_function(self) -> bool:
         return "function" in self.spec["run"]
+
+    @property
+    def is_graph(self) -> bool:
+        return "graph" in self.spec["run"]
+
+    @property
+    def state(self) -> Any:
+        """What its images hold: a job itself, of a graph how far it is."""
+        return self.job.state() if isinstance(self.job, GraphJob) else self.job
 
     def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:
         """While it waits for what comes from outside, the other ranks of its gang may run."""
@@ -243,7 +253,7 @@ class Images:
     def _captured(self) -> Captured:
         work = self.work
         work.accelerator.synchronize()
-        return capture(work.job, around=work.around, accelerator=work.accelerator)
+        return capture(work.state, around=work.around, accelerator=work.accelerator)
 
     def _is_leaving(self) -> None:
         self.busy, self.last_step, self.left_s = True, self.work.step, time.monotonic()
@@ -401,7 +411,11 @@ def load_code(work: Work) -> None:
     loading.follow()
     absence.follow()
     try:
-        work.entry = load_entry(code, spec["run"].get("job") or spec["run"]["function"])
+        if work.is_graph:
+            body = _read_json(work.fds.pop(0))
+            work.entry = load_graph(code, body, work.accelerator)
+        else:
+            work.entry = load_entry(code, spec["run"].get("job") or spec["run"]["function"])
     except BaseException as error:
         raise _failed(error, cause="bundle") from error
 
@@ -424,7 +438,8 @@ def bring_in(work: Work) -> None:
         index = slabs.read_index(work.slab.fd, spec["image"]["index_bytes"])
         if preset.impose(index["fingerprint"]):
             work.capabilities = ["pause", "save", "move", "equivalent"]
-        work.job = _restored(work, index["layout"])
+        restored = _restored(work, index["layout"])
+        work.job = work.entry.go_on(restored) if work.is_graph else restored
         work.step = work.images.last_step = spec["image"]["step"]
     except BaseException as error:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
@@ -452,7 +467,10 @@ def build(work: Work) -> None:
     if work.job is not None or work.is_function:
         return
     try:
-        work.job = work.entry(work.ctx, **work.spec["params"])
+        if work.is_graph:
+            work.job = work.entry.begin(work.ctx.inputs)
+        else:
+            work.job = work.entry(work.ctx, **work.spec["params"])
     except BaseException as error:
         raise _failed(error) from error
 
@@ -477,9 +495,11 @@ def one_step(work: Work) -> None:
             work.metrics = metrics_of(work.ctx.logged)
         else:
             work.metrics = take_step(work.job, work.ctx, work.step + 1)
+    except NodeFailed as failed:
+        raise _failed(failed.__cause__ or failed, begun=f"In the {failed}: ") from failed
     except BaseException as error:
         raise _failed(error) from error
-    work.step += 1
+    work.step = work.job.count if work.is_graph else work.step + 1
     if time.monotonic() - work.reported_s >= REPORT_S:
         _report(work)
 
@@ -706,7 +726,7 @@ def _output(work: Work, value: object, root: str) -> Image:
 def _must_be_capturable(work: Work) -> None:
     """Said after the first step, not at the first pause."""
     try:
-        captured = capture(work.job, around=work.around, accelerator=work.accelerator)
+        captured = capture(work.state, around=work.around, accelerator=work.accelerator)
         size = work.images.staging.must_fit(captured)
     except Uncapturable as error:
         raise _uncapturable(error) from error
@@ -783,6 +803,12 @@ def _anonymous_bytes() -> int:
     return (int(resident) - int(shared)) * resource.getpagesize()
 
 
+def _read_json(fd: int) -> JSON:
+    with os.fdopen(fd) as file:
+        body: JSON = json.load(file)
+    return body
+
+
 def _taken_from(fd: int) -> Image:
     try:
         return images.load(fd)
@@ -800,6 +826,16 @@ class BadEntry(Exception):
 def load_entry(code: Path, target: str) -> Any:
     """The class or function that "module:name" names, from the tenant's folder `code`."""
     _make_room_for(code)
+    return _entry(code, target)
+
+
+def load_graph(code: Path, body: JSON, accelerator: Accelerator) -> graph.Loaded:
+    """A graph, all of whose functions lie in the tenant's folder `code`."""
+    _make_room_for(code)
+    return graph.Loaded(body, partial(_entry, code), accelerator)
+
+
+def _entry(code: Path, target: str) -> Any:
     module_name, _, name = target.partition(":")
     module = importlib.import_module(module_name)
     found = getattr(module, "__file__", None)

@@ -1,6 +1,7 @@
 """Run one job alone and undisturbed: what its result must be, bit for bit, under Roundhouse.
 
     python -m workers.job FOLDER module:Class [--params JSON] [--preset JSON]
+    python -m workers.job FOLDER GRAPH.json ...
 
 The same code, the same preset and the same environment as in a resident, but no supervisor, no
 orders and no walls.  Prints one JSON object: {"steps", "result", "metrics", "preset"}.
@@ -17,7 +18,15 @@ from typing import Any
 
 from workers import preset
 from workers.accelerator import Accelerator
-from workers.executor import Context, call, load_entry, plain, seed, take_step
+from workers.executor import (
+    Context,
+    call,
+    load_entry,
+    load_graph,
+    plain,
+    seed,
+    take_step,
+)
 from workers.sandbox import ENVIRONMENT
 
 JSON = dict[str, Any]
@@ -26,14 +35,22 @@ JSON = dict[str, Any]
 def run_alone(
     folder: Path, entry: str, *, params: JSON, settings: JSON, kind: str = "cpu", steps: int = 0
 ) -> JSON:
-    """Run in this process, to the end or for `steps` steps; it must be fresh: presets stick."""
+    """Run in this process, to the end or for `steps` steps; it must be fresh: presets stick.
+
+    `entry` is "module:Class", "module:function" or the path of a graph that takes no inputs.
+    """
     taken = preset.configure(settings)
     ctx = Context(device=Accelerator(kind).device, rank=0, world_size=1, params=params)
     seed()
-    built = load_entry(folder.resolve(), entry)
-    if not isinstance(built, type):
-        return {"steps": 1, "result": _said(call(built, ctx)), "metrics": {}, "preset": taken}
-    job, done, metrics = built(ctx, **params), 0, {}
+    if entry.endswith(".json"):
+        body = json.loads(Path(entry).read_text(encoding="utf-8"))
+        job: Any = load_graph(folder.resolve(), body, Accelerator(kind)).begin({})
+    else:
+        built = load_entry(folder.resolve(), entry)
+        if not isinstance(built, type):
+            return {"steps": 1, "result": _said(call(built, ctx)), "metrics": {}, "preset": taken}
+        job = built(ctx, **params)
+    done, metrics = 0, {}
     while ctx.result is None and (not steps or done < steps):
         metrics = take_step(job, ctx, done + 1)
         done += 1
@@ -54,7 +71,7 @@ def _said(result: JSON) -> JSON:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m workers.job", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("entry", help="module:Class or module:function")
+    parser.add_argument("entry", help="module:Class, module:function or GRAPH.json")
     parser.add_argument("--params", type=json.loads, default={})
     parser.add_argument("--preset", type=json.loads, default={})
     parser.add_argument("--kind", default="cpu")

@@ -34,6 +34,8 @@ _PIECE = 1 << 20
 class Fetched:
     """Everything that a launch names, verified: its code, open files of its blobs, its image.
 
+    The first file is its graph, if it runs one; the others are its inputs, by port.
+
     The image lies in `slab`, which is empty where there is none.
     """
 
@@ -71,6 +73,9 @@ def fetch(
     fds: list[int] = []
     try:
         code = unpack(launch.bundle, house)
+        with _as_cause("bundle"):
+            if "graph" in launch.run:
+                fds.append(_opened(house.store, launch.run["graph"].removeprefix("sha256:")))
         with _as_cause("exception"):
             for port in sorted(launch.inputs):
                 fds.append(_opened(house.store, launch.inputs[port]["sha256"]))

@@ -54,6 +54,8 @@ def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[st
 
 
 def _or_null(shown: dict[str, Any]) -> dict[str, Any]:
+    if "anyOf" in shown:
+        return {**shown, "anyOf": [*shown["anyOf"], {"type": "null"}]}
     nullable = {**shown, "type": [shown["type"], "null"]}
     return {**nullable, "enum": [*shown["enum"], None]} if "enum" in shown else nullable
 
@@ -65,6 +67,92 @@ def _texts(description: str) -> dict[str, Any]:
 def _whole(description: str, default: int) -> dict[str, Any]:
     return {"type": "integer", "description": description, "default": default}
 
+
+GRAPH_EXAMPLE: dict[str, Any] = {
+    "nodes": [
+        {
+            "name": "encode",
+            "function": "ops:encode",
+            "inputs": {"x": "input:raw"},
+            "outputs": ["h"],
+            "params": {"width": 64},
+        },
+        {
+            "name": "vote",
+            "function": "ops:vote",
+            "inputs": {"parts": ["encode.h", "encode.h"]},
+            "outputs": ["y"],
+        },
+    ],
+    "outputs": {"y": "vote.y"},
+}
+
+_SOURCE = {"type": "string", "description": '"NODE.OUTPUT", or "input:PORT" of the task'}
+_TENSOR = _object(
+    {
+        "dtype": {"type": "string", "description": 'as torch names it: "float32"'},
+        "shape": {
+            "type": "array",
+            "items": {"type": ["integer", "string"]},
+            "description": "each a number, or a name that stands for one number in this graph",
+        },
+    },
+    ["dtype", "shape"],
+)
+_TENSORS = {
+    "type": "object",
+    "additionalProperties": _TENSOR,
+    "description": "what is declared of ports, and checked; of a node that maps: of one item",
+}
+_NODE = _object(
+    {
+        "name": {"type": "string", "description": "unique in its graph"},
+        "function": {"type": "string", "description": '"module:name" in the bundle'},
+        "graph": {"type": "object", "description": "instead of a function: a graph inside it"},
+        "inputs": {
+            "type": "object",
+            "additionalProperties": {"anyOf": [_SOURCE, {"type": "array", "items": _SOURCE}]},
+            "description": "port -> the block that it reads, or a list of blocks",
+        },
+        "outputs": _texts("the names of the blocks that it returns, as a dict"),
+        "params": {"type": "object", "description": "more arguments of the function"},
+        "inout": _texts("ports read and written: the block's memory may be written to"),
+        "map": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+            "description": "ports with lists: it runs once for each item, each output is a list",
+        },
+        "tensors": _TENSORS,
+        "est": _object(
+            {
+                "ms": {"type": "number", "description": "how long it takes"},
+                "memory_bytes": _whole("what it takes beside its blocks", 0),
+            }
+        ),
+        "draws": {
+            "type": "boolean",
+            "default": True,
+            "description": "it may draw random numbers; if not, it starts some microseconds sooner",
+        },
+    },
+    ["name"],
+)
+_GRAPH = {
+    **_object(
+        {
+            "nodes": {"type": "array", "items": _NODE, "minItems": 1},
+            "outputs": {
+                "type": "object",
+                "additionalProperties": _SOURCE,
+                "description": "the task's outputs, and what else its result shall hold",
+            },
+            "tensors": _TENSORS,
+            "limits": _object({"memory_bytes": _whole("of blocks on the device at once", 0)}),
+        },
+        ["nodes", "outputs"],
+    ),
+    "title": "Graph",
+    "examples": [GRAPH_EXAMPLE],
+}
 
 _TASK = _object(
     {
@@ -81,6 +169,11 @@ _TASK = _object(
                         " it must leave its device it begins again in its working folder as that"
                         " was kept last (`checkpoint.every_s`, at pauses and drains)"
                     ),
+                    "graph": {
+                        "anyOf": [{"type": "string"}, _GRAPH],
+                        "description": 'many small functions: a graph, or "sha256:…" of one sent'
+                        " before; its ports are the task's inputs and outputs",
+                    },
                 }
             ),
             "description": "exactly one of these",
@@ -167,3 +260,4 @@ SCHEMA = {
 }
 
 DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(SCHEMA), Body()]
+GraphIn = Annotated[dict[str, Any], WithJsonSchema(_GRAPH), Body()]

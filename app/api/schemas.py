@@ -12,6 +12,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from app.api.descriptor_schema import GRAPH_EXAMPLE
 from app.api.times import Time
 
 Scope = Literal[
@@ -525,6 +526,24 @@ class BundleStored(BundleOut):
     )
     files: int
     unparsed: dict[str, str] = Field(description="Python files that do not parse, and why")
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+class GraphSummary(Out):
+    model_config = example(sha256=_SHA256, nodes=2, created_at=_AT)
+    sha256: str
+    nodes: int = Field(description="functions in it, those of graphs inside it counted too")
+    created_at: datetime
+
+
+class GraphOut(GraphSummary):
+    model_config = example(
+        **example_of(GraphSummary),
+        body=GRAPH_EXAMPLE,
+    )
+    body: dict[str, Any]
 
 
 # --- tenants, users, keys -----------------------------------------------------------------------

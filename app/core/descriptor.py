@@ -22,7 +22,7 @@ JSON = dict[str, Any]
 
 TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
-RUNS = ("job", "function", "command")
+RUNS = ("job", "function", "command", "graph")
 
 MAX_TASKS = 1000
 MAX_FAULTS = 100  # more are counted, not listed
@@ -34,16 +34,17 @@ MAX_LABELS = 64
 MAX_MEMORY_BYTES = 2**50
 MAX_DURATION_S = 365 * 86400.0
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
-_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_BUNDLE = re.compile(r"sha256:[0-9a-f]{64}")
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 _CHECKPOINT = re.compile(r"ckp_[0-9a-f]{32}")
 
-_NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
-_WORD_RULE = "1 to 63 letters, digits and '_', not beginning with a digit"
+NAME_RULE = "1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit"
+WORD_RULE = "1 to 63 letters, digits and '_', not beginning with a digit"
+_DIGEST_RULE = '"sha256:" and 64 hexadecimal digits'
 _CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
 
 
@@ -69,11 +70,15 @@ class BadDescriptor(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command."""
+    """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
+
+    `graph` is "sha256:<hex>" of one that the tenant has, or its JSON, as `core.taskgraph` reads it.
+    """
 
     kind: str
     entry: str = ""
     argv: tuple[str, ...] = ()
+    graph: str | JSON = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,30 +161,33 @@ class Descriptor:
 
 def parse(body: object) -> Descriptor:
     """Read a request; raises BadDescriptor with all its faults."""
-    faults = list(_not_plain(body))
+    faults = list(not_plain(body))
     if faults:
         raise BadDescriptor(_shortened(faults))
-    fields = _Fields(body, "", faults)
+    fields = Fields(body, "", faults)
     descriptor = Descriptor(
-        name=fields.text("name", None, _NAME, _NAME_RULE),
+        name=fields.text("name", None, NAME, NAME_RULE),
         tier=fields.one_of("tier", TIERS, "standard"),
         priority=fields.integer("priority", 0, least=-100, most=100),
         tasks=_tasks(fields),
-        bundle=fields.text("bundle", None, _BUNDLE, '"sha256:" and 64 hexadecimal digits'),
+        bundle=fields.text("bundle", None, _DIGEST, _DIGEST_RULE),
         labels=_labels(fields),
         notify=_notify(fields),
     )
     fields.close()
-    if fields.body.get("bundle") is None and any(task.run.entry for task in descriptor.tasks):
-        faults.append(Fault("/bundle", "a job or function needs the bundle it lies in", "missing"))
+    if fields.body.get("bundle") is None and any(
+        task.run.entry or task.run.graph for task in descriptor.tasks
+    ):
+        told = "a job, a function or a graph needs the bundle that its code lies in"
+        faults.append(Fault("/bundle", told, "missing"))
     if faults:
         raise BadDescriptor(_shortened(faults))
     return descriptor
 
 
-def _tasks(fields: _Fields) -> tuple[TaskDescriptor, ...]:
+def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
     found = fields.items("tasks", least=1, most=MAX_TASKS)
-    tasks = tuple(_task(_Fields(body, where, fields.faults)) for where, body in found)
+    tasks = tuple(_task(Fields(body, where, fields.faults)) for where, body in found)
     seen: set[str] = set()
     for (where, _), task in zip(found, tasks, strict=True):
         if task.name in seen:
@@ -190,18 +198,18 @@ def _tasks(fields: _Fields) -> tuple[TaskDescriptor, ...]:
     return tasks
 
 
-def _task(fields: _Fields) -> TaskDescriptor:
+def _task(fields: Fields) -> TaskDescriptor:
     fields.require("name", "run")
-    name = fields.text("name", "", _NAME, _NAME_RULE)
+    name = fields.text("name", "", NAME, NAME_RULE)
     world_size = fields.integer("world_size", 1, least=1, most=100_000)
     run = _run(fields.inside("run"))
     task = TaskDescriptor(
         name=name,
-        type=fields.text("type", "default", _NAME, _NAME_RULE),
+        type=fields.text("type", "default", NAME, NAME_RULE),
         run=run,
         params=_params(fields),
         inputs=_inputs(fields),
-        outputs=fields.texts("outputs", _WORD, _WORD_RULE),
+        outputs=fields.texts("outputs", WORD, WORD_RULE),
         start=_start(fields.inside("start")),
         world_size=world_size,
         devices=_devices(
@@ -220,14 +228,15 @@ def _task(fields: _Fields) -> TaskDescriptor:
     return task
 
 
-def _run(fields: _Fields) -> Run:
+def _run(fields: Fields) -> Run:
     given = [kind for kind in RUNS if kind in fields.body]
     if fields.given and len(given) != 1:
         said = ", ".join(given) or "none of them"
         fields.fault("", f"give exactly one of {', '.join(RUNS)}; this gives {said}")
     rule = 'of the form "module:Name"'
-    entries = {kind: fields.text(kind, "", _ENTRY, rule) for kind in ("job", "function")}
+    entries = {kind: fields.text(kind, "", ENTRY, rule) for kind in ("job", "function")}
     argv = fields.texts("command", None, "") if "command" in fields.body else ()
+    graph = _graph(fields)
     if fields.body.get("command") == []:
         fields.fault("command", "a command needs at least one word", "missing")
     elif argv and not argv[0]:
@@ -235,10 +244,20 @@ def _run(fields: _Fields) -> Run:
     fields.close()
     if len(given) != 1:
         return Run(kind="job")
-    return Run(kind=given[0], entry=entries.get(given[0], ""), argv=argv)
+    return Run(kind=given[0], entry=entries.get(given[0], ""), argv=argv, graph=graph)
 
 
-def _check_command(fields: _Fields, task: TaskDescriptor) -> None:
+def _graph(fields: Fields) -> str | JSON:
+    if isinstance(fields.body.get("graph"), str):
+        name: str = fields.text("graph", "", _DIGEST, _DIGEST_RULE)
+        return name
+    graph = fields.mapping("graph")
+    if fields.body.get("graph") == {}:
+        fields.fault("graph/nodes", "nodes is missing", "missing")
+    return graph or ""
+
+
+def _check_command(fields: Fields, task: TaskDescriptor) -> None:
     """What a program can be given when it is started is bounded by the operating system."""
     argv = task.run.argv
     size = sum(len(word.encode()) for word in argv)
@@ -251,24 +270,24 @@ def _check_command(fields: _Fields, task: TaskDescriptor) -> None:
         fields.fault("params", f"{told}: put data into a file of the bundle", "range")
 
 
-def _params(fields: _Fields) -> JSON:
+def _params(fields: Fields) -> JSON:
     params = fields.mapping("params")
     size = len(json.dumps(params).encode())
     if size > MAX_PARAMS_BYTES:
         told = f"{size} bytes; at most {MAX_PARAMS_BYTES}: put data into a file of the bundle"
         fields.fault("params", told, "range")
     for name in params:
-        if not _WORD.fullmatch(name):
-            fields.fault(f"params/{escaped(name)}", f"a parameter's name is {_WORD_RULE}")
+        if not WORD.fullmatch(name):
+            fields.fault(f"params/{escaped(name)}", f"a parameter's name is {WORD_RULE}")
     return params
 
 
-def _inputs(fields: _Fields) -> dict[str, Source]:
+def _inputs(fields: Fields) -> dict[str, Source]:
     sources = {}
     for port, said in fields.mapping("inputs").items():
         where = f"inputs/{escaped(port)}"
-        if not _WORD.fullmatch(port):
-            fields.fault(where, f"an input's name is {_WORD_RULE}")
+        if not WORD.fullmatch(port):
+            fields.fault(where, f"an input's name is {WORD_RULE}")
         source = _source(said) if isinstance(said, str) else None
         if source is None:
             fields.fault(where, 'an input is "TASK.OUTPUT" or "datablock:NAME"')
@@ -280,16 +299,16 @@ def _inputs(fields: _Fields) -> dict[str, Source]:
 def _source(said: str) -> Source | None:
     if said.startswith("datablock:"):
         name = said.removeprefix("datablock:")
-        return Source(kind="datablock", name=name) if _NAME.fullmatch(name) else None
+        return Source(kind="datablock", name=name) if NAME.fullmatch(name) else None
     name, _, output = said.rpartition(".")
-    if not _NAME.fullmatch(name) or not _WORD.fullmatch(output):
+    if not NAME.fullmatch(name) or not WORD.fullmatch(output):
         return None
     return Source(kind="task", name=name, output=output)
 
 
-def _start(fields: _Fields) -> Start:
+def _start(fields: Fields) -> Start:
     start = Start(
-        after=fields.texts("after", _NAME, _NAME_RULE),
+        after=fields.texts("after", NAME, NAME_RULE),
         not_before_s=fields.time("not_before"),
         hold=fields.flag("hold", False),
     )
@@ -297,13 +316,13 @@ def _start(fields: _Fields) -> Start:
     return start
 
 
-def _devices(fields: _Fields, world_size: int, usual_most: int) -> Devices:
+def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
     least = fields.integer("min", 1, least=1, most=world_size)
     most = fields.integer("max", max(least, usual_most), least=1, most=world_size)
     if least > most:
         fields.fault("min", f"min is {least} and max is {most}", "range")
     devices = Devices(
-        kind=fields.text("kind", "cpu", _NAME, _NAME_RULE),
+        kind=fields.text("kind", "cpu", NAME, NAME_RULE),
         min=least,
         max=most,
         memory_bytes=fields.integer("memory_bytes", 0, least=0, most=MAX_MEMORY_BYTES),
@@ -312,7 +331,7 @@ def _devices(fields: _Fields, world_size: int, usual_most: int) -> Devices:
     return devices
 
 
-def _checkpoint(fields: _Fields) -> Checkpointing:
+def _checkpoint(fields: Fields) -> Checkpointing:
     checkpoint = Checkpointing(
         every_s=fields.number("every_s", 60.0, above=0, most=MAX_DURATION_S),
         keep=fields.integer("keep", 3, least=1, most=1000),
@@ -321,13 +340,13 @@ def _checkpoint(fields: _Fields) -> Checkpointing:
     return checkpoint
 
 
-def _retry(fields: _Fields) -> int:
+def _retry(fields: Fields) -> int:
     retry_max = fields.integer("max", 0, least=0, most=100)
     fields.close()
     return retry_max
 
 
-def _labels(fields: _Fields) -> dict[str, str]:
+def _labels(fields: Fields) -> dict[str, str]:
     labels = fields.mapping("labels")
     if len(labels) > MAX_LABELS:
         fields.fault("labels", f"{len(labels)} labels; at most {MAX_LABELS}", "range")
@@ -340,7 +359,7 @@ def _labels(fields: _Fields) -> dict[str, str]:
     return labels
 
 
-def _notify(fields: _Fields) -> Notify | None:
+def _notify(fields: Fields) -> Notify | None:
     inside = fields.inside("notify")
     if not inside.given:
         return None
@@ -358,7 +377,8 @@ def _notify(fields: _Fields) -> Notify | None:
 
 def as_json(task: TaskDescriptor) -> JSON:
     """The task in full, every default written out; `parse` reads the same task from it."""
-    run: Any = list(task.run.argv) if task.run.kind == "command" else task.run.entry
+    said = {"command": list(task.run.argv), "graph": task.run.graph}
+    run: Any = said.get(task.run.kind, task.run.entry)
     return {
         "name": task.name,
         "type": task.type,
@@ -398,7 +418,7 @@ def _rfc3339(at_s: float | None) -> str | None:
 # --- how fields are read ------------------------------------------------------------------------
 
 
-class _Fields:
+class Fields:
     """One object of the input: each field is read once, faults are gathered, the rest is unknown.
 
     A field that is missing, null or wrong reads as its default, so that reading goes on.
@@ -514,11 +534,11 @@ class _Fields:
             self.fault(key, f"{len(value)} {key}; from {least} to {most} are allowed", "range")
         return [(f"{self.pointer}/{key}/{n}", item) for n, item in enumerate((value or [])[:most])]
 
-    def inside(self, key: str) -> _Fields:
+    def inside(self, key: str) -> Fields:
         """The object under `key`; one that was not given reads as all defaults."""
         self._known.append(key)
         given = self.body.get(key) is not None
-        return _Fields(self.body.get(key), f"{self.pointer}/{key}", self.faults, given)
+        return Fields(self.body.get(key), f"{self.pointer}/{key}", self.faults, given)
 
     def _read(self, key: str, kind: type | tuple[type, ...], wanted: str) -> Any:
         """The value under `key`, or None if it is missing, null or of another kind."""
@@ -532,7 +552,7 @@ class _Fields:
         return None
 
 
-def _not_plain(body: object) -> Iterator[Fault]:
+def not_plain(body: object) -> Iterator[Fault]:
     """What JSON in Postgres cannot hold, or what is nested too deep to be meant."""
     stack: list[tuple[str, object, int]] = [("", body, 0)]
     while stack:

@@ -52,7 +52,7 @@ class Launch(Order):
     """
 
     tenant: str
-    run: JSON  # {"job": "module:Class"} or {"function": "module:name"}
+    run: JSON  # {"job": "module:Class"}, {"function": "module:name"} or {"graph": "sha256:…"}
     bundle: str  # sha256 of the uploaded code
     params: JSON
     inputs: JSON  # port name -> {"sha256": image of the value}

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 #: What each one opens, in the order in which they are told.
 MEANINGS = {
-    "work:read": "look at requests, tasks, logs, metrics, checkpoints and bundles",
-    "work:write": "submit requests and bundles; pause, move, change and cancel",
+    "work:read": "look at requests, tasks, logs, metrics, checkpoints, bundles and graphs",
+    "work:write": "submit requests, bundles and graphs; pause, move, change and cancel",
     "usage:read": "look at shares, the queue, usage and decisions; simulate; scrape /metrics",
     "devices:read": "look at islands, hosts, devices and presets",
     "devices:write": "drain and cordon; change devices and presets",
@@ -26,6 +26,7 @@ AREAS = {
     "tasks": "work",
     "checkpoints": "work",
     "bundles": "work",
+    "graphs": "work",
     "shares": "usage",
     "simulations": "usage",
     "meta": "usage",

@@ -42,6 +42,7 @@ from app.models import (
     Delivery,
     Device,
     Event,
+    Graph,
     Host,
     Idempotency,
     Island,
@@ -126,6 +127,9 @@ def _rows(root: str) -> Iterator[Any]:
     sha256 = descriptor_schema.EXAMPLE["bundle"].removeprefix("sha256:")
     for one in (sha256, "7" * 64):
         yield Bundle(tenant_id=TENANT["id"], sha256=one, size_bytes=1, entry_points=entries)
+        yield Graph(
+            tenant_id=TENANT["id"], sha256=one, nodes=2, body=descriptor_schema.GRAPH_EXAMPLE
+        )
     yield from _request(REQUEST["id"], TASK["id"], "running", seat=DEVICE["id"])
     yield from _request(WAITING_REQUEST, WAITING_TASK, "waiting")
     yield from _request("req_" + "6" * 32, "tsk_" + "6" * 32, "waiting")

@@ -159,12 +159,14 @@ OWNERS = {
     "POST /v1/requests:validate",
     "GET /v1/bundles/{sha256}",
     "HEAD /v1/bundles/{sha256}",
+    "GET /v1/graphs/{sha256}",
 }
 #: What succeeds for nobody here, and where it does.
 ELSEWHERE = {
     "GET /v1/checkpoints/{id}/tensors",  # its bytes are lost: test_checkpoints.py has real ones
     "GET /v1/checkpoints/{id}/safetensors",
     "PUT /v1/bundles/{sha256}",  # the bytes of a SHA-256 cannot be made up: test_bundles.py
+    "PUT /v1/graphs/{sha256}",  # nor a graph: test_graphs.py
     "DELETE /v1/tenants/{id}",  # things belong to it: test_tenants.py
     "PATCH /v1/devices/{id}",  # it was changed by a cordon before: test_devices.py
 }

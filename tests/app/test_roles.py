@@ -10,11 +10,12 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import delete, update
 
-from app import webhooks
+from app import graphs, webhooks
 from app.api import auth
+from app.api.descriptor_schema import GRAPH_EXAMPLE
 from app.core.scope import SCOPES
 from app.main import app
-from app.models import ApiKey, Checkpoint, Delivery, Event, Preset, Request, Task, Webhook
+from app.models import ApiKey, Checkpoint, Delivery, Event, Graph, Preset, Request, Task, Webhook
 from tests.app.conftest import BUNDLE, descriptor, sha256
 
 WHO = (
@@ -23,7 +24,8 @@ WHO = (
 )  # fmt: skip
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
-# checkpoint of that task, whose bytes are lost; {whk}, {msg}: a webhook of red and a message to it
+# checkpoint of that task, whose bytes are lost; {whk}, {msg}: a webhook of red and a message to it;
+# {graph}: one that red has sent
 TABLE = """
 #                                       the answers to WHO, in its order         scope
 POST   /v1/requests                     401  403  202  202  202  422  422  403  work:write
@@ -57,6 +59,9 @@ PUT    /v1/bundles/{sha}                401  403  200  200  200  201  201  201  
 GET    /v1/bundles/{sha}                401  200  200  200  200  404  404  404  work:read
 HEAD   /v1/bundles/{sha}                401  200  200  200  200  404  404  404  work:read
 GET    /v1/bundles                      401  200  200  200  200  200  200  200  work:read
+PUT    /v1/graphs/{graph}               401  403  200  200  200  201  201  201  work:write
+GET    /v1/graphs/{graph}               401  200  200  200  200  404  404  404  work:read
+GET    /v1/graphs                       401  200  200  200  200  200  200  200  work:read
 GET    /v1/fair-share                   401  200  200  200  200  200  200  200  usage:read
 GET    /v1/queue                        401  200  200  200  200  200  200  200  usage:read
 GET    /v1/usage                        401  200  200  200  200  200  200  200  usage:read
@@ -105,12 +110,14 @@ GET    /v1/presets/train/cpu            401  200  200  200  200  200  200  200  
 PUT    /v1/presets/train/cpu            401  403  403  403  403  403  403  200  devices:write
 """
 
+GRAPH = graphs.read(GRAPH_EXAMPLE)
 BODIES = {
     "POST /v1/requests": {"json": descriptor()},
     "POST /v1/requests:validate": {"json": descriptor()},
     "PATCH /v1/requests/{req}": {"json": {"priority": 5}},
     "POST /v1/tasks/{tsk}/resize": {"json": {"devices_max": 2}},
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
+    "PUT /v1/graphs/{graph}": {"json": GRAPH_EXAMPLE},
     "POST /v1/tenants": {"json": {"name": "green"}},
     "PATCH /v1/tenants/ten_red": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
     "PATCH /v1/users/usr_red.member": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
@@ -170,6 +177,7 @@ def _url(path, submitted, world):
         sha=sha256(BUNDLE),
         key=world.keys["red.member"].split("_")[1],
         ckp="ckp_1",
+        graph=GRAPH.sha256,
         whk="whk_1",
         msg="msg_1",
     )
@@ -199,7 +207,7 @@ def test_a_key_that_is_narrowed_does_what_its_scopes_allow(row, app, world, subm
 
 
 def _settle(session, submitted, *, ended):
-    """The task runs and has a checkpoint, and the preset is there.
+    """The task runs and has a checkpoint, and the preset and red's graph are there.
 
     A stream is closed if the request has ended: events of a transaction that is still open are not
     told, so it would wait for them.
@@ -216,5 +224,6 @@ def _settle(session, submitted, *, ended):
     if ended:
         session.get_one(Request, submitted["id"]).state = "done"
         session.execute(delete(Event))
+    session.add(Graph(tenant_id="ten_red", sha256=GRAPH.sha256, nodes=2, body=GRAPH.body))
     session.add(Preset(task_type="train", kind="cpu", params={}))
     session.commit()

@@ -71,7 +71,9 @@ def bundled(files: dict[str, str]) -> bytes:
     return out.getvalue()
 
 
-def _run(run: str | list[str]) -> dict[str, Any]:
+def _run(run: str | list[str] | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(run, dict):
+        return run
     if isinstance(run, list):
         return {"command": run}
     return {"function" if run.partition(":")[2][0].islower() else "job": run}
@@ -149,8 +151,10 @@ class Ground:
 
     # --- orders ---
 
-    def launch(self, task: str, run: str | list[str], epoch: int = 1, **more: Any) -> Launch:
-        """`run` is an entry of the bundle, or the words of a command."""
+    def launch(
+        self, task: str, run: str | list[str] | dict[str, Any], epoch: int = 1, **more: Any
+    ) -> Launch:
+        """`run` is an entry of the bundle, the words of a command, or what an order says."""
         self.orders[task, epoch] = 1
         order = Launch(
             task=task,

@@ -1,0 +1,76 @@
+"""Graphs: what a task of many small functions runs, kept under the SHA-256 of its JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Path, Response
+from sqlalchemy import select
+
+from app import graphs
+from app.api.auth import Authed, Submitter
+from app.api.cursors import Paged
+from app.api.descriptor_schema import GraphIn
+from app.api.edge import v1_router
+from app.api.problems import declared
+from app.api.schemas import GraphOut, GraphSummary, Page
+from app.core.descriptor import BadDescriptor
+from app.db import Db
+from app.errors import BadInput, NotFound
+from app.models import Graph
+
+router = v1_router("graphs")
+
+Sha256 = Annotated[
+    str,
+    Path(
+        pattern="^[0-9a-f]{64}$",
+        description="of its JSON with sorted keys and no spaces, in UTF-8; in hexadecimal digits",
+    ),
+]
+
+
+@router.put(
+    "/graphs/{sha256}",
+    response_model=GraphOut,
+    status_code=201,
+    summary="Send a graph",
+    responses={200: {"model": GraphOut, "description": "It was there"}, **declared(403, 413)},
+)
+def put_graph(
+    response: Response, sha256: Sha256, body: GraphIn, caller: Submitter, session: Db
+) -> Graph:
+    """From then on a task runs it by its name alone: `run: {graph: "sha256:…"}`.
+
+    A graph that a request holds whole is kept just so.  Its functions are looked for when a request
+    names the bundle.
+    """
+    try:
+        sent = graphs.read(body)
+    except BadDescriptor as error:
+        first = error.faults[0]
+        told = f"{first.pointer or 'the body'}: {first.detail}"
+        raise BadInput(told, errors=error.faults) from error
+    if sent.sha256 != sha256:
+        told = f"its JSON with sorted keys and no spaces hashes to {sent.sha256}, not to {sha256}"
+        raise BadInput.at("{sha256}", told, "digest")
+    response.status_code = 201 if graphs.keep(session, caller.tenant_id, [sent]) else 200
+    return session.get_one(Graph, (caller.tenant_id, sha256))
+
+
+@router.get(
+    "/graphs/{sha256}", response_model=GraphOut, summary="Show a graph", responses=declared(404)
+)
+def get_graph(sha256: Sha256, caller: Authed, session: Db) -> Graph:
+    """As it was sent."""
+    found = session.get(Graph, (caller.tenant_id, sha256))
+    if found is None:
+        raise NotFound("graph", sha256)
+    return found
+
+
+@router.get("/graphs", response_model=Page[GraphSummary], summary="List your tenant's graphs")
+def list_graphs(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
+    """By their SHA-256."""
+    query = select(Graph).where(Graph.tenant_id == caller.tenant_id)
+    return paging.read(session, query, by=Graph.sha256).page()

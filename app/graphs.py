@@ -1,0 +1,121 @@
+"""Graphs that tasks run: read and checked, kept under their SHA-256, found again by it.
+
+A graph belongs to the tenant that sent it.  Its row is what requests are checked against; its
+canonical bytes lie in the store, where the devices fetch them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app.core import taskgraph
+from app.core.descriptor import BadDescriptor, Descriptor, Fault, TaskDescriptor
+from app.core.graph import Offer
+from app.core.messages import JSON
+from app.core.taskgraph import TaskGraph
+from app.models import Graph
+from app.settings import settings
+from app.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A graph as it was sent, and as it was read; `is_new`: not yet known to be the tenant's."""
+
+    sha256: str
+    body: JSON
+    graph: TaskGraph
+    is_new: bool = True
+
+
+def read(body: JSON, pointer: str = "") -> Sent:
+    """Raises BadDescriptor with all its faults."""
+    graph = taskgraph.parse(body, pointer)
+    sha256 = hashlib.sha256(taskgraph.canonical(body)).hexdigest()
+    return Sent(sha256=sha256, body=body, graph=graph)
+
+
+def of_tasks(
+    session: Session, tenant_id: str, descriptor: Descriptor
+) -> tuple[dict[str, Sent], list[Fault]]:
+    """The graph of each task that runs one, by the task's name, and what is wrong with them."""
+    found, faults = dict[str, Sent](), list[Fault]()
+    for n, task in enumerate(descriptor.tasks):
+        if task.run.kind != "graph":
+            continue
+        try:
+            sent = _of_task(session, tenant_id, task, f"/tasks/{n}/run/graph")
+        except BadDescriptor as error:
+            faults += error.faults
+        else:
+            found[task.name] = sent
+            faults += taskgraph.check_task(sent.graph, task, f"/tasks/{n}")
+    return found, faults
+
+
+def _of_task(session: Session, tenant_id: str, task: TaskDescriptor, pointer: str) -> Sent:
+    if not isinstance(task.run.graph, str):
+        return read(task.run.graph, pointer)
+    sha256 = task.run.graph.removeprefix("sha256:")
+    row = session.get(Graph, (tenant_id, sha256))
+    if row is None:
+        told = f"your tenant has no such graph; send it whole, or with PUT /v1/graphs/{sha256}"
+        raise BadDescriptor((Fault(pointer, told, "unknown-graph"),))
+    return replace(read(row.body, pointer), sha256=sha256, is_new=False)
+
+
+def unknown_functions(sent: Sent, entry_points: Mapping[str, str], listed: str) -> Iterator[Fault]:
+    """Nodes whose function the bundle does not hold; `listed` says which it does."""
+    for node in sent.graph.nodes:
+        sort = entry_points.get(node.function)
+        if sort != "function":
+            there = f"is a {sort}" if sort else "is not in the bundle"
+            told = f"{node.function} {there}; a node is one of its functions: {listed}"
+            yield Fault(f"{node.where}/function", told, "unknown-entry-point")
+
+
+def too_large(
+    descriptor: Descriptor, sent: Mapping[str, Sent], kinds: Mapping[str, Offer]
+) -> Iterator[Fault]:
+    """Graphs with a node that fits no device of its kind, as far as its blocks are declared."""
+    for n, task in enumerate(descriptor.tasks):
+        offer = kinds.get(task.devices.kind)
+        if task.name not in sent or offer is None:
+            continue
+        node, least = taskgraph.largest(sent[task.name].graph)
+        if least > offer.memory_bytes:
+            told = f"the node {node.name} takes at least {least} bytes at once"
+            room = f"the largest {task.devices.kind} device has {offer.memory_bytes}"
+            yield Fault(f"/tasks/{n}/run/graph", f"{told}, and {room}", "unsatisfiable")
+
+
+def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
+    """The same, each graph by its hash."""
+    tasks = (
+        replace(task, run=replace(task.run, graph=f"sha256:{sent[task.name].sha256}"))
+        if task.name in sent
+        else task
+        for task in descriptor.tasks
+    )
+    return replace(descriptor, tasks=tuple(tasks))
+
+
+def keep(session: Session, tenant_id: str, sent: Iterable[Sent]) -> bool:
+    """The bytes into the store, then the rows; was any of them new to the tenant?"""
+    rows = [
+        {"tenant_id": tenant_id, "sha256": s.sha256, "nodes": len(s.graph.nodes), "body": s.body}
+        for s in {s.sha256: s for s in sent if s.is_new}.values()
+    ]
+    if not rows:
+        return False
+    store = Store.at(settings().store_address)
+    for row in rows:
+        if not store.has(row["sha256"]):
+            store.put([taskgraph.canonical(row["body"])])
+    made = insert(Graph).values(rows).on_conflict_do_nothing().returning(Graph.sha256)
+    return bool(session.execute(made).all())

@@ -1,0 +1,175 @@
+"""Graphs: sent with a request or before it, checked as a whole, run by their name."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+
+import pytest
+from sqlalchemy import select
+
+from app import housekeeping
+from app.core import taskgraph
+from app.models import Graph, Task
+from app.settings import settings
+from app.store import Store, blob
+from tests.app.conftest import BUNDLE, problem, sha256, zipped
+
+CODE = """
+def split(ctx, raw): ...
+def work(ctx, part): ...
+def vote(ctx, parts): ...
+class Job:
+    def step(self, ctx): ...
+"""
+FUNCTIONS = zipped(ops=CODE)
+GRAPH = {
+    "nodes": [
+        {
+            "name": "split",
+            "function": "ops:split",
+            "inputs": {"raw": "input:raw"},
+            "outputs": ["p"],
+        },
+        {
+            "name": "work",
+            "function": "ops:work",
+            "inputs": {"part": "split.p"},
+            "outputs": ["r"],
+            "map": "part",
+        },
+        {"name": "vote", "function": "ops:vote", "inputs": {"parts": "work.r"}, "outputs": ["y"]},
+    ],
+    "outputs": {"y": "vote.y"},
+}
+
+
+def named(graph):
+    return hashlib.sha256(taskgraph.canonical(graph)).hexdigest()
+
+
+def request(graph, **task):
+    """A task that makes what the graph reads, and one that runs the graph."""
+    make = {"name": "make", "run": {"function": "ops:split"}, "outputs": ["raw"]}
+    whole = {
+        "name": "whole",
+        "run": {"graph": graph},
+        "inputs": {"raw": "make.raw"},
+        "outputs": ["y"],
+        **task,
+    }
+    return {"tasks": [make, whole], "bundle": f"sha256:{sha256(FUNCTIONS)}"}
+
+
+@pytest.fixture
+def client(as_):
+    client = as_("red.member")
+    client.put(f"/v1/bundles/{sha256(FUNCTIONS)}", content=FUNCTIONS)
+    return client
+
+
+def put(client, graph, name=None):
+    return client.put(f"/v1/graphs/{name or named(graph)}", json=graph)
+
+
+class TestPut:
+    def test_it_is_kept_for_the_tenant_and_for_the_devices(self, client, as_):
+        answer = put(client, GRAPH)
+        assert answer.status_code == 201, answer.text
+        assert (answer.json()["nodes"], answer.json()["body"]) == (3, GRAPH)
+        address = f"/v1/graphs/{named(GRAPH)}"
+        assert as_("red.viewer").get(address).json() == answer.json()
+        problem(as_("blue.member").get(address), 404, "not-found")
+        with Store.at(settings().store_address).open(named(GRAPH)) as kept:
+            assert kept.read() == taskgraph.canonical(GRAPH)
+
+    def test_twice_is_no_error_however_it_is_written(self, client):
+        assert put(client, GRAPH).status_code == 201
+        backwards = dict(reversed(GRAPH.items()))
+        assert put(client, backwards).status_code == 200
+        (found,) = client.get("/v1/graphs").json()["items"]
+        assert (found["sha256"], found["nodes"]) == (named(GRAPH), 3)
+
+    def test_a_wrong_name_is_refused_with_the_right_one(self, client):
+        found = problem(put(client, GRAPH, "0" * 64), 422, "validation-error", "{sha256}")
+        assert named(GRAPH) in found["detail"]
+
+    def test_what_is_no_graph_is_refused_with_its_place(self, client):
+        wrong = copy.deepcopy(GRAPH)
+        wrong["nodes"][1]["inputs"]["part"] = "split.q"
+        problem(put(client, wrong), 422, "validation-error", "/nodes/1/inputs/part")
+
+
+class TestSubmit:
+    def test_a_whole_graph_is_named_and_kept(self, client, session):
+        answer = client.post("/v1/requests", json=request(GRAPH))
+        assert answer.status_code == 202, answer.text
+        rows = session.scalars(select(Task).where(Task.name == "whole"))
+        assert [row.descriptor["run"] for row in rows] == [{"graph": f"sha256:{named(GRAPH)}"}]
+        assert client.get(f"/v1/graphs/{named(GRAPH)}").status_code == 200
+
+    def test_from_then_on_its_name_is_enough(self, client):
+        client.post("/v1/requests", json=request(GRAPH))
+        again = client.post("/v1/requests", json=request(f"sha256:{named(GRAPH)}"))
+        assert again.status_code == 202, again.text
+
+    def test_validating_keeps_nothing(self, client):
+        answer = client.post("/v1/requests:validate", json=request(GRAPH))
+        shown = answer.json()["tasks"][1]["descriptor"]["run"]
+        assert shown == {"graph": f"sha256:{named(GRAPH)}"}
+        assert client.get("/v1/graphs").json()["items"] == []
+
+    def test_another_tenants_graph_is_unknown(self, client, as_):
+        put(client, GRAPH)
+        blue = as_("blue.member")
+        blue.put(f"/v1/bundles/{sha256(FUNCTIONS)}", content=FUNCTIONS)
+        answer = blue.post("/v1/requests", json=request(f"sha256:{named(GRAPH)}"))
+        problem(answer, 422, "validation-error", "/tasks/1/run/graph")
+
+    @pytest.mark.parametrize(
+        ("change", "pointer", "code"),
+        [
+            ({"inputs": {}}, "/tasks/1/inputs", "unbound"),
+            ({"inputs": {"raw": "make.raw", "row": "make.raw"}}, "/tasks/1/inputs/row", "unbound"),
+            ({"outputs": ["y", "z"]}, "/tasks/1/outputs/1", "unbound"),
+            ({"run": {"graph": {}}}, "/tasks/1/run/graph/nodes", "missing"),
+            ({"run": {"graph": "sha256:0"}}, "/tasks/1/run/graph", "invalid"),
+            ({"world_size": 2}, "/tasks/1/world_size", "unsatisfiable"),
+        ],
+    )
+    def test_what_does_not_fit_its_task_is_refused(self, change, pointer, code, client):
+        answer = client.post("/v1/requests", json=request(GRAPH, **change))
+        assert answer.status_code == 422
+        assert (pointer, code) in [(e["pointer"], e["code"]) for e in answer.json()["errors"]]
+
+    @pytest.mark.parametrize("function", ["ops:slpit", "ops:Job", "other:split"])
+    def test_a_function_that_the_bundle_does_not_hold_is_refused(self, function, client):
+        wrong = copy.deepcopy(GRAPH)
+        wrong["nodes"][0]["function"] = function
+        put(client, wrong)
+        for graph in (wrong, f"sha256:{named(wrong)}"):
+            answer = client.post("/v1/requests", json=request(graph))
+            found = problem(answer, 422, "validation-error", "/tasks/1/run/graph/nodes/0/function")
+            assert "ops:split, ops:vote, ops:work" in found["detail"]
+
+    def test_a_node_that_fits_no_device_is_refused(self, client):
+        large = copy.deepcopy(GRAPH)
+        large["nodes"][0]["tensors"] = {"raw": {"dtype": "float32", "shape": [2**20, 300]}}
+        answer = client.post("/v1/requests", json=request(large))
+        found = problem(answer, 422, "unsatisfiable", "/tasks/1/run/graph")
+        assert "the node split takes at least 1258291200 bytes" in found["detail"]
+        answer = client.post("/v1/requests", json=request(large, devices={"memory_bytes": 2**20}))
+        problem(answer, 422, "validation-error", "/tasks/1/devices/memory_bytes")
+
+    def test_without_a_bundle_it_cannot_run(self, client):
+        body = {**request(GRAPH), "bundle": None}
+        problem(client.post("/v1/requests", json=body), 422, "validation-error", "/bundle")
+
+
+def test_its_bytes_stay_as_long_as_its_row(client, session):
+    put(client, GRAPH)
+    name = blob(named(GRAPH))
+    assert housekeeping.named(session, [name, blob(sha256(BUNDLE))]) == {name}
+    session.delete(session.get_one(Graph, ("ten_red", named(GRAPH))))
+    session.flush()
+    assert not housekeeping.named(session, [name])

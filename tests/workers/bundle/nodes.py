@@ -1,0 +1,101 @@
+"""Functions of graphs."""
+
+import random
+import time
+
+import numpy
+import torch
+
+
+def start(ctx, *, seed=0, size=4):
+    return {"y": torch.full((size,), float(seed))}
+
+
+def add(ctx, x, *, by=1.0):
+    return {"y": x + by}
+
+
+def double(ctx, x):
+    return {"y": x * 2}
+
+
+def total(ctx, xs):
+    return {"y": torch.stack(list(xs)).sum(0)}
+
+
+def draw(ctx, x):
+    """Different numbers from each source, that depend on nothing but the node's name."""
+    drawn = torch.rand(4) + random.random() + float(numpy.random.random())
+    return {"y": x + drawn}
+
+
+def nap(ctx, x, *, nap_s=0.004):
+    time.sleep(nap_s)
+    return draw(ctx, x)
+
+
+def pieces(ctx, *, count=5, size=4):
+    return {"parts": [torch.full((size,), float(n)) for n in range(count)]}
+
+
+def pairs(ctx, x, y):
+    return {"y": x * 10 + y}
+
+
+def grow(ctx, state, *, by=1.0):
+    """Writes to what it is given."""
+    state += by
+    return {"state": state}
+
+
+def scribble(ctx, x):
+    x += 1
+    return {"y": x.clone()}
+
+
+def begin_training(ctx, *, size=300):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(size, size)
+    return {"state": {"model": model, "opt": torch.optim.AdamW(model.parameters(), 0.01)}}
+
+
+def train(ctx, state, *, nap_s=0.003):
+    model, opt = state["model"], state["opt"]
+    loss = model(torch.randn(8, model.in_features)).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    time.sleep(nap_s)
+    ctx.log(loss=loss.item())
+    return {"state": state}
+
+
+def checksum(ctx, state):
+    flat = torch.cat([p.detach().flatten() for p in state["model"].parameters()])
+    return {"sum": flat.double().sum().item(), "first": flat[:3].tolist()}
+
+
+def listed(ctx, x):
+    return {"y": x.tolist()}
+
+
+def wrong(ctx, x):
+    raise ValueError(f"no good: {x.sum().item()}")
+
+
+def misnamed(ctx, x):
+    return {"z": x}
+
+
+def with_history(ctx, x):
+    weight = torch.ones(4, requires_grad=True)
+    return {"y": x * weight}
+
+
+def a_generator(ctx, x):
+    return {"y": (n for n in range(3))}
+
+
+def stop(ctx, x):
+    ctx.finish({"stopped": x.sum().item()})
+    return {"y": x}

@@ -1,0 +1,433 @@
+"""Graphs in a resident: the right values, the same bits whatever happens, and whose memory."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from app.core import taskgraph
+from app.core.descriptor import BadDescriptor
+from app.core.messages import Failed, Finished, Paused, Saved, Started
+from tests.workers.conftest import BUNDLE, PRESET, ROOT, Ground
+from workers import graph
+from workers.accelerator import Accelerator
+from workers.executor import Context
+from workers.graph import Loaded, NodeFailed
+
+spec = importlib.util.spec_from_file_location("nodes", BUNDLE / "nodes.py")
+assert spec is not None
+assert spec.loader is not None
+nodes = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(nodes)
+
+
+def node(name: str, function: str, reads: str = "", writes: str = "y", **more: Any) -> Any:
+    """`reads` are "port=source" words; "port=a.y,b.y" is a list."""
+    inputs: dict[str, Any] = {}
+    for word in reads.split():
+        port, _, source = word.partition("=")
+        inputs[port] = source.split(",") if "," in source else source
+    given = {"inputs": inputs, "outputs": writes.split(), **more}
+    return {"name": name, "function": f"nodes:{function}", **given}
+
+
+def body(*those: Any, **outputs: str) -> Any:
+    return {"nodes": list(those), "outputs": outputs or {"y": f"{those[-1]['name']}.y"}}
+
+
+def loaded(graph_: Any) -> Loaded:
+    def find(target: str) -> Any:
+        return getattr(nodes, target.partition(":")[2])
+
+    return Loaded(graph_, find, Accelerator("cpu"))
+
+
+def context() -> Context:
+    return Context(device=torch.device("cpu"), rank=0, world_size=1, params={})
+
+
+def ran(graph_: Any, **inputs: Any) -> Any:
+    job, ctx = loaded(graph_).begin(inputs), context()
+    while ctx.result is None:
+        job.step(ctx)
+    return ctx.result
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+
+def test_blocks_go_from_node_to_node() -> None:
+    y = ran(
+        body(
+            node("a", "start", params={"seed": 3}),
+            node("b", "add", "x=a.y", params={"by": 2}),
+            node("c", "double", "x=b.y"),
+            node("d", "total", "xs=c.y,b.y,input:v"),
+        ),
+        v=torch.ones(4),
+    )["y"]
+    assert y.tolist() == [(3 + 2) * 2 + (3 + 2) + 1] * 4
+
+
+def test_one_node_maps_over_lists_in_step() -> None:
+    y = ran(
+        body(
+            node("p", "pieces", writes="parts"),
+            node("d", "double", "x=p.parts", map="x"),
+            node("b", "pairs", "x=d.y y=p.parts", map=["x", "y"]),
+            node("t", "total", "xs=b.y"),
+        )
+    )["y"]
+    assert y.tolist() == [sum(2 * n * 10 + n for n in range(5))] * 4
+
+
+def test_a_list_of_blocks_is_mapped_over_and_an_empty_one_gives_an_empty_one() -> None:
+    listed = node("d", "double", "x=a.y,b.y", map="x")
+    both = ran(body(node("a", "start", params={"seed": 1}), node("b", "start"), listed))["y"]
+    assert [y.tolist() for y in both] == [[2.0] * 4, [0.0] * 4]
+    none = node("p", "pieces", writes="parts", params={"count": 0})
+    assert ran(body(none, node("d", "double", "x=p.parts", map="x"))) == {"y": []}
+
+
+def test_random_numbers_depend_on_the_name_and_not_on_the_order() -> None:
+    def drawn(*those: Any) -> Any:
+        return ran(body(node("s", "start"), *those, y="a.y"))["y"].tolist()
+
+    alone = drawn(node("a", "draw", "x=s.y"))
+    assert drawn(node("b", "draw", "x=s.y"), node("a", "draw", "x=s.y")) == alone
+    assert drawn(node("a", "draw", "x=s.y"), node("b", "draw", "x=s.y")) == alone
+    assert ran(body(node("s", "start"), node("b", "draw", "x=s.y")))["y"].tolist() != alone
+
+
+def test_each_shard_draws_its_own_numbers() -> None:
+    listed = node("p", "pieces", writes="parts", params={"count": 3})
+    first, second, _ = ran(body(listed, node("d", "draw", "x=p.parts", map="x")))["y"]
+    assert not torch.equal(first, second - 1)
+
+
+def test_a_node_that_draws_nothing_need_not_be_seeded() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    torch.manual_seed(7)
+    unseeded = [node("s", "start", draws=False), node("a", "draw", "x=s.y", draws=False)]
+    random.seed(0)
+    y = ran(body(*unseeded))["y"]
+    assert torch.allclose(y - y[0], expected - expected[0])
+
+
+def test_a_node_may_end_the_graph_early() -> None:
+    early = body(node("a", "start"), node("b", "stop", "x=a.y"), node("c", "wrong", "x=b.y"))
+    assert ran(early) == {"stopped": 0.0}
+
+
+# --- whose memory -------------------------------------------------------------------------------
+
+
+def grown(*those: Any, **outputs: str) -> Any:
+    grow = node("g", "grow", "state=s.y", "state", inout=["state"])
+    return ran(body(node("s", "start"), *those, grow, **outputs))
+
+
+def test_an_inout_port_writes_to_the_memory_itself_if_nobody_else_needs_it() -> None:
+    state = torch.zeros(4)
+    grow = node("g", "grow", "state=input:s", "state", inout=["state"])
+    assert ran(body(grow, y="g.state"), s=state)["y"] is state
+    assert state.tolist() == [1.0] * 4
+
+
+def test_who_reads_the_block_too_or_a_view_of_it_sees_what_it_was() -> None:
+    assert grown(y="g.state", was="s.y")["was"].tolist() == [0.0] * 4
+    view = node("v", "identity", "x=s.y")
+    nodes.identity = lambda ctx, x: {"y": x[1:]}
+    assert grown(view, y="g.state", was="v.y")["was"].tolist() == [0.0] * 3
+    nodes.identity = lambda ctx, x: {"y": {"deep": [x.numpy()]}}
+    assert grown(view, y="g.state", was="v.y")["was"]["deep"][0].tolist() == [0.0] * 4
+
+
+def test_of_a_list_each_item_may_be_written_to_if_it_is_held_once() -> None:
+    grow = node("g", "grow", "state=input:v", "state", inout=["state"], map="state")
+    one, other = torch.zeros(2), torch.zeros(2)
+    apart = ran(body(grow, y="g.state"), v=[one, other])["y"]
+    assert apart[0] is one
+    assert apart[1] is other
+    shared = torch.zeros(2)
+    both = ran(body(grow, y="g.state"), v=[shared, shared])["y"]
+    assert [y.tolist() for y in both] == [[1.0, 1.0], [1.0, 1.0]]
+    assert shared.tolist() == [0.0, 0.0]
+
+
+def test_a_block_goes_when_its_last_reader_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "BURST_S", -1.0)  # one node a step
+    adds = [node(f"n{n}", "add", f"x={f'n{n - 1}' if n else 'a'}.y") for n in range(5)]
+    job, ctx = loaded(body(node("a", "start"), *adds)).begin({}), context()
+    while ctx.result is None:
+        job.step(ctx)
+        assert len(job.state()["blocks"]) == 1
+        assert sum(value is not None for value in job.blocks) == 1
+
+
+def test_an_item_goes_when_its_shard_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "BURST_S", -1.0)
+    mapped = body(node("p", "pieces", writes="parts"), node("d", "double", "x=p.parts", map="x"))
+    job, ctx = loaded(mapped).begin({}), context()
+    for shards in range(5):
+        job.step(ctx)
+        held = [*(job.items or {"x": job.blocks[0]})["x"], *(job.blocks[1] or [])]
+        assert sum(value is not None for value in held) == 5, shards
+
+
+# --- what a node may not do ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "told"),
+    [
+        ("wrong", ValueError, "no good: 0.0"),
+        ("misnamed", graph.BadBlock, "it returned 'z'; its outputs are y"),
+        ("scribble", graph.BadBlock, "wrote to a tensor that it was given"),
+        ("with_history", graph.BadBlock, "return y.detach()"),
+        ("nothing", graph.BadBlock, "it returned a NoneType; a node returns a dict of y"),
+    ],
+)
+def test_a_node_that_fails_is_named(function: str, cause: type, told: str) -> None:
+    nodes.nothing = lambda ctx, x: None
+    failing = node("b", function, "x=a.y")
+    with pytest.raises(NodeFailed, match=rf"node b \(nodes:{function}\)") as failed:
+        ran(body(node("a", "start"), failing))
+    assert isinstance(failed.value.__cause__, cause)
+    assert told in str(failed.value.__cause__)
+
+
+def test_what_is_mapped_over_must_be_lists_of_one_length() -> None:
+    for given, told in [
+        ({"x": torch.ones(2), "y": [1]}, "'x' is a Tensor, and the node maps over it"),
+        ({"x": [1, 2], "y": [1]}, "2 of 'x', 1 of 'y' items"),
+    ]:
+        both = node("b", "pairs", "x=input:x y=input:y", map=["x", "y"])
+        with pytest.raises(NodeFailed) as failed:
+            ran(body(both), **given)
+        assert told in str(failed.value.__cause__)
+
+
+def test_a_block_must_be_what_was_declared() -> None:
+    def declared(*shape: Any, dtype: str = "float32") -> Any:
+        return {"x": {"dtype": dtype, "shape": list(shape)}}
+
+    for tensors in (declared(4), declared("N")):
+        ran(body(node("a", "start"), node("b", "double", "x=a.y", tensors=tensors)))
+    for tensors in (declared(5), declared(4, 1), declared(4, dtype="int64")):
+        with pytest.raises(NodeFailed) as failed:
+            ran(body(node("a", "start"), node("b", "double", "x=a.y", tensors=tensors)))
+        assert "'x' is float32[4]" in str(failed.value.__cause__)
+
+
+def test_a_name_in_a_shape_is_one_number_in_the_whole_graph() -> None:
+    tensors = {"x": {"dtype": "float32", "shape": ["N"]}}
+    two = [node(f"b{n}", "double", f"x=a{n}.y", tensors=tensors) for n in range(2)]
+    starts = [node(f"a{n}", "start", params={"size": 4 + n}) for n in range(2)]
+    with pytest.raises(NodeFailed) as failed:
+        ran(body(*starts, *two, y="b0.y", z="b1.y"))
+    assert "{'N': " in str(failed.value.__cause__)
+
+
+# --- stopped anywhere, begun again --------------------------------------------------------------
+
+MIXED = body(
+    node("start", "start", params={"seed": 3}),
+    node("parts", "pieces", writes="parts", params={"count": 7}),
+    node("noisy", "draw", "x=parts.parts", map="x"),
+    node("sum", "total", "xs=noisy.y"),
+    node("one", "draw", "x=sum.y"),
+    node("two", "draw", "x=sum.y"),
+    node("grown", "grow", "state=noisy.y", "state", inout=["state"], map="state"),
+    {
+        "name": "inner",
+        "graph": body(node("d", "draw", "x=input:x"), node("e", "double", "x=d.y")),
+        "inputs": {"x": "start.y"},
+    },
+    node("all", "total", "xs=one.y,two.y,inner.y"),
+    node("more", "total", "xs=grown.state"),
+    node("end", "pairs", "x=all.y y=more.y"),
+    node("list", "listed", "x=end.y"),
+    y="list.y",
+)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_can_be_put_away_after_any_node_and_shard(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = ran(MIXED)
+    monkeypatch.setattr(graph, "BURST_S", -1.0)  # one node a step
+    dice, ctx = random.Random(seed), context()
+    job, counts = loaded(MIXED).begin({}), [0]
+    while ctx.result is None:
+        job.step(ctx)
+        counts.append(job.count)
+        if dice.random() < 0.5:
+            job = loaded(MIXED).go_on(copy.deepcopy(job.state()))
+    assert counts == list(range(len(counts)))
+    assert counts[-1] == 10 + 2 * 7 + 1
+    assert ctx.result == undisturbed
+
+
+def test_it_goes_on_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a newer version would choose."""
+    monkeypatch.setattr(graph, "BURST_S", -1.0)
+    undisturbed, ctx = ran(MIXED), context()
+    job = loaded(MIXED).begin({})
+    for _ in range(4):
+        job.step(ctx)
+    names = list(job.program.order)
+    monkeypatch.setattr(taskgraph, "order", lambda graph_: tuple(sorted(names)))
+    job = loaded(MIXED).go_on(copy.deepcopy(job.state()))
+    while ctx.result is None:
+        job.step(ctx)
+    assert ctx.result == undisturbed
+
+
+# --- in residents -------------------------------------------------------------------------------
+
+
+def launched(ground: Ground, task: str, graph_: Any, epoch: int = 1, **more: Any) -> None:
+    sha256, _ = ground.store.put([taskgraph.canonical(graph_)])
+    ground.launch(task, {"graph": f"sha256:{sha256}"}, epoch, **more)
+
+
+NAPS = 40
+LONG = body(
+    node("parts", "pieces", writes="parts", params={"count": NAPS}),
+    node("naps", "nap", "x=parts.parts", map="x"),
+    node("begin", "begin_training", writes="state"),
+    *(
+        node(f"t{n}", "train", f"state={m}.state", "state", inout=["state"])
+        for n, m in [(n, f"t{n - 1}" if n else "begin") for n in range(NAPS)]
+    ),
+    node("sum", "checksum", f"state=t{NAPS - 1}.state", "sum first"),
+    node("all", "total", "xs=naps.y"),
+    node("list", "listed", "x=all.y"),
+    sum="sum.sum",
+    first="sum.first",
+    drawn="list.y",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What LONG gives when nothing happens to it, in a plain process of its own."""
+    path = tmp_path_factory.mktemp("graphs") / "long.json"
+    path.write_text(json.dumps(LONG))
+    command = [sys.executable, "-m", "workers.job", str(BUNDLE), str(path)]
+    command += ["--preset", json.dumps(PRESET)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])["result"]
+
+
+def test_a_graph_gets_its_inputs_and_gives_its_outputs(ground: Ground) -> None:
+    ground.launch("t1", "nodes:start", params={"seed": 5}, outputs=["y"])
+    made = ground.event(Finished, "t1").outputs["y"]
+    double = body(node("d", "double", "x=input:x"), node("l", "listed", "x=d.y"), y="d.y", z="l.y")
+    launched(ground, "t2", double, inputs={"x": made}, outputs=["y"])
+    finished = ground.event(Finished, "t2")
+    assert finished.result == {"z": [10.0] * 4}
+    assert finished.step == 2
+    launched(
+        ground, "t3", body(node("l", "listed", "x=input:x")), inputs={"x": finished.outputs["y"]}
+    )
+    assert ground.event(Finished, "t3").result == {"y": [10.0] * 4}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_disturbed_graph_ends_with_the_same_bits(
+    seed: int, ground: Ground, undisturbed: Any
+) -> None:
+    """Paused at random nodes, resumed in place or in a fresh process, and checkpointed."""
+    dice = random.Random(seed)
+    images: list[dict[str, object]] = []
+    resumed = []
+    for epoch in range(1, 8):
+        launched(ground, "t1", LONG, epoch, images=images, checkpoint_every_s=0.05)
+        resumed.append(ground.event(Started, "t1", epoch).resumed)
+        if epoch == 7:
+            break
+        time.sleep(dice.uniform(0, 0.05))
+        images = _paused_and_saved(ground, "t1", epoch)
+        if dice.random() < 0.6:
+            ground.drop.append(["t1", epoch])
+            ground.until(lambda: not ground.supervisor.residents)
+    finished = ground.event(Finished, "t1", 7)
+    assert finished.result == undisturbed, resumed
+    assert finished.step == 2 * NAPS + 5
+    assert {"fresh", "resident", "image"} >= set(resumed) > {"fresh"}
+
+
+def _paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, object]]:
+    ground.pause(task, epoch)
+    paused = ground.event(Paused, task, epoch)
+
+    def saved() -> object:
+        there = ground.all(Saved, task, epoch)
+        return next((saved for saved in there if saved.step == paused.step), None)
+
+    return [ground.image(ground.until(saved))]
+
+
+def test_a_killed_graph_goes_on_from_its_checkpoint(ground: Ground, undisturbed: Any) -> None:
+    launched(ground, "t1", LONG, checkpoint_every_s=0.05)
+    saved = ground.event(Saved, "t1")
+    (resident,) = ground.supervisor.residents.values()
+    os.kill(resident.pid, signal.SIGKILL)
+    ground.event(Failed, "t1")
+    launched(ground, "t1", LONG, 2, images=[ground.image(saved)])
+    assert ground.event(Started, "t1", 2).step == saved.step > 0
+    assert ground.event(Finished, "t1", 2).result == undisturbed
+
+
+def test_a_failing_node_is_told_with_its_function_and_their_traceback(ground: Ground) -> None:
+    launched(ground, "t1", body(node("first", "start"), node("bad", "wrong", "x=first.y")))
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "exception"
+    assert failed.message == "In the node bad (nodes:wrong): ValueError: no good: 0.0"
+    assert "nodes.py" in failed.detail
+    assert "graph.py" not in failed.detail
+    assert "executor.py" not in failed.detail
+
+
+def test_a_function_that_is_not_there_is_told_of_before_anything_runs(ground: Ground) -> None:
+    launched(ground, "t1", body(node("a", "start"), node("b", "absent", "x=a.y")))
+    failed = ground.event(Failed, "t1")
+    assert (failed.cause, failed.step) == ("bundle", 0)
+    assert "no 'absent'" in failed.message
+
+
+def test_a_block_that_cannot_be_captured_is_named(ground: Ground) -> None:
+    slow = node("nap", "nap", "x=a.y", params={"nap_s": 0.05})
+    odd = node("odd", "a_generator", "x=a.y")
+    end = node("end", "total", "xs=nap.y,odd.y")
+    launched(ground, "t1", body(node("a", "start"), odd, slow, end))
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "uncapturable"
+    assert failed.message.startswith("job['blocks']['odd.y']: generator cannot be captured.")
+
+
+def test_a_graph_that_is_not_in_the_store_is_said_to_be_so(ground: Ground) -> None:
+    ground.launch("t1", {"graph": f"sha256:{'0' * 64}"})
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "bundle"
+    assert "not there" in failed.message
+
+
+def test_what_is_no_graph_is_refused_here_too() -> None:
+    with pytest.raises(BadDescriptor):
+        loaded({"nodes": [], "outputs": {}})

@@ -1,0 +1,367 @@
+"""A task that is a graph, inside its resident: node after node, some milliseconds at a step.
+
+Nobody is asked between two nodes.  A step runs a burst of them, so that between two steps the state
+is small: how many nodes of the program are done, and the blocks that are still needed.  That is
+what images hold, as plain lists and dicts around the tenant's own values; so a graph is paused,
+moved and begun again where it stood like any other job.
+
+What always holds:
+* a node's random numbers depend on its name alone (a shard's on its number, too), not on what ran
+  before it;
+* a block is let go of when the last node that reads it has run;
+* only an in-out port may write to a block's memory, and only while nobody else needs it: else the
+  node gets a copy.  A node that writes to any other tensor that it was given fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import random
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from app.core import taskgraph
+from app.core.taskgraph import INPUT, Program, Tensor, Unit
+from workers.accelerator import Accelerator
+
+JSON = dict[str, Any]
+
+BURST_S = 0.002  # so long a step goes on to another node
+_clock = time.perf_counter
+
+
+class NodeFailed(Exception):
+    """Raised from what went wrong in it."""
+
+    def __init__(self, node: str, function: str) -> None:
+        self.node, self.function = node, function
+        super().__init__(f"node {node} ({function})")
+
+
+class BadBlock(Exception):
+    """A node did not keep to its ports; the message says how, and what to do."""
+
+
+class Loaded:
+    """A graph and its functions, ready to begin, or to go on from a state."""
+
+    def __init__(
+        self, body: JSON, find: Callable[[str], Callable[..., Any]], accelerator: Accelerator
+    ) -> None:
+        """`find` gives the function for "module:name"."""
+        self.graph = taskgraph.parse(body)
+        named = dict.fromkeys(node.function for node in self.graph.nodes)
+        self.functions = {name: find(name) for name in named}
+        self.seed = _seeder(accelerator)
+
+    def begin(self, inputs: JSON) -> GraphJob:
+        """`inputs` by port; they belong to the graph from now on."""
+        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.graph.ports}
+        return GraphJob(self, taskgraph.program(self.graph), {"blocks": blocks})
+
+    def go_on(self, state: JSON) -> GraphJob:
+        """From what `GraphJob.state` gave, in whatever process."""
+        return GraphJob(self, taskgraph.program(self.graph, state["order"]), state)
+
+
+class GraphJob:
+    """`done` units of the program have run, and `shards` of the one that is under way.
+
+    `count` are nodes and shards that have run, together.  While a unit maps, `items` are the lists
+    that it maps over, by port, without those that nobody needs any more; what lies in a list of
+    `owned` may be written to.  `sizes` are the numbers that names in declared shapes stand for.
+    """
+
+    def __init__(self, loaded: Loaded, program: Program, state: JSON) -> None:
+        self.program, self.seed = program, loaded.seed
+        number = {name: n for n, name in enumerate(program.blocks)}
+        self.blocks: list[Any] = [None] * len(program.blocks)
+        for name, value in state["blocks"].items():
+            self.blocks[number[name]] = value
+        self.done: int = state.get("done", 0)
+        self.shards: int = state.get("shards", 0)
+        self.count: int = state.get("count", 0)
+        self.items: dict[str, list[Any]] | None = state.get("items")
+        self.owned: list[str] = state.get("owned", [])
+        self.sizes: dict[str, int] = state.get("sizes", {})
+        self.calls = [_Call(unit, loaded.functions[unit.function]) for unit in program.units]
+
+    def state(self) -> JSON:
+        names = self.program.blocks
+        return {
+            "order": list(self.program.order),
+            "done": self.done,
+            "shards": self.shards,
+            "count": self.count,
+            "items": self.items,
+            "owned": self.owned,
+            "sizes": self.sizes,
+            "blocks": {names[n]: self.blocks[n] for n in self._live()},
+        }
+
+    def _live(self) -> list[int]:
+        """Made, or being made, and still needed."""
+        units, at = self.program.units, self.done
+        live = {n for n, name in enumerate(self.program.blocks) if name.startswith(INPUT)}
+        for unit in units[: at + 1 if self.items is not None else at]:
+            live.update(n for _, n in unit.outputs)
+        for unit in units[:at]:
+            live.difference_update(unit.frees)
+        return sorted(live)
+
+    # --- a burst ---
+
+    def step(self, ctx: Any) -> None:
+        """Nodes until BURST_S has passed, one at least; `ctx.finish` when all have run.
+
+        Raises NodeFailed.
+        """
+        until_s, calls = _clock() + BURST_S, self.calls
+        while self.done < len(calls):
+            call = calls[self.done]
+            try:
+                if call.map:
+                    if not self._map(ctx, call, until_s):
+                        return
+                else:
+                    self._run(ctx, call)
+            except BaseException as error:
+                raise NodeFailed(call.name, call.unit.function) from error
+            self.done += 1
+            if _clock() >= until_s or ctx.result is not None:
+                break
+        if self.done == len(calls) and ctx.result is None:
+            ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})
+
+    def _run(self, ctx: Any, call: _Call) -> None:
+        blocks = self.blocks
+        given = {port: blocks[n] for port, n in call.takes}
+        if call.lists:
+            given.update((port, [blocks[n] for n in many]) for port, many in call.lists)
+        for port, n in call.inout:
+            if n not in call.only_here or self._is_shared(n):
+                given[port] = copy.deepcopy(given[port])
+        returned = self._called(ctx, call, given, call.seed)
+        for name, n in call.gives:
+            blocks[n] = returned[name]
+        for n in call.frees:
+            blocks[n] = None
+        self.count += 1
+
+    def _called(self, ctx: Any, call: _Call, given: JSON, seed: int | None) -> JSON:
+        """What the function returns: exactly the blocks that it should."""
+        if call.tensors:
+            self._must_fit(call.tensors, given)
+        read = given.values() if not call.inout else [given[port] for port in call.only_read]
+        before = _versions(read)
+        if seed is not None:
+            self.seed(seed)
+        returned = call.function(ctx, **given, **call.params)
+        if _versions(read) != before:
+            raise BadBlock(
+                "it wrote to a tensor that it was given, and others may read: name the port in"
+                " `inout` and `outputs`, or make a new tensor"
+            )
+        if type(returned) is not dict or returned.keys() != call.names:
+            raise BadBlock(_not_the_outputs(call, returned))
+        for name, value in returned.items():
+            if type(value) is torch.Tensor and value.grad_fn is not None:
+                raise BadBlock(f"{name!r} carries its autograd history: return {name}.detach()")
+        if call.tensors:
+            self._must_fit(call.tensors, returned)
+        return returned  # type: ignore[no-any-return]
+
+    # --- shards ---
+
+    def _map(self, ctx: Any, call: _Call, until_s: float) -> bool:
+        """Shards, as long as there is time; have all run?"""
+        if self.items is None:
+            self._open(call)
+        assert self.items is not None
+        blocks, items, total = self.blocks, self.items, len(self.items[call.map[0]])
+        while self.shards < total:
+            given = {port: blocks[n] for port, n in call.takes if port not in items}
+            given |= {p: [blocks[n] for n in many] for p, many in call.lists if p not in items}
+            given |= {port: listed[self.shards] for port, listed in items.items()}
+            for port, _ in call.inout:
+                if port not in self.owned:
+                    given[port] = copy.deepcopy(given[port])
+            seed = None if call.seed is None else seed_of(f"{call.name}#{self.shards}")
+            returned = self._called(ctx, call, given, seed)
+            for name, n in call.gives:
+                blocks[n].append(returned[name])
+            for listed in items.values():
+                listed[self.shards] = None
+            self.shards += 1
+            self.count += 1
+            if self.shards < total and (_clock() >= until_s or ctx.result is not None):
+                return False
+        for n in call.frees:
+            blocks[n] = None
+        self.items, self.owned, self.shards = None, [], 0
+        return True
+
+    def _open(self, call: _Call) -> None:
+        """The lists to map over; where nobody else reads one, each item goes after its shard."""
+        lists = {port: self.blocks[n] for port, n in call.takes if port in call.map}
+        lists |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
+        for port, value in lists.items():
+            if not isinstance(value, list | tuple):
+                told = f"{port!r} is a {type(value).__name__}, and the node maps over it"
+                raise BadBlock(f"{told}: give it a list")
+        if len({len(value) for value in lists.values()}) > 1:
+            told = ", ".join(f"{len(value)} of {port!r}" for port, value in lists.items())
+            raise BadBlock(f"it maps over lists in step, and they have {told} items")
+        lists = {port: list(value) for port, value in lists.items()}
+        self.owned = [p for p, n in call.inout if p in lists and self._may_write(p, n, lists, call)]
+        for port, n in call.takes:
+            if port in lists and n in call.only_here:
+                self.blocks[n] = None
+        for _, n in call.gives:
+            self.blocks[n] = []
+        self.items = lists
+
+    def _may_write(self, port: str, n: int, lists: JSON, call: _Call) -> bool:
+        """To the items of a list: nobody else holds any of them, nor a part of one."""
+        if n not in call.only_here or self._is_shared(n):
+            return False
+        of_items = [parts_of(item) for item in lists[port]]
+        return sum(map(len, of_items)) == len(frozenset().union(*of_items))
+
+    # --- whose memory ---
+
+    def _is_shared(self, n: int) -> bool:
+        """Another block holds a part of this one, or is a view of it."""
+        own = parts_of(self.blocks[n])
+        others = (value for m, value in enumerate(self.blocks) if m != n and value is not None)
+        return any(not own.isdisjoint(parts_of(value)) for value in others)
+
+    def _must_fit(self, declared: Mapping[str, Tensor], values: JSON) -> None:
+        for port, tensor in declared.items():
+            if port in values and not self._fits(tensor, values[port]):
+                known = {s: self.sizes[s] for s in tensor.shape if s in self.sizes}
+                raise BadBlock(f"{port!r} is {_shown(values[port])}, declared is {tensor} {known}")
+
+    def _fits(self, declared: Tensor, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or value.dim() != len(declared.shape):
+            return False
+        named = zip(declared.shape, value.shape, strict=True)
+        same = [n == (s if isinstance(s, int) else self.sizes.setdefault(s, n)) for s, n in named]
+        return all(same) and str(value.dtype) == f"torch.{declared.dtype}"
+
+
+class _Call:
+    """A unit, with everything that is the same each time looked up.
+
+    `takes` are ports with a block, `lists` those with several.  `only_here` are blocks that one
+    port of this unit reads, and nobody after it.
+    """
+
+    __slots__ = (
+        *("unit", "name", "function", "params", "takes", "lists", "gives", "names", "inout"),
+        *("only_read", "only_here", "frees", "map", "tensors", "seed"),
+    )
+
+    def __init__(self, unit: Unit, function: Callable[..., Any]) -> None:
+        self.unit, self.name, self.function = unit, unit.name, function
+        self.params, self.tensors, self.frees = dict(unit.params), unit.tensors, unit.frees
+        self.takes = [(port, many[0]) for port, many, is_list in unit.inputs if not is_list]
+        self.lists = [(port, many) for port, many, is_list in unit.inputs if is_list]
+        self.gives, self.names = unit.outputs, {name for name, _ in unit.outputs}
+        self.inout = [(port, n) for port, n in self.takes if port in unit.inout]
+        self.only_read = [port for port, _, _ in unit.inputs if port not in unit.inout]
+        read = [n for _, many, _ in unit.inputs for n in many]
+        self.only_here = {n for n in unit.frees if read.count(n) == 1}
+        self.map = unit.map
+        self.seed = seed_of(unit.name) if unit.draws else None
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    """They grow with each write to a tensor; those of inference tensors are not counted."""
+    return [v._version for v in values if type(v) is torch.Tensor and not v.is_inference()]
+
+
+def _not_the_outputs(call: _Call, returned: object) -> str:
+    wanted = ", ".join(sorted(call.names)) or "nothing"
+    if not isinstance(returned, dict):
+        return f"it returned a {type(returned).__name__}; a node returns a dict of {wanted}"
+    given = ", ".join(map(repr, returned)) or "nothing"
+    return f"it returned {given}; its outputs are {wanted}"
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def seed_of(name: str) -> int:
+    """Of a node or a shard: 63 bits of a hash of its name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _seeder(accelerator: Accelerator) -> Callable[[int], None]:
+    """Seeds all that a node may draw from.  torch.manual_seed takes 100 us, for other devices."""
+    generators = [torch.default_generator]
+    if accelerator.kind == "cuda":
+        torch.cuda.init()
+        generators.append(torch.cuda.default_generators[accelerator.device.index])
+    by_torch = [generator.manual_seed for generator in generators]
+
+    def seed(number: int) -> None:
+        for one in by_torch:
+            one(number)
+        numpy.random.seed(number & 0xFFFFFFFF)
+        random.seed(number)
+
+    return seed
+
+
+# --- who holds what -------------------------------------------------------------------------------
+
+_NOT_ENTERED = (
+    *(types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size),
+)
+
+
+def parts_of(value: object) -> frozenset[object]:
+    """Everything within a value that can be written to: storages and objects.
+
+    What a copy would share anyway (modules, classes, functions) is left out.
+    """
+    found, ahead = set[object](), [value]
+    while ahead:
+        part = ahead.pop()
+        if isinstance(part, _NOT_ENTERED):
+            continue
+        if isinstance(part, torch.Tensor):
+            found.add(("memory", part.untyped_storage().data_ptr()))
+            ahead += [part.grad] if part.is_leaf and part.grad is not None else []
+        elif isinstance(part, numpy.ndarray):
+            found.add(("memory", _root(part).__array_interface__["data"][0]))
+        elif id(part) not in found and _may_change(part):
+            found.add(id(part))
+            ahead += gc.get_referents(part)
+    return frozenset(found)
+
+
+def _may_change(part: object) -> bool:
+    """Python tracks what can hold other objects, but not dicts that hold numbers and texts only."""
+    return gc.is_tracked(part) or isinstance(part, dict | bytearray)
+
+
+def _root(array: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    while isinstance(array.base, numpy.ndarray):
+        array = array.base
+    return array
