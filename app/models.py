@@ -32,6 +32,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import UserDefinedType
 
 from app.core.descriptor import TIERS
+from app.core.grant import ROLES
 from app.core.lifecycle import State
 
 
@@ -86,8 +87,6 @@ def _one_of(column: str, words: Any) -> CheckConstraint:
 
 
 # --- who ----------------------------------------------------------------------------------------
-
-ROLES = ("platform_admin", "tenant_admin", "member", "viewer")
 
 
 class Tenant(Base):

@@ -10,10 +10,12 @@ import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from app.core import grant
 from app.core.webhook import networks
 
 
@@ -32,6 +34,18 @@ def default_home() -> Path:
 def _networks(listed: str) -> str:
     networks(listed)  # a mistake is told when a process starts
     return listed
+
+
+def _issuer(url: str) -> str:
+    parts = urlsplit(url)
+    if url and parts.scheme != "https" and parts.hostname not in ("127.0.0.1", "::1", "localhost"):
+        raise ValueError("give the issuer's address with https://, or one of this machine")
+    return url
+
+
+def _grants(written: dict[str, str]) -> dict[str, str]:
+    grant.read(written)
+    return written
 
 
 class Settings(BaseSettings):
@@ -53,6 +67,13 @@ class Settings(BaseSettings):
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
+    # people by an OpenID Connect provider; without an issuer there is none
+    oidc_issuer: Annotated[str, AfterValidator(_issuer)] = ""
+    oidc_client_id: str = ""
+    oidc_client_secret: SecretStr = SecretStr("")
+    oidc_audience: str = ""  # of tokens that call the API; default: the client's id
+    oidc_claim: str = "groups"
+    oidc_grants: Annotated[dict[str, str], AfterValidator(_grants)] = {}  # value -> TENANT:ROLE
     # webhooks: networks between commas that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
     webhook_timeout_s: float = Field(15.0, gt=0)  # a receiver has so long to answer

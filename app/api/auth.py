@@ -1,4 +1,4 @@
-"""Who calls: an API key, or a signed-in browser, becomes a Caller.
+"""Who calls: an API key, a token of the identity provider, or a signed-in browser becomes a Caller.
 
 A key is `rh_<id>_<secret><check>`.  The id finds the row, of the secret only a SHA-256 is kept (it
 has 256 random bits, so a slow hash would add nothing), and the check tells a mistyped key from an
@@ -17,7 +17,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -26,17 +26,19 @@ from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBea
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from app import audit
+from app import audit, people
 from app.api import rates
 from app.api.edge import ScopedRoute, operation_id
 from app.core.scope import allows
 from app.db import Db, transaction
 from app.errors import Forbidden, Unauthenticated
 from app.models import ROLES, ApiKey, Tenant, User, WebSession
+from app.people import Person
 from app.settings import settings
 
 COOKIE = "roundhouse_session"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+NO_SECRET = ""  # the hash of no secret
 USES_EVERY_S = 60.0  # `last_used_at` is written at most this often
 
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -196,6 +198,51 @@ def _sha256(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+# --- people whom the identity provider names ----------------------------------------------------
+
+
+def caller_of_token(session: Session, token: str) -> Caller:
+    """Raises Unauthenticated, Forbidden or Unavailable."""
+    provider = people.provider()
+    if provider is None:
+        raise Unauthenticated("this is not an API key, and tokens are not taken here")
+    person = people.of_token(session, provider, token)
+    # All tokens of somebody count as one key.
+    return _caller_of(person, key_id=f"oidc-{person.user_id}")
+
+
+def _caller_of(person: Person, *, key_id: str) -> Caller:
+    return Caller(key_id=key_id, **asdict(person))
+
+
+def sign_in_person(session: Session, person: Person) -> tuple[Caller, str]:
+    """Open a browser session for somebody who has just signed in: (who it is, the cookie's value).
+
+    It stands for a key that nobody has, so it is listed and can be revoked like one.
+    """
+    ends = _session_ends()
+    key = session.scalar(
+        select(ApiKey)
+        .where(ApiKey.user_id == person.user_id, ApiKey.secret_sha256 == NO_SECRET)
+        .where(ApiKey.role == person.role, ApiKey.revoked_at.is_(None))
+        .order_by(ApiKey.id)
+        .limit(1)
+        .with_for_update()
+    )
+    if key is None:
+        key = ApiKey(
+            id=_random(_ID_LENGTH),
+            user_id=person.user_id,
+            role=person.role,
+            name="browsers, signed in with OIDC",
+            secret_sha256=NO_SECRET,
+        )
+        session.add(key)
+    key.expires_at = ends
+    session.flush()
+    return _caller_of(person, key_id=key.id), _new_cookie(session, key.id, ends)
+
+
 # --- signed-in browsers -------------------------------------------------------------------------
 
 
@@ -205,10 +252,17 @@ def sign_in(session: Session, token: str) -> tuple[Caller, str]:
     if caller.service or caller.scopes is not None:
         # The pages show all that a role may see, and a program reads none.
         raise Unauthenticated("this key is for programs: it has scopes, or is a service account's")
+    return caller, _new_cookie(session, caller.key_id, _session_ends())
+
+
+def _session_ends() -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=settings().web_session_s)
+
+
+def _new_cookie(session: Session, key_id: str, ends: datetime) -> str:
     cookie = secrets.token_urlsafe(32)
-    ends = datetime.now(UTC) + timedelta(seconds=settings().web_session_s)
-    session.add(WebSession(token_sha256=_sha256(cookie), key_id=caller.key_id, expires_at=ends))
-    return caller, cookie
+    session.add(WebSession(token_sha256=_sha256(cookie), key_id=key_id, expires_at=ends))
+    return cookie
 
 
 def sign_out(session: Session, cookie: str) -> None:
@@ -234,7 +288,9 @@ def from_our_origin(request: Request) -> bool:
 # --- dependencies -------------------------------------------------------------------------------
 
 _bearer = HTTPBearer(
-    auto_error=False, scheme_name="key", description="An API key: `rh_…`, made with POST /v1/keys."
+    auto_error=False,
+    scheme_name="key",
+    description="An API key: `rh_…`, made with POST /v1/keys; or a token of the identity provider.",
 )
 _cookie = APIKeyCookie(
     name=COOKIE, auto_error=False, scheme_name="session", description="A signed-in browser."
@@ -248,13 +304,19 @@ def authenticated(
     cookie: Annotated[str | None, Security(_cookie)],
 ) -> Caller:
     if bearer is not None:
-        return _calls(request, session, bearer.credentials, caller_of_key)
+        token = bearer.credentials
+        look_up = caller_of_token if _looks_like_jwt(token) else caller_of_key
+        return _calls(request, session, token, look_up)
     if cookie is None or "authorization" in request.headers:
         raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
     caller = _calls(request, session, cookie, caller_of_cookie)
     if request.method not in SAFE_METHODS and not from_our_origin(request):
         raise Forbidden("with a cookie, only the pages of this service may change something")
     return caller
+
+
+def _looks_like_jwt(token: str) -> bool:
+    return token.count(".") == 2 and not token.startswith("rh_")
 
 
 def _calls(

@@ -48,7 +48,7 @@ MEANINGS = {
         "Use a new key for new work. The same key again is only for the very same call.",
     ),
     "unauthenticated": (
-        "There is no API key in the call, or it is unknown, expired or revoked.",
+        "There is no API key or token in the call, or it is unknown, expired or revoked.",
         "Send `Authorization: Bearer rh_…`. An administrator of your tenant can make you a key.",
     ),
     "insufficient-scope": (
@@ -109,7 +109,8 @@ MEANINGS = {
         "Compare it with the example in /docs.",
     ),
     "unavailable": (
-        "The database does not answer for the moment. Nothing was lost: what was accepted is safe.",
+        "The database, or for who signs in the identity provider, does not answer for the moment. "
+        "Nothing was lost: what was accepted is safe.",
         "Try again after the seconds in `Retry-After`, with the same Idempotency-Key.",
     ),
     "internal": (

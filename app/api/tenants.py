@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app import db, outbox, tree
-from app.api.auth import AnyAdmin, Authed, Caller, check_role, id_of, new_key
+from app.api.auth import NO_SECRET, AnyAdmin, Authed, Caller, check_role, id_of, new_key
 from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.problems import declared
@@ -539,6 +539,8 @@ def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
     if ROLES.index(key.role) < ROLES.index(caller.role):
         raise Forbidden(f"a {caller.role} rotates no key with the role {key.role}")
     _check_within(caller, key.scopes)
+    if key.secret_sha256 == NO_SECRET:
+        raise Conflict("it stands for browsers, and is no key that anybody has")
     if key.replaced_by is not None:
         raise Conflict(f"it was rotated before; its successor is {key.replaced_by}")
     if key.revoked_at is not None or (key.expires_at and key.expires_at <= db.now(session)):

@@ -7,8 +7,13 @@ one transaction stands behind everything that a page says.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import hmac
+import json
+import secrets
 from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +24,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from fastapi.templating import Jinja2Templates
 from markupsafe import Markup, escape
 
-from app import audit, models, reports
+from app import audit, models, people, reports
 from app.api.auth import (
     COOKIE,
     Caller,
@@ -28,17 +33,21 @@ from app.api.auth import (
     from_our_origin,
     owner_of_key,
     sign_in,
+    sign_in_person,
     sign_out,
 )
 from app.changes import ALL, changes
 from app.db import Db
-from app.errors import Forbidden, NotFound, Unauthenticated
+from app.errors import AppError, Forbidden, NotFound, Unauthenticated, Unavailable
 from app.models import REQUEST_STATES
 from app.pages import STATIC, drawing
 from app.settings import settings
 from app.timespent import time_spent
 
 HOME = "/ui/"
+OIDC = "/ui/login/oidc"
+SIGNING_IN = "roundhouse_signing_in"  # a cookie, while somebody is with the provider
+SIGNING_IN_S = 600.0
 CHANGED_EVERY_S = 1.0  # a page hears of changes at most this often
 QUEUE_SHOWN = 50
 REQUESTS_SHOWN = 50
@@ -118,16 +127,123 @@ def open_door(
             audit.refused(session, call_of(request, owner, "signIn"))
         return _door(request, next, wrong=f"{error.detail[0].upper()}{error.detail[1:]}")
     audit.signed_in(session, call_of(request, caller, "signIn"))
+    return _let_in(request, cookie, next)
+
+
+def _let_in(request: Request, cookie: str, next: str) -> Response:
     answer = RedirectResponse(_own(next), status_code=303)
+    _give(request, answer, COOKIE, cookie, settings().web_session_s)
+    return answer
+
+
+def _give(
+    request: Request, answer: Response, name: str, value: str, for_s: float, path: str = "/"
+) -> None:
     answer.set_cookie(
-        COOKIE,
-        cookie,
-        max_age=int(settings().web_session_s),
+        name,
+        value,
+        max_age=int(for_s),
+        path=path,
         httponly=True,
         samesite="lax",
         secure=request.url.scheme == "https",
     )
+
+
+# --- by the identity provider: authorization code with PKCE ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigningIn:
+    """What this browser knows of the sign-in that it has begun.  `state` shows that it is the one
+    who comes back, `nonce` that the token is of this sign-in, `verifier` that the code is its own.
+    """
+
+    state: str
+    nonce: str
+    verifier: str
+    next: str
+
+    def sealed(self) -> str:
+        return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
+
+    @classmethod
+    def opened(cls, cookie: str) -> SigningIn | None:
+        try:
+            found = cls(**json.loads(base64.urlsafe_b64decode(cookie)))
+        except (ValueError, TypeError):
+            return None
+        return found if all(isinstance(each, str) for each in asdict(found).values()) else None
+
+
+@router.get(OIDC)
+def go_to_provider(request: Request, next: str = HOME) -> Response:
+    provider = people.provider()
+    if provider is None:
+        raise NotFound("identity provider", "oidc")
+    begun = SigningIn(
+        state=secrets.token_urlsafe(32),
+        nonce=secrets.token_urlsafe(32),
+        verifier=secrets.token_urlsafe(48),
+        next=_own(next),
+    )
+    try:
+        door = people.door(
+            provider,
+            redirect_uri=_back(request),
+            state=begun.state,
+            nonce=begun.nonce,
+            verifier=begun.verifier,
+        )
+    except Unavailable as error:
+        return _door(request, next, wrong=_sentence(error))
+    answer = RedirectResponse(door, status_code=303)
+    _give(request, answer, SIGNING_IN, begun.sealed(), SIGNING_IN_S, OIDC)
     return answer
+
+
+@router.get(f"{OIDC}/callback")
+def come_back(
+    request: Request,
+    session: Db,
+    state: str = "",
+    code: str = "",
+    error: str = "",
+    cookie: Annotated[str, Cookie(alias=SIGNING_IN)] = "",
+) -> Response:
+    provider, begun = people.provider(), SigningIn.opened(cookie)
+    if provider is None:
+        raise NotFound("identity provider", "oidc")
+    if begun is None or not hmac.compare_digest(begun.state.encode(), state.encode()):
+        return _door(request, HOME, wrong="This sign-in was not begun here, or too long ago.")
+    if error or not code:
+        said = f"The identity provider says {error or 'nothing'}."
+        return _door(request, begun.next, wrong=said)
+    try:
+        person = people.of_sign_in(
+            session,
+            provider,
+            code,
+            redirect_uri=_back(request),
+            verifier=begun.verifier,
+            nonce=begun.nonce,
+        )
+    except (Unauthenticated, Forbidden, Unavailable) as refused:
+        return _door(request, begun.next, wrong=_sentence(refused))
+    caller, own = sign_in_person(session, person)
+    audit.signed_in(session, call_of(request, caller, "signIn"))
+    answer = _let_in(request, own, begun.next)
+    answer.delete_cookie(SIGNING_IN, path=OIDC)
+    return answer
+
+
+def _back(request: Request) -> str:
+    """The address that is registered with the provider."""
+    return str(request.url_for("come_back"))
+
+
+def _sentence(error: AppError) -> str:
+    return f"{error.detail[0].upper()}{error.detail[1:]}."
 
 
 @router.post("/ui/logout")
@@ -147,7 +263,7 @@ def _door(request: Request, next: str, wrong: str = "") -> Response:
     return templates.TemplateResponse(
         request,
         "login.html",
-        {"next": _own(next), "wrong": wrong},
+        {"next": _own(next), "wrong": wrong, "provider": people.provider() is not None},
         status_code=401 if wrong else 200,
     )
 

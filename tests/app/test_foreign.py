@@ -322,6 +322,8 @@ ADDRESSES = {
     "/": ["/"],
     "/ui/": ["/ui/"],
     "/ui/login": ["/ui/login"],
+    "/ui/login/oidc": [],  # it leads to the identity provider
+    "/ui/login/oidc/callback": ["/ui/login/oidc/callback?state={}"],
     "/ui/logout": [],  # it only signs out
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],

@@ -1,0 +1,54 @@
+"""Who may come in by what an identity provider says of them: as a tenant's what.
+
+A deployment lists grants, in its order: a value of one claim, and the tenant and role that it
+gives.  The first that somebody has counts, and who has none does not come in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("platform_admin", "tenant_admin", "member", "viewer")
+
+NAMES = ("preferred_username", "email", "sub")  # the first that there is names a user
+NAME_LENGTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    tenant: str
+    role: str
+
+
+def read(written: Mapping[str, str]) -> dict[str, Grant]:
+    """Of {"value": "TENANT:ROLE"}; raises ValueError."""
+    found = {}
+    for value, text in written.items():
+        tenant, _, role = text.rpartition(":")
+        if not tenant or role not in ROLES:
+            raise ValueError(f"{text!r} is not TENANT:ROLE with a role of {', '.join(ROLES)}")
+        found[value] = Grant(tenant, role)
+    return found
+
+
+def of(claim: Any, grants: Mapping[str, Grant]) -> Grant | None:
+    """`claim` is a text or a list of them, or anything that a provider may send instead."""
+    values = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
+    return next((grant for value, grant in grants.items() if value in values), None)
+
+
+def user_id(issuer: str, subject: str, tenant_id: str) -> str:
+    """The same for the same person in the same tenant; who changes tenants is another user."""
+    text = "\0".join((issuer, subject, tenant_id))
+    return f"usr_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def name(claims: Mapping[str, Any]) -> str:
+    for claim in NAMES:
+        said = claims.get(claim)
+        if isinstance(said, str) and (word := said.strip()[:NAME_LENGTH]) and word.isprintable():
+            return word
+    return "somebody"

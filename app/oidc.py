@@ -1,0 +1,181 @@
+"""An OpenID Connect provider as its client sees it: where its door is, and whether it signed that.
+
+What a token must be to be believed is all in `Provider.claims`.  The provider's keys are fetched
+when they are first needed, every hour, and when a token names one that is not known, but then not
+more often than every ten seconds: anybody can make such a token.  No more than one thread waits for
+the provider while there are keys to go on with.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import threading
+import time
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import httpx2
+from joserfc import jwt
+from joserfc.errors import InvalidKeyIdError, JoseError
+from joserfc.jwk import KeySet
+
+#: Signatures by a private key only: a secret that both sides know, or none, proves nothing here.
+ALGORITHMS = ("RS256", "PS256", "ES256")
+LEEWAY_S = 30  # that clocks may differ
+KEYS_KEPT_S = 3600.0
+ASKED_AGAIN_S = 10.0
+AWAY_AGAIN_S = 2.0  # while nothing is known of it
+TIMEOUT_S = 5.0
+
+JSON = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+class BadToken(Exception):
+    """It proves nothing to us; says why."""
+
+
+class Away(Exception):
+    """The provider does not answer, or not as one would."""
+
+
+class Provider:
+    """`issuer` is its address, letter by letter as its tokens name it."""
+
+    def __init__(self, issuer: str, client_id: str, client_secret: str = "") -> None:
+        self.issuer, self.client_id, self._secret = issuer, client_id, client_secret
+        self._http = httpx2.Client(timeout=TIMEOUT_S)
+        self._lock = threading.Lock()
+        self._about: JSON = {}
+        self._keys = KeySet([])
+        self._away = ""
+        self._asked_s = -KEYS_KEPT_S  # by the monotonic clock
+
+    # --- tokens ---
+
+    def claims(self, token: str, *, audience: str, nonce: str | None = None) -> JSON:
+        """What it says, if the provider signed it, for us and for now; raises BadToken or Away.
+
+        With `nonce` it is an ID token, that of the sign-in which began with it.
+        """
+        needed: JSON = {
+            "iss": {"essential": True, "value": self.issuer},
+            "aud": {"essential": True, "value": audience},
+            "sub": {"essential": True},
+            "exp": {"essential": True},
+        }
+        if nonce is not None:
+            needed["nonce"] = {"essential": True, "value": nonce}
+        try:
+            claims = self._signed(token)
+            jwt.JWTClaimsRegistry(leeway=LEEWAY_S, **needed).validate(claims)
+        except (JoseError, ValueError) as error:
+            raise BadToken(str(error).strip(": ")) from error
+        if nonce is not None and claims.get("azp", self.client_id) != self.client_id:
+            raise BadToken("it was made for another client")
+        return claims
+
+    def _signed(self, token: str) -> JSON:
+        self._refresh(KEYS_KEPT_S)
+        try:
+            return jwt.decode(token, self._keys, algorithms=ALGORITHMS).claims
+        except InvalidKeyIdError:
+            self._refresh(ASKED_AGAIN_S)  # the provider may have a new key
+            return jwt.decode(token, self._keys, algorithms=ALGORITHMS).claims
+
+    # --- signing in ---
+
+    def door(self, *, redirect_uri: str, state: str, nonce: str, verifier: str) -> str:
+        """Where a browser goes to sign in; raises Away."""
+        self._refresh(KEYS_KEPT_S)
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest())
+        asked = {
+            "response_type": "code",
+            "client_id": self.client_id,
+            "redirect_uri": redirect_uri,
+            "scope": "openid profile email",
+            "state": state,
+            "nonce": nonce,
+            "code_challenge": challenge.decode().rstrip("="),
+            "code_challenge_method": "S256",
+        }
+        address = str(self._about["authorization_endpoint"])
+        return f"{address}{'&' if '?' in address else '?'}{urlencode(asked)}"
+
+    def redeem(self, code: str, *, redirect_uri: str, verifier: str) -> str:
+        """The ID token that a code stands for; raises BadToken or Away."""
+        self._refresh(KEYS_KEPT_S)
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": redirect_uri,
+            "code_verifier": verifier,
+        }
+        auth = (quote(self.client_id, ""), quote(self._secret, "")) if self._secret else None
+        if auth is None:
+            form["client_id"] = self.client_id
+        try:
+            answer = self._http.post(self._about["token_endpoint"], data=form, auth=auth)
+        except httpx2.HTTPError as error:
+            raise Away(str(error)) from error
+        if answer.status_code >= 500:
+            raise Away(f"its token endpoint answers {answer.status_code}")
+        token = _object(answer).get("id_token")
+        if not answer.is_success or not isinstance(token, str):
+            raise BadToken("the provider does not know this sign-in (any more)")
+        return token
+
+    # --- what is known of it ---
+
+    def _refresh(self, older_than_s: float) -> None:
+        """Ask anew if what is known is so old; raises Away if nothing is known."""
+        if time.monotonic() - self._asked_s < older_than_s and self._about:
+            return
+        if not self._lock.acquire(blocking=not self._about):
+            return  # somebody asks just now, and what is known will do
+        try:
+            since_s = time.monotonic() - self._asked_s
+            if since_s >= (older_than_s if self._about else AWAY_AGAIN_S):
+                self._ask()
+        finally:
+            self._lock.release()
+        if not self._about:
+            raise Away(self._away)
+
+    def _ask(self) -> None:
+        try:
+            about = self._get(f"{self.issuer.rstrip('/')}/.well-known/openid-configuration")
+            if about.get("issuer") != self.issuer:
+                raise Away(f"{self.issuer} says that it is {about.get('issuer')}")
+            missing = {"authorization_endpoint", "token_endpoint", "jwks_uri"} - about.keys()
+            if missing:
+                raise Away(f"{self.issuer} does not say its {', '.join(sorted(missing))}")
+            keys = KeySet.import_key_set(self._get(about["jwks_uri"]))  # type: ignore[arg-type]
+        except (Away, JoseError, ValueError, KeyError) as error:
+            self._away = str(error)
+            log.warning("the identity provider is taken for what it was: %s", error)
+        else:
+            self._about, self._keys = about, keys
+        self._asked_s = time.monotonic()
+
+    def _get(self, url: str) -> JSON:
+        try:
+            answer = self._http.get(url)
+        except httpx2.HTTPError as error:
+            raise Away(f"{url}: {error}") from error
+        if not answer.is_success:
+            raise Away(f"{url} answers {answer.status_code}")
+        return _object(answer)
+
+
+def _object(answer: httpx2.Response) -> JSON:
+    try:
+        found = answer.json()
+    except ValueError as error:
+        raise Away(f"{answer.request.url} does not answer JSON") from error
+    if not isinstance(found, dict):
+        raise Away(f"{answer.request.url} does not answer a JSON object")
+    return found

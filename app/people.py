@@ -1,0 +1,139 @@
+"""People whom the identity provider names: of which tenant, with which role, as which user.
+
+A user is made when somebody comes for the first time; the id follows from who they are, so there is
+nothing to look up it by.  What they may do is what the token says each time: no grant is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app import audit
+from app.core import grant
+from app.db import transaction
+from app.errors import Forbidden, Unauthenticated, Unavailable
+from app.models import Tenant, User
+from app.oidc import Away, BadToken, Provider
+from app.settings import settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    user_id: str
+    user_name: str
+    tenant_id: str
+    tenant_name: str
+    role: str
+    in_root: bool
+
+
+def provider() -> Provider | None:
+    """None if the deployment has none."""
+    given = settings()
+    if not given.oidc_issuer:
+        return None
+    return _provider(
+        given.oidc_issuer, given.oidc_client_id, given.oidc_client_secret.get_secret_value()
+    )
+
+
+_provider = lru_cache(Provider)
+
+
+def of_token(session: Session, provider: Provider, token: str) -> Person:
+    """Raises Unauthenticated, Forbidden or Unavailable."""
+    audience = settings().oidc_audience or provider.client_id
+    return _person(session, provider, _claims(provider, token, audience))
+
+
+def of_sign_in(
+    session: Session,
+    provider: Provider,
+    code: str,
+    *,
+    redirect_uri: str,
+    verifier: str,
+    nonce: str,
+) -> Person:
+    """Raises Unauthenticated, Forbidden or Unavailable."""
+    try:
+        token = provider.redeem(code, redirect_uri=redirect_uri, verifier=verifier)
+    except BadToken as error:
+        raise Unauthenticated(str(error)) from error
+    except Away as error:
+        raise _away(error) from error
+    return _person(session, provider, _claims(provider, token, provider.client_id, nonce))
+
+
+def door(provider: Provider, **how: str) -> str:
+    """Raises Unavailable."""
+    try:
+        return provider.door(**how)
+    except Away as error:
+        raise _away(error) from error
+
+
+def _claims(
+    provider: Provider, token: str, audience: str, nonce: str | None = None
+) -> dict[str, Any]:
+    try:
+        return provider.claims(token, audience=audience, nonce=nonce)
+    except BadToken as error:
+        raise Unauthenticated(f"this token opens nothing here: {error}") from error
+    except Away as error:
+        raise _away(error) from error
+
+
+def _away(error: Away) -> Unavailable:
+    return Unavailable(f"the identity provider does not answer as it should: {error}")
+
+
+def _person(session: Session, provider: Provider, claims: dict[str, Any]) -> Person:
+    claim = settings().oidc_claim
+    given = grant.of(claims.get(claim), grant.read(settings().oidc_grants))
+    if given is None:
+        raise Forbidden(f"nothing in your {claim!r} gives you a role here; ask an administrator")
+    tenant = session.scalar(select(Tenant).where(Tenant.name == given.tenant))
+    if tenant is None:
+        raise Forbidden(f"your {claim!r} leads to a tenant that does not exist here")
+    id = grant.user_id(provider.issuer, str(claims["sub"]), tenant.id)
+    name = _known(session, id) or _made(session, id, tenant, grant.name(claims))
+    return Person(
+        user_id=id,
+        user_name=name,
+        tenant_id=tenant.id,
+        tenant_name=tenant.name,
+        role=given.role,
+        in_root=tenant.parent_id is None,
+    )
+
+
+def _known(session: Session, id: str) -> str | None:
+    return session.scalar(select(User.name).where(User.id == id))
+
+
+def _made(session: Session, id: str, tenant: Tenant, name: str) -> str:
+    """In a transaction of its own, as nothing may be locked after the audit log in the caller's.
+
+    The name may be somebody else's in this tenant already.
+    """
+    with transaction() as own:
+        for called in (name, f"{name} {id[-8:]}"):
+            row = {"id": id, "tenant_id": tenant.id, "name": called}
+            made = insert(User).values(row).on_conflict_do_nothing().returning(User.id)
+            if own.scalar(made) is not None:
+                call = audit.Call(operation="signIn", user=called, user_id=id, tenant_id=tenant.id)
+                audit.append(own, call, "made", target=("user", id), tenant_id=tenant.id)
+                break
+            if _known(own, id):
+                break  # the same person came in twice at once
+    found = _known(session, id)
+    if found is None:
+        raise Forbidden(f"the tenant has other users named {name!r}; ask an administrator")
+    return found
