@@ -196,8 +196,7 @@ class TestTokens:
 
 @pytest.fixture
 def browser(app, provider):
-    with TestClient(app, follow_redirects=False, base_url="http://here") as client:
-        yield client
+    return TestClient(app, follow_redirects=False, base_url="http://here")
 
 
 def through_the_provider(browser, provider, place="/ui/login/oidc"):
@@ -239,10 +238,10 @@ class TestSignIn:
     def test_nobody_is_signed_in_by_a_link_from_elsewhere(self, app, browser, provider, session):
         """Somebody's own code in another browser: without a cookie, and with another sign-in's."""
         back = through_the_provider(browser, provider)
-        with TestClient(app, follow_redirects=False, base_url="http://here") as other:
-            assert other.get(back).status_code == 401
-            other.get("/ui/login/oidc")
-            assert other.get(back).status_code == 401
+        other = TestClient(app, follow_redirects=False, base_url="http://here")
+        assert other.get(back).status_code == 401
+        other.get("/ui/login/oidc")
+        assert other.get(back).status_code == 401
         assert session.scalar(select(func.count()).select_from(WebSession)) == 0
 
     def test_a_code_is_good_once(self, browser, provider):
@@ -292,9 +291,8 @@ class TestSignIn:
         [key] = session.scalars(select(ApiKey).where(ApiKey.user_id == user))
         assert (key.role, key.secret_sha256) == ("member", auth.NO_SECRET)
         bare = f"rh_{key.id}_{'A' * 43}"
-        with TestClient(browser.app) as client:
-            headers = {"Authorization": f"Bearer {bare}{auth._check(bare)}"}
-            assert client.get("/v1/me", headers=headers).status_code == 401
+        headers = {"Authorization": f"Bearer {bare}{auth._check(bare)}"}
+        assert TestClient(browser.app).get("/v1/me", headers=headers).status_code == 401
         admin = as_("red.tenant_admin")
         problem(admin.post(f"/v1/keys/{key.id}/rotate"), 409, "conflict-state")
         assert admin.delete(f"/v1/keys/{key.id}").status_code == 200
