@@ -72,7 +72,7 @@ class Provider:
         try:
             claims = self._signed(token)
             jwt.JWTClaimsRegistry(leeway=LEEWAY_S, **needed).validate(claims)
-        except (JoseError, ValueError) as error:
+        except (JoseError, ValueError, TypeError) as error:  # joserfc trusts the types of a header
             raise BadToken(str(error).strip(": ")) from error
         if nonce is not None and claims.get("azp", self.client_id) != self.client_id:
             raise BadToken("it was made for another client")

@@ -187,9 +187,12 @@ def _schedulers(wanted: Wanted, env: Env) -> list[Spec]:
     ]
 
 
+_PASSWORDS = {"DATABASE_URL", "ROUNDHOUSE_OIDC_CLIENT_SECRET"}
+
+
 def _device(env: Env, wanted: Wanted, n: int) -> Spec:
     device = wanted.device_names[n]
-    without_password = {k: v for k, v in env.items() if k != "DATABASE_URL"}
+    without_password = {k: v for k, v in env.items() if k not in _PASSWORDS}
     return _celery(
         f"device.{n}",
         "workers.device",

@@ -44,7 +44,7 @@ from app.core.descriptor import Fault, escaped
 from app.core.scope import Scopes, within
 from app.db import Db, after_commit
 from app.errors import BadInput, Conflict, Forbidden, NotFound
-from app.models import ROLES, ApiKey, Island, Request, Tenant, User
+from app.models import ROLES, ApiKey, Island, Request, Tenant, User, Webhook
 
 tenants = v1_router("tenants")
 users = v1_router("users and keys")
@@ -165,7 +165,9 @@ def _take_over(tenant: Tenant, body: TenantPatch) -> None:
     responses=declared(403, 404, 409),
 )
 def delete_tenant(id: str, caller: Authed, session: Db) -> None:
-    """One with users, requests or tenants below it stays: its usage is part of the accounts."""
+    """One with users, requests or tenants below it stays: its usage is part of the accounts.  So
+    does one with webhooks, until they are deleted.
+    """
     tenant = _tenant_to_change(session, caller, id)
     tree.lock(session)
     if there := _belongings(session, tenant):
@@ -180,6 +182,7 @@ def _belongings(session: Session, tenant: Tenant) -> list[str]:
         "users": User.tenant_id == tenant.id,
         "requests": Request.tenant_id == tenant.id,
         "tenants below it": Tenant.parent_id == tenant.id,
+        "webhooks": Webhook.tenant_id == tenant.id,
     }
     found = session.execute(select(*(exists().where(which) for which in owned.values()))).one()
     return [what for what, there in zip(owned, found, strict=True) if there]

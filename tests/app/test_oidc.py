@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -140,6 +141,13 @@ class TestTokens:
     def test_a_token_that_is_not_all_right_opens_nothing(self, provider, calls, wrong, session):
         problem(calls(provider.token(**wrong)).get("/v1/me"), 401, "unauthenticated")
         assert session.scalar(select(User).where(User.name == "ada")) is None
+
+    @pytest.mark.parametrize("crit", [None, 1, True, [], ["b64"], {"a": 1}], ids=str)
+    def test_a_header_of_the_wrong_types_opens_nothing(self, provider, calls, crit):
+        _, claims, signature = provider.token().split(".")
+        header = base64.urlsafe_b64encode(json.dumps({"alg": "RS256", "crit": crit}).encode())
+        token = f"{header.decode().rstrip('=')}.{claims}.{signature}"
+        problem(calls(token).get("/v1/me"), 401, "unauthenticated")
 
     @pytest.mark.parametrize("mangle", [lambda t: t[:-8] + "AAAAAAAA", lambda t: "x.y.z",
                                         lambda t: t.rsplit(".", 1)[0] + "."])  # fmt: skip

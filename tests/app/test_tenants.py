@@ -264,6 +264,15 @@ class TestDeleteTenant:
             assert has in found["detail"]
         assert rows() == before
 
+    def test_one_with_webhooks_stays_until_they_are_deleted(self, root):
+        green = root.post("/v1/tenants", json={"name": "green"}).json()["id"]
+        body = {"url": "https://hooks.example.org/", "tenant_id": green}
+        hook = root.post("/v1/webhooks", json=body).json()["id"]
+        found = problem(root.delete(f"/v1/tenants/{green}"), 409, "conflict-state")
+        assert "webhooks" in found["detail"]
+        assert root.delete(f"/v1/webhooks/{hook}").status_code == 204
+        assert root.delete(f"/v1/tenants/{green}").status_code == 204
+
 
 class TestTenantsOfATenantAdmin:
     """red's admin rules what lies below red, and red's people see nothing of it."""
