@@ -11,23 +11,17 @@ the file's metadata names it.
 
 from __future__ import annotations
 
-import json
 import mmap
-import struct
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from app.chunks import Chunks
+from app.core import tensorfile
 from app.core.manifest import DTYPES, Chunk, Manifest, Tensor
+from app.core.tensorfile import SAID
 
-SAID = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
-    "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
-    "float32": "F32", "float64": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-}  # fmt: skip
 STRANGE = frozenset(DTYPES) - SAID.keys()
 
 _CHUNKS_HELD = 4
@@ -57,10 +51,9 @@ class Export:
             _check(tensors, names)
             tensors = {name: tensors[name] for name in names}
         said = [tensor for tensor in tensors.values() if tensor.dtype in SAID]
-        # As the format's own writer does, so that wider elements are aligned.
-        self.tensors = sorted(said, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.name))
         left_out = sorted(tensors.keys() - {tensor.name for tensor in said})
-        self.header = _header(self.tensors, manifest, left_out)
+        about = _metadata(manifest, left_out)
+        self.header, self.tensors = tensorfile.written(said, about)
         self._bytes = _Bytes(self.rank.chunks, chunks)
 
     @property
@@ -96,27 +89,14 @@ def _check(tensors: dict[str, Tensor], names: Iterable[str]) -> None:
             raise Unsayable(name, f"safetensors has no word for {tensors[name].dtype}")
 
 
-def _header(tensors: Sequence[Tensor], manifest: Manifest, left_out: Sequence[str]) -> bytes:
-    about, at = manifest.about, 0
-    told: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            "roundhouse.task": about.task,
-            "roundhouse.step": str(about.step),
-            **({"roundhouse.left_out": ", ".join(left_out)} if left_out else {}),
-        }
+def _metadata(manifest: Manifest, left_out: Sequence[str]) -> dict[str, str]:
+    about = manifest.about
+    return {
+        "format": "pt",
+        "roundhouse.task": about.task,
+        "roundhouse.step": str(about.step),
+        **({"roundhouse.left_out": ", ".join(left_out)} if left_out else {}),
     }
-    for tensor in tensors:
-        end = at + tensor.size
-        told[tensor.name] = {
-            "dtype": SAID[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    body = json.dumps(told, separators=(",", ":")).encode()
-    body += b" " * (-len(body) % 8)
-    return struct.pack("<Q", len(body)) + body
 
 
 class _Bytes:

@@ -16,9 +16,10 @@ from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import CheckpointOut, Page, TensorOut
 from app.core.manifest import Manifest
+from app.core.tensorfile import SAID
 from app.db import Db
 from app.errors import BadInput, Gone, NotFound, Unavailable
-from app.export import SAID, Export, Unsayable
+from app.export import Export, Unsayable
 from app.models import Checkpoint
 from app.settings import settings
 from app.store import Damaged, Store
