@@ -82,6 +82,16 @@ class Bucket:
             raise
         return file
 
+    def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
+        with self._calling(name):
+            got = obstore.get(self._store, name, options={"range": (start, end)})
+        return self._streamed(name, got)
+
+    def _streamed(self, name: str, got: Any) -> Iterator[Bytes]:
+        with self._calling(name):
+            for piece in got.stream(min_chunk_size=_PIECE):
+                yield memoryview(piece)
+
     def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
         with tempfile.TemporaryFile(prefix="roundhouse-") as file:
             for piece in pieces:

@@ -8,12 +8,14 @@ AppError                 500 internal
 ├── Forbidden            403 insufficient-scope
 ├── NotFound             404 not-found             also for what another tenant owns
 ├── Conflict             409 conflict-state
-│   └── QueueFull        409 queue-full
+│   ├── QueueFull        409 queue-full
+│   └── QuotaExceeded    409 quota-exceeded
 ├── StaleVersion         412 precondition-failed
 ├── VersionNeeded        428 precondition-required
 ├── Gone                 410 gone                  the bytes of what is listed are lost
 ├── TooLarge             413 payload-too-large
 ├── WrongMediaType       415 unsupported-media-type
+├── BadRange             416 range-not-satisfiable
 ├── TooManyCalls         429 rate-limited          knows after how long to call again
 └── Unavailable          503 unavailable           Postgres, or the store, does not answer
 """
@@ -87,6 +89,11 @@ class QueueFull(Conflict):
     title = "The queue has no room for that now"
 
 
+class QuotaExceeded(Conflict):
+    type = "quota-exceeded"
+    title = "The tenant keeps as many bytes as it may"
+
+
 class StaleVersion(AppError):
     status = 412
     type = "precondition-failed"
@@ -115,6 +122,16 @@ class WrongMediaType(AppError):
     status = 415
     type = "unsupported-media-type"
     title = "The body is not JSON"
+
+
+class BadRange(AppError):
+    status = 416
+    type = "range-not-satisfiable"
+    title = "There are no such bytes"
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        super().__init__(f"it has {size_bytes} bytes, and the range begins behind them")
 
 
 class TooManyCalls(AppError):

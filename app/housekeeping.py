@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from sqlalchemy import column, delete, func, or_, select, text, true, update
+from sqlalchemy import Text, column, delete, exists, func, or_, select, text, true, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
+from app import datablocks
 from app.core.lifecycle import ENDED
 from app.db import engine, transaction
 from app.models import (
     Bundle,
     Checkpoint,
     Cycle,
+    Datablock,
     Delivery,
     Graph,
     Idempotency,
+    Need,
     Order,
     Task,
+    Upload,
+    UploadPart,
     Usage,
     WebSession,
 )
 from app.settings import settings
-from app.store import Store, blob, manifest
+from app.store import UPLOADS, Store, blob, manifest
 from app.sweeping import Collector, Swept, condemned
 
 FINE_USAGE_KEPT = text("interval '2 days'")
@@ -33,6 +38,8 @@ DELIVERIES_KEPT = text("interval '30 days'")
 IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
+DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
+UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
 HOUR_S = 3600
 SWEEPING = 0x526F756E64  # an advisory lock: one collector at a time
 
@@ -48,7 +55,11 @@ def tidy(session: Session) -> list[str]:
     session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
     roll_up(session)
     prune_checkpoints(session)
-    return forget_checkpoints(session)
+    return [
+        *forget_checkpoints(session),
+        *forget_uploads(session),
+        *forget_datablocks(session),
+    ]
 
 
 def roll_up(session: Session) -> None:
@@ -116,6 +127,30 @@ def forget_checkpoints(session: Session) -> list[str]:
     return sorted(set(names) - named(session, names))
 
 
+def forget_uploads(session: Session) -> list[str]:
+    """Those with which nobody has gone on for long; the names of their parts."""
+    old = select(Upload.id).where(Upload.touched_at < func.now() - UNFINISHED_UPLOADS_KEPT)
+    ids = session.scalars(old.with_for_update(skip_locked=True)).all()
+    parts = session.scalars(select(UploadPart.place).where(UploadPart.upload_id.in_(ids))).all()
+    session.execute(delete(Upload).where(Upload.id.in_(ids)))
+    return list(parts)
+
+
+def forget_datablocks(session: Session) -> list[str]:
+    """The names of bytes of deleted versions that nobody needs any more.
+
+    Not at once: somebody may be downloading one.
+    """
+    gone = update(Datablock).where(
+        Datablock.deleted_at < func.now() - DELETED_DATABLOCKS_KEPT,
+        Datablock.freed_at.is_(None),
+        ~datablocks.is_needed(),
+    )
+    freed = gone.values(freed_at=func.now()).returning(Datablock.sha256)
+    names = {blob(sha256) for sha256 in session.scalars(freed)}
+    return sorted(names - named(session, names))
+
+
 def free(names: Iterable[str]) -> None:
     """After the commit: what no row names is condemned, and later collected."""
     store = Store.at(settings().store_address)
@@ -124,22 +159,42 @@ def free(names: Iterable[str]) -> None:
 
 
 def named(session: Session, names: Collection[str]) -> set[str]:
-    """Those of these names of blobs and manifests that a row refers to.
+    """Those of these names of blobs, manifests and parts of uploads that a row refers to.
 
-    The same bytes may be another checkpoint, an output, a bundle or a graph of somebody.
+    The same bytes may be another checkpoint, an output, a bundle, a graph or a datablock.
     """
     if not names:
         return set()  # else every output of every task would be looked at, for nothing
-    digests = {name.rpartition("/")[2] for name in names}
+    parts = [name for name in names if name.startswith(f"{UPLOADS}/")]
+    found = set(session.scalars(select(UploadPart.place).where(UploadPart.place.in_(parts))))
+    digests = {name.rpartition("/")[2] for name in names} - {*parts}
     rows = select(Checkpoint.tenant_id, Checkpoint.sha256).where(Checkpoint.sha256.in_(digests))
-    found = {name(*row) for row in session.execute(rows) for name in (manifest, _blob)}
+    found |= {name(*row) for row in session.execute(rows) for name in (manifest, _blob)}
     bundles = session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(digests)))
-    output = func.jsonb_each(Task.outputs).table_valued(column("value", JSONB)).lateral()
-    digest = output.c.value["sha256"].astext
-    outputs = select(digest).select_from(Task).join(output, true()).where(digest.in_(digests))
     graphs = session.scalars(select(Graph.sha256).where(Graph.sha256.in_(digests)))
-    found |= {blob(sha256) for sha256 in (*bundles, *graphs, *session.scalars(outputs))}
+    kept = select(Datablock.sha256).where(Datablock.sha256.in_(digests), datablocks.is_kept())
+    blobs = (*bundles, *graphs, *session.scalars(kept), *_outputs(session, digests))
+    found |= {blob(sha256) for sha256 in blobs}
     return found & set(names)
+
+
+def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
+    """Those of these hashes that are an output of a task.
+
+    One that was published is kept as a datablock, and as long as a task is to take it.
+    """
+    columns = (column("key", Text), column("value", JSONB))
+    output = func.jsonb_each(Task.outputs).table_valued(*columns).lateral()
+    digest, taker = output.c.value["sha256"].astext, aliased(Task)
+    is_wanted = exists().where(
+        Need.needs_id == Task.id,
+        Need.output == output.c.key,
+        taker.id == Need.task_id,
+        taker.state.not_in(ENDED),
+    )
+    is_only_an_output = output.c.value["datablock"].astext.is_(None)
+    query = select(digest).select_from(Task).join(output, true())
+    return session.scalars(query.where(digest.in_(digests), is_only_an_output | is_wanted)).all()
 
 
 def _blob(tenant: str, sha256: str) -> str:

@@ -5,7 +5,8 @@ transaction, so a twin that comes meanwhile waits for the first and gets the fir
 Every task starts `blocked` and on no island; control assigns it, and the island does the rest.
 
 A request that passes its tenant's share is queued.  Refused is only a tier that its tenant may not
-ask for, and what passes a bound on the number of waiting tasks, where an administrator has set one.
+ask for, and what passes a bound on the number of waiting tasks, or would publish beyond one on the
+bytes of datablocks, where an administrator has set one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from app import graphs, outbox, tree, webhooks
+from app import datablocks, graphs, outbox, tree, webhooks
 from app.changes import changes
 from app.core import descriptor as descriptors
 from app.core import graph, webhook
-from app.core.descriptor import TIERS, BadDescriptor, Descriptor, Fault, TaskDescriptor
+from app.core.descriptor import (
+    TIERS,
+    BadDescriptor,
+    Descriptor,
+    Fault,
+    Source,
+    TaskDescriptor,
+    escaped,
+)
 from app.core.messages import JSON
 from app.core.webhook import networks
 from app.db import after_commit
@@ -35,6 +44,7 @@ from app.graphs import Sent
 from app.models import (
     Bundle,
     Checkpoint,
+    Datablock,
     Device,
     Event,
     Idempotency,
@@ -64,13 +74,15 @@ class Owner:
 class Checked:
     """A descriptor that could run here; `path` are its tenant and all above it.
 
-    `begun` are the checkpoints from which tasks go on, by the task's name, `graphs` what they run.
+    `begun` are the checkpoints from which tasks go on, by the task's name, `graphs` what they run;
+    `taken` the datablocks that inputs mean.
     """
 
     descriptor: Descriptor
     path: Sequence[tree.OnPath]
     begun: Mapping[str, Checkpoint]
     graphs: Mapping[str, Sent]
+    taken: Mapping[Source, Datablock]
 
     def shown(self) -> JSON:
         """The request with every default filled in."""
@@ -104,14 +116,15 @@ def checked(session: Session, owner: Owner, body: JSON) -> Checked:
     faults += [*graph.check(descriptor), *_entry_faults(session, owner, descriptor, sent)]
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
-    more += [*_tier_faults(descriptor.tier, path), *_notify_faults(descriptor)]
+    descriptor, taken, unknown = _taken(session, owner, descriptor)
+    more += [*unknown, *_tier_faults(descriptor.tier, path), *_notify_faults(descriptor)]
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
     offers = _offers(session)
     never = graph.unsatisfiable(descriptor, offers)
     if faults := [*never, *graphs.too_large(descriptor, sent, offers)]:
         raise _refused(Unsatisfiable, faults)
-    return Checked(graphs.named(descriptor, sent), path, begun, sent)
+    return Checked(graphs.named(descriptor, sent), path, begun, sent, taken)
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:
@@ -232,6 +245,39 @@ def _fork_faults(pointer: str, task: TaskDescriptor, before: JSON) -> Iterator[F
         yield Fault(f"{pointer}/world_size", told, "other-ranks")
 
 
+def _taken(
+    session: Session, owner: Owner, descriptor: Descriptor
+) -> tuple[Descriptor, dict[Source, Datablock], list[Fault]]:
+    """The tasks with each datablock's version said, those versions, and what means nothing.
+
+    They are not deleted before it is written down that they are needed.
+    """
+    wanted = {
+        source
+        for task in descriptor.tasks
+        for source in task.inputs.values()
+        if source.kind == "datablock"
+    }
+    found = datablocks.found(session, owner.tenant_id, wanted, keep=True)
+    faults = [
+        Fault(
+            f"/tasks/{n}/inputs/{escaped(port)}",
+            datablocks.missing(session, owner.tenant_id, source),
+            "unknown-datablock",
+        )
+        for n, task in enumerate(descriptor.tasks)
+        for port, source in task.inputs.items()
+        if source in wanted - found.keys()
+    ]
+    exact = {source: replace(source, version=row.version) for source, row in found.items()}
+    tasks = tuple(
+        replace(task, inputs={p: exact.get(source, source) for p, source in task.inputs.items()})
+        for task in descriptor.tasks
+    )
+    taken = {exact[source]: row for source, row in found.items()}
+    return replace(descriptor, tasks=tasks), taken, faults
+
+
 _OFFERS = select(Device.kind, func.count(), func.max(Device.memory_bytes)).group_by(Device.kind)
 
 
@@ -247,11 +293,15 @@ def _offers(session: Session) -> dict[str, graph.Offer]:
 
 
 def submit(session: Session, owner: Owner, body: JSON) -> Request:
-    """Raises BadInput, Unsatisfiable or QueueFull; control hears of it after the commit."""
+    """Raises BadInput, Unsatisfiable, QueueFull or QuotaExceeded; control hears of it after the
+    commit.
+    """
     found = checked(session, owner, body)
     descriptor = found.descriptor
     _check_room(session, found.path, len(descriptor.tasks))
     graphs.keep(session, owner.tenant_id, found.graphs.values())
+    if any(task.publish for task in descriptor.tasks):
+        datablocks.check_room(session, owner.tenant_id, 0)
     request = _request(session, owner, descriptor, body)
     if descriptor.notify is not None:
         webhooks.expect_addresses(session, owner.tenant_id)
@@ -270,6 +320,9 @@ def submit(session: Session, owner: Owner, body: JSON) -> Request:
     ]
     if needs:
         session.execute(insert(Need), needs)
+    for task in descriptor.tasks:
+        taken = {port: found.taken.get(source) for port, source in task.inputs.items()}
+        datablocks.use(session, ids[task.name], {p: row for p, row in taken.items() if row})
     n = len(ids)
     session.add(
         Event(

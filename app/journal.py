@@ -35,7 +35,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app import db, launch, ledger, lending, webhooks
+from app import datablocks, db, launch, ledger, lending, webhooks
 from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
@@ -429,12 +429,24 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     named |= {placement.task_id for placements in open_.values() for placement in placements}
     here = or_(Task.id.in_(named), Task.image_on.in_(ids), Task.move_to.in_(ids))
     tasks = _locked(session, here)
+    _shelve(session, tasks, alives)
     unanswered = defaultdict[str, list[Order]](list)
     if tasks:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
         for order in session.scalars(query.order_by(Order.id)):
             unanswered[order.device_id].append(order)
     return Believed(devices=devices, tasks=tasks, open=open_, lent=lent, unanswered=unanswered)
+
+
+def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]) -> None:
+    """All who are to publish are named at once: two islands that publish for the same tenants never
+    wait for each other.
+    """
+    events = (event for alive in alives for event in alive.events)
+    done = {event.task for event in events if isinstance(event, messages.Finished)}
+    publish = [task for id, task in tasks.items() if id in done and task.descriptor.get("publish")]
+    if publish:
+        datablocks.shelve(session, {task.tenant_id for task in publish})
 
 
 def _house(device: Device, believed: Believed) -> _House:
@@ -585,6 +597,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     if task.first_started_at is None:
         task.first_started_at = task.started_at
     placement.started_at, placement.first_step = task.started_at, event.step
+    placement.input_bytes, placement.fetched_bytes = event.input_bytes, event.fetched_bytes
     said = {
         "fresh": f"Started on {task.seat}",
         "resident": f"Went on on {task.seat} after step {event.step}, in place",
@@ -712,7 +725,11 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
 
 
 def _finished(session: Session, task: Task, placement: Placement, event: messages.Finished) -> None:
-    lacking = sorted(set(task.descriptor.get("outputs", [])) - event.outputs.keys())
+    publish = task.descriptor.get("publish") or {}
+    given = {
+        name for name, kept in event.outputs.items() if name not in publish or "format" in kept
+    }
+    lacking = sorted(set(task.descriptor.get("outputs", [])) - given)
     if lacking:
         told = f"It finished without its declared outputs {', '.join(lacking)}."
         _failed(session, task, placement, _failure(event, cause="exception", message=told))
@@ -722,6 +739,29 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     task.step, task.result, task.outputs = event.step, event.result, event.outputs
     task.cause = task.message = task.detail = None  # of an attempt before this one
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
+    for output, name in sorted(publish.items()):
+        _publish(session, task, output, name)
+
+
+def _publish(session: Session, task: Task, output: str, name: str) -> None:
+    """The output becomes the next version of a datablock; `lock` has seen to it that no other does
+    at this moment.
+    """
+    kept = task.outputs[output]
+    new = datablocks.New(
+        tenant_id=task.tenant_id,
+        user_id=task.user_id,
+        name=name,
+        sha256=kept["sha256"],
+        size_bytes=kept["size_bytes"],
+        summary=kept,
+        task_id=task.id,
+        output=output,
+    )
+    row = datablocks.added(session, new)
+    task.outputs = {**task.outputs, output: datablocks.as_input(row)}
+    told = f"Its output {output} is the datablock {row.name}@{row.version}: {row.size_bytes} bytes."
+    tell(session, task, "task.published", told, **task.outputs[output])
 
 
 def _failed(session: Session, task: Task, placement: Placement, event: messages.Failed) -> None:

@@ -13,10 +13,20 @@ from dataclasses import dataclass, field
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
+from app import datablocks
 from app.core import migration, preset
 from app.core.messages import JSON
 from app.core.migration import Moving
-from app.models import Checkpoint, Device, Need, Preset, Request, Task
+from app.models import (
+    Checkpoint,
+    Datablock,
+    DatablockUse,
+    Device,
+    Need,
+    Preset,
+    Request,
+    Task,
+)
 from app.settings import settings
 
 IMAGES_OFFERED = 3
@@ -42,6 +52,7 @@ class Shelf:
             "params": wanted.get("params", {}),
             "inputs": self.inputs.get(task.id, {}),
             "outputs": list(wanted.get("outputs", [])),
+            "publish": sorted(wanted.get("publish") or {}),
             "world_size": wanted.get("world_size", 1),
             "preset": self._preset(task.type, device),
             "images": self.images.get(task.id, []),
@@ -68,7 +79,7 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
     return Shelf(
         bundles=_bundles(session, ids),
         presets=_presets(session, kinds),
-        inputs=_inputs(session, ids),
+        inputs=_inputs(session, [task for task, _ in launches]),
         images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
     )
 
@@ -120,16 +131,29 @@ def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON
     return found
 
 
-def _inputs(session: Session, ids: Sequence[str]) -> dict[str, JSON]:
+def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     query = (
         select(Need.task_id, Need.port, Need.output, Task.outputs)
         .join(Task, Task.id == Need.needs_id)
-        .where(Need.task_id.in_(ids), Need.port != "")
+        .where(Need.task_id.in_([task.id for task in tasks]), Need.port != "")
     )
     found: dict[str, JSON] = defaultdict(dict)
     for id, port, output, outputs in session.execute(query):
         found[id][port] = outputs[output]
+    if takers := [task.id for task in tasks if _takes_datablocks(task)]:
+        uses = (
+            select(DatablockUse.task_id, DatablockUse.port, Datablock)
+            .join(Datablock, Datablock.id == DatablockUse.datablock_id)
+            .where(DatablockUse.task_id.in_(takers))
+        )
+        for id, port, row in session.execute(uses):
+            found[id][port] = datablocks.as_input(row)
     return found
+
+
+def _takes_datablocks(task: Task) -> bool:
+    inputs = task.descriptor.get("inputs") or {}
+    return any(source.startswith("datablock:") for source in inputs.values())
 
 
 def _may_have_images(task: Task) -> bool:

@@ -25,6 +25,7 @@ from app.api import audit as audit_routes
 from app.api import auth, meta, openapi, problems, streams
 from app.api import bundles as bundle_routes
 from app.api import checkpoints as checkpoint_routes
+from app.api import datablocks as datablock_routes
 from app.api import devices as device_routes
 from app.api import graphs as graph_routes
 from app.api import metrics as metric_routes
@@ -75,6 +76,7 @@ def _routers() -> list[Any]:
         checkpoint_routes.router,
         bundle_routes.router,
         graph_routes.router,
+        datablock_routes.router,
         share_routes.router,
         simulation_routes.router,
         tenant_routes.tenants,
@@ -92,6 +94,8 @@ def _routers() -> list[Any]:
 def _body_limit(path: str) -> int:
     if re.fullmatch(r"/v1/bundles/[^/]+", path):
         return settings().bundle_limit_bytes
+    if re.fullmatch(r"/v1/datablocks/[^/]+", path):
+        return settings().datablock_limit_bytes
     return settings().body_limit_bytes
 
 

@@ -34,6 +34,7 @@ from sqlalchemy.types import UserDefinedType
 from app.core.descriptor import TIERS
 from app.core.grant import ROLES
 from app.core.lifecycle import State
+from app.core.tensorfile import FORMATS
 
 
 class Xid8(UserDefinedType[int]):
@@ -271,6 +272,84 @@ class Graph(Base):
     created_at: Mapped[datetime] = _now()
 
 
+class Datablock(Base):
+    """One version of a tenant's named data; it never changes, and its number is never given twice.
+
+    The bytes lie in the store under their hash.  `tensors` are the first of `tensor_count`, as
+    [{"name", "dtype", "shape"}].  A task that published it is named with its output.  What was
+    deleted has no name any more, and `freed_at` says since when nothing needed its bytes.
+    """
+
+    __tablename__ = "datablocks"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    name: Mapped[str]
+    version: Mapped[int]
+    format: Mapped[str]
+    sha256: Mapped[str] = mapped_column(index=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    tensors: Mapped[list[Any]] = _json("[]")
+    tensor_count: Mapped[int]
+    task_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
+    output: Mapped[str] = mapped_column(server_default="")
+    created_at: Mapped[datetime] = _now()
+    deleted_at: Mapped[datetime | None]
+    freed_at: Mapped[datetime | None]
+    __table_args__ = (
+        UniqueConstraint("tenant_id", "name", "version"),
+        CheckConstraint("version > 0", name="version"),
+        _one_of("format", FORMATS),
+        Index("ix_datablocks_tenant_id_id", "tenant_id", "id"),
+        Index(
+            "uq_datablocks_published",
+            "task_id",
+            "output",
+            unique=True,
+            postgresql_where=text("task_id is not null"),
+        ),
+        Index(
+            "ix_datablocks_deleted",
+            "id",
+            postgresql_where=text("deleted_at is not null and freed_at is null"),
+        ),
+    )
+
+
+class DatablockUse(Base):
+    """A task takes this version at `port`: its bytes stay until the task has ended."""
+
+    __tablename__ = "datablock_uses"
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    port: Mapped[str] = mapped_column(primary_key=True)
+    datablock_id: Mapped[str] = mapped_column(ForeignKey("datablocks.id"), index=True)
+
+
+class Upload(Base):
+    """A datablock on its way in: so much of it is there as its parts are, one behind the other."""
+
+    __tablename__ = "uploads"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str]
+    sha256: Mapped[str]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    touched_at: Mapped[datetime] = _now()
+    __table_args__ = (UniqueConstraint("tenant_id", "name", "sha256", "size_bytes"),)
+
+
+class UploadPart(Base):
+    """Bytes of an upload from `at` on; they lie in the store under `place`."""
+
+    __tablename__ = "upload_parts"
+    upload_id: Mapped[str] = mapped_column(
+        ForeignKey("uploads.id", ondelete="CASCADE"), primary_key=True
+    )
+    at: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    place: Mapped[str] = mapped_column(index=True)
+
+
 REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
 
 
@@ -443,8 +522,9 @@ class Placement(Base):
     """One epoch of one task on one device: the ledger's source, one row a launch.
 
     `held_us` is what the device measured from taking the seat to letting go; for `staged_us` of it
-    the job stood still, because its state was copied.  `leaving` is set when the device was told to
-    let go: from then on the seat may be promised to the next task.
+    the job stood still, because its state was copied.  `input_bytes` is what its inputs took, and
+    `fetched_bytes` what of it was read from the store, as it did not lie on the host.  `leaving` is
+    set when the device was told to let go: from then on the seat may be promised to the next task.
 
     A `guest` is a row more: a device that an elastic task holds beyond its home (`app.lending`).
     """
@@ -467,6 +547,8 @@ class Placement(Base):
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    input_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    fetched_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     end: Mapped[str | None]

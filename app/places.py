@@ -25,6 +25,7 @@ from typing import IO, Protocol
 Bytes = bytes | bytearray | memoryview
 
 INCOMING = "incoming"  # bytes without a name; whoever wrote them may have been killed
+PIECE_BYTES = 2**20  # are read at a time
 BLOCK_BYTES = 4096  # what bypasses the page cache begins and ends at multiples of this
 
 
@@ -67,6 +68,12 @@ class Place(Protocol):
 
     def open(self, name: str) -> IO[bytes]:
         """A file of this host with the bytes, at its beginning; raises Missing."""
+
+    def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
+        """The bytes from `start` to `end` (at least one), piece by piece.
+
+        Raises Missing at once; what is asked for later may find the name gone, and is an OSError.
+        """
 
     def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
         """Durably keep the pieces, however many, under the name that `named` gives after them."""
@@ -120,6 +127,9 @@ class Folder:
             return open(self.path(name), "rb", buffering=0)
         except FileNotFoundError:
             raise Missing(name) from None
+
+    def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
+        return _pieces(self.open(name), start, end)
 
     def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
         draft = self._draft(pieces, sync=True)
@@ -237,6 +247,14 @@ class _FolderBatch:
     def drop(self) -> None:
         for draft, _ in self.drafts:
             draft.unlink(missing_ok=True)
+
+
+def _pieces(file: IO[bytes], start: int, end: int) -> Iterator[Bytes]:
+    with file:
+        file.seek(start)
+        while start < end and (piece := file.read(min(PIECE_BYTES, end - start))):
+            start += len(piece)
+            yield piece
 
 
 def _write(fd: int, left: memoryview) -> None:

@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     port: int = 8000
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
+    datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # of one datablock
+    datablock_quota_bytes: int = Field(256 * 2**30, ge=0)  # of all of a tenant; 0: no bound
     web_session_s: float = 12 * 3600.0
     # calls of a key, and of all keys of a tenant; 0: as many as they like
     key_reads_per_min: int = Field(120_000, ge=0)
@@ -103,6 +105,7 @@ class Settings(BaseSettings):
     device_threads: int = 1
     device_memory_bytes: int = 4 * 2**30
     host_memory_bytes: int = Field(0, ge=0)  # for images of its residents; 0: as for themselves
+    host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs that came from the store
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
     sandbox: str = "preferred"  # "required", "preferred" or "off"

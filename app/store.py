@@ -10,14 +10,17 @@ How long things stay that nothing refers to is `GRACE_S`: see `app.sweeping`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from app.chunks import CONDEMNED, Chunks, Damaged, fetched
 from app.core.manifest import BadManifest, Manifest, decode
 from app.places import Bytes, Folder, Missing, Place
 from app.signing import BadSignature, unsealed
+
+T = TypeVar("T")
 
 PIECE = 1 << 20
 #: What somebody saw in the store stays there for so long, whatever happens to whoever names it.  A
@@ -25,8 +28,17 @@ PIECE = 1 << 20
 GRACE_S = 3600.0
 
 BLOBS, MANIFESTS = "blobs", "manifests"
+UPLOADS = "uploads"  # parts of what is not a blob yet
 
-__all__ = ["BLOBS", "GRACE_S", "MANIFESTS", "Damaged", "Store", "place_at"]
+__all__ = ["BLOBS", "GRACE_S", "MANIFESTS", "UPLOADS", "Damaged", "Store", "place_at"]
+
+
+class OtherBytes(Exception):
+    """What was to be put under a hash has another one, `found`; nothing was kept."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(f"the bytes hash to {found}")
 
 
 def place_at(address: str | Path) -> Place:
@@ -51,8 +63,11 @@ class Store:
     def has(self, sha256: str) -> bool:
         return self.place.size(blob(sha256)) is not None
 
-    def put(self, pieces: Iterable[Bytes]) -> tuple[str, int]:
-        """Durably keep the bytes; returns their SHA-256 and their number."""
+    def put(self, pieces: Iterable[Bytes], *, promised: str | None = None) -> tuple[str, int]:
+        """Durably keep the bytes; returns their SHA-256 and their number.
+
+        Raises OtherBytes if that is not the hash that was `promised`.
+        """
         digest, size = hashlib.sha256(), 0
 
         def counted() -> Iterator[Bytes]:
@@ -62,7 +77,12 @@ class Store:
                 size += len(piece)
                 yield piece
 
-        self.place.keep(counted(), lambda: blob(digest.hexdigest()))
+        def named() -> str:
+            if promised is not None and digest.hexdigest() != promised:
+                raise OtherBytes(digest.hexdigest())
+            return blob(digest.hexdigest())
+
+        self.place.keep(counted(), named)
         return digest.hexdigest(), size
 
     def put_file(self, source: Path) -> tuple[str, int]:
@@ -71,28 +91,35 @@ class Store:
 
     def open(self, sha256: str) -> IO[bytes]:
         """A file with the blob's bytes, after reading it through; raises Damaged."""
-        what = f"blob {sha256[:12]}…"
-        try:
-            file = self._opened(blob(sha256))
-        except Missing:
-            raise Damaged(what, "it is not there") from None
+        file = self._found(sha256, self.place.open)
         try:
             digest = hashlib.sha256()
             for piece in _pieces(file):
                 digest.update(piece)
             if digest.hexdigest() != sha256:
-                raise Damaged(what, f"its bytes hash to {digest.hexdigest()[:12]}…")
+                raise _damaged(sha256, digest.hexdigest())
             file.seek(0)
         except BaseException:
             file.close()
             raise
         return file
 
-    def _opened(self, name: str) -> IO[bytes]:
-        try:
-            return self.place.open(name)
-        except Missing:
-            return self.place.open(f"{CONDEMNED}/{name}")
+    def read(self, sha256: str, start: int, end: int, *, whole: bool) -> Iterator[Bytes]:
+        """The blob's bytes from `start` to `end`, piece by piece; raises Damaged, at once if it is
+        not there.
+
+        A part of a blob is given as it is.  The `whole` is checked on the way: of one that is
+        damaged the last piece never comes.
+        """
+        pieces = self._found(sha256, lambda name: self.place.read(name, start, end))
+        return _checked(pieces, sha256) if whole else pieces
+
+    def _found(self, sha256: str, look: Callable[[str], T]) -> T:
+        """What `look` gives for the blob, also for one that is condemned; raises Damaged."""
+        for name in (blob(sha256), f"{CONDEMNED}/{blob(sha256)}"):
+            with suppress(Missing):
+                return look(name)
+        raise Damaged(f"blob {sha256[:12]}…", "it is not there")
 
     # --- checkpoints ---
 
@@ -130,6 +157,22 @@ class Store:
         if (digest := hashlib.sha256(sealed).hexdigest()) != sha256:
             raise Damaged(what, f"its bytes hash to {digest[:12]}…")
         return sealed
+
+
+def _checked(pieces: Iterator[Bytes], sha256: str) -> Iterator[Bytes]:
+    digest, last = hashlib.sha256(), b""
+    for piece in pieces:
+        if last:
+            yield last
+        digest.update(piece)
+        last = bytes(piece)
+    if digest.hexdigest() != sha256:
+        raise _damaged(sha256, digest.hexdigest())
+    yield last
+
+
+def _damaged(sha256: str, found: str) -> Damaged:
+    return Damaged(f"blob {sha256[:12]}…", f"its bytes hash to {found[:12]}…")
 
 
 def blob(sha256: str) -> str:

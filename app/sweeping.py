@@ -10,9 +10,9 @@ Why nothing that is listed is ever lost:
   deleted, and what is there then is looked at before anything is deleted;
 * whoever began to read before has a whole grace period to finish.
 
-Chunks are named by manifests of their tenant, manifests and blobs by rows.  Rows come later than
-the bytes (a message has to arrive), so what no row names stays for `ORPHANED_S` first.  One
-collector works at a time: the caller sees to that.
+Chunks are named by manifests of their tenant; manifests, blobs and parts of uploads by rows.  Rows
+come later than the bytes (a message has to arrive), so what no row names stays for `ORPHANED_S`
+first.  One collector works at a time: the caller sees to that.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from app.chunks import CHUNKS, CONDEMNED, DAMAGED, fetched
 from app.core.manifest import BadManifest, decode
 from app.places import Missing, Named
 from app.signing import unverified
-from app.store import BLOBS, MANIFESTS, Store
+from app.store import BLOBS, MANIFESTS, UPLOADS, Store
 
 log = logging.getLogger(__name__)
 
 ORPHANED_S = 86400.0  # how long bytes stay that no row names: a device may be cut off for so long
 
-#: Of these names of blobs and manifests, the ones that rows name.
+#: Of these names of blobs, manifests and parts of uploads, the ones that rows name.
 Rows = Callable[[Collection[str]], set[str]]
 
 
@@ -56,7 +56,7 @@ class Collector:
         now_s, grace_s = self.place.now_s(), self.store.grace_s
 
         # 1. What may go: names that are old enough.  Looked at first, and what names them after.
-        without_row = chain(self.place.listed(BLOBS), self.place.listed(MANIFESTS))
+        without_row = chain(*(self.place.listed(kind) for kind in (BLOBS, MANIFESTS, UPLOADS)))
         old = _older(without_row, self.orphaned_s, now_s)
         old += _older(self.place.listed(CHUNKS), grace_s, now_s)
         waiting = list(self.place.listed(CONDEMNED))

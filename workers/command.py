@@ -39,11 +39,10 @@ from pathlib import Path
 from typing import Any
 
 from workers import command_folder, command_gang, sandbox
-from workers import image as images
 from workers import slab as slabs
 from workers.command_folder import INTERNAL, Folder, Kept, TooLarge
 from workers.command_gang import Gang
-from workers.command_io import Progress, bring_in, output_of
+from workers.command_io import File, Progress, bring_in, output_of
 from workers.cuda_checkpoint import Devices, NotDone
 from workers.executor import REPORT_S, SAVES_APART_S, Abandoned, Ending
 from workers.freezing import Tree, WontStop
@@ -138,20 +137,14 @@ class Stub:
             self.gang = Gang(self.spec["world_size"])
         try:
             self.progress = Progress(folder / INTERNAL / "metrics", _tell_owner)
-            bring_in(self.spec["inputs"], self._taken, folder / INTERNAL / "inputs")
+            inputs = folder / INTERNAL / "inputs"
+            bring_in(self.spec["inputs"], lambda: self.wire.fds.pop(0), inputs)
             self.tree.end(END_WITHIN_S)  # whatever they started when they were unpickled
         except OSError as error:
             raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
         self.keeping = Keeping(self, Folder(folder, self.slab))
         self.keeping.last_step = self.step if self.spec["image"] else None
         self.say("prepared", preset={}, capabilities=capabilities(self.devices))
-
-    def _taken(self) -> Image:
-        fd = self.wire.fds.pop(0)
-        try:
-            return images.load(fd)
-        finally:
-            os.close(fd)
 
     def _fill(self, folder: Path) -> None:
         """The folder as it was kept, or as a command begins."""
@@ -415,17 +408,19 @@ class Stub:
         if self.status:
             who = f"rank {self.failed_rank}: " if self.gang is not None else ""
             raise _failed("exit", who + _how_it_ended(self.status))
+        folder, publish = Path(self.spec["scratch"]), self.spec["publish"]
         for name in self.spec["outputs"]:
-            self._put(name, output_of(name, Path(self.spec["scratch"]), step=self.step))
+            body = output_of(name, folder, step=self.step, publish=name in publish)
+            self._put(name, body)
         raise Ending("finished", result={"exit_status": 0})
 
-    def _put(self, name: str, image: Image) -> None:
+    def _put(self, name: str, body: Image | File) -> None:
         """Into the store, and wait until it is there."""
         what = f"output:{name}"
         self.keeping.finish()
-        self.say("saving", what=what, at_step=self.step, size_bytes=image.size_bytes)
+        self.say("saving", what=what, at_step=self.step, size_bytes=body.size_bytes)
         try:
-            for piece in image.pieces():
+            for piece in body.pieces():
                 self.bulk.sendall(piece)
         except OSError as error:
             raise Abandoned from error

@@ -1,22 +1,28 @@
 """What goes into a command and comes out of it: inputs and outputs as files, and its progress.
 
-An input lies in the folder ROUNDHOUSE_INPUTS: PORT, the bytes of a file that another command made,
-or PORT.pt, what a job or a function gave, as `torch.load` reads it.  An output NAME is the file
-NAME, or NAME with any ending, in the working folder; for whoever takes it as an input it is its
-bytes.  Progress is lines of JSON, each an object, written to ROUNDHOUSE_METRICS.
+An input lies in the folder ROUNDHOUSE_INPUTS: PORT, the bytes of a file that another command made;
+PORT.pt, what a job or a function gave, as `torch.load` reads it; or PORT.safetensors or PORT.npy, a
+datablock or what was published as one.  An output NAME is the file NAME, or NAME with any ending,
+in the working folder; for whoever takes it as an input it is its bytes.  One that is published is
+safetensors or npy.  Progress is lines of JSON, each an object, written to ROUNDHOUSE_METRICS.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from app.core import tensorfile
+from app.core.tensorfile import HEAD_BYTES, BadTensorFile
 from workers import context_switch
+from workers import image as images
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
 from workers.executor import Ending, metrics_of
@@ -25,31 +31,46 @@ from workers.image import Image
 JSON = dict[str, Any]
 
 LINE_LIMIT_BYTES = 64 * 1024
+_PIECE = 1 << 20
 
 
 # --- inputs ---------------------------------------------------------------------------------------
 
 
-def bring_in(ports: Sequence[str], take: Callable[[], Image], folder: Path) -> None:
-    """Lay the inputs into the new `folder`; raises Ending.
-
-    Unpickling runs a tenant's code, so it is done in a process of its own, which then ends.
-    """
+def bring_in(inputs: Mapping[str, JSON], take: Callable[[], int], folder: Path) -> None:
+    """Lay the inputs into the new `folder`; `take` gives the open file of each.  Raises Ending."""
     folder.mkdir()
-    for port in ports:
-        image = take()
-        read, write = os.pipe2(os.O_CLOEXEC)
-        if not (child := os.fork()):
-            os.close(read)
-            _lay_down(image, folder / port, write)
-        os.close(write)
-        with os.fdopen(read, "rb") as said:
-            wrong = said.read().decode("utf-8", "replace")
-        _, status = os.waitpid(child, 0)
-        if status:
-            last = wrong.strip().rpartition("\n")[2] or f"its process ended with {status}"
-            told = f"The input {port!r} could not be loaded: {last}"
-            raise Ending("failed", cause="exception", message=told[:2000], detail=wrong[-60_000:])
+    for port, source in sorted(inputs.items()):
+        fd = take()
+        try:
+            if source["format"]:
+                _copy(fd, folder / f"{port}.{source['format']}")
+            else:
+                _unpickle(images.load(fd), port, folder)
+        finally:
+            os.close(fd)
+
+
+def _copy(fd: int, path: Path) -> None:
+    """Its own copy: what the command writes there reaches nobody else."""
+    with os.fdopen(os.dup(fd), "rb") as file, path.open("xb") as copy:
+        shutil.copyfileobj(file, copy, _PIECE)
+
+
+def _unpickle(image: Image, port: str, folder: Path) -> None:
+    """Unpickling runs a tenant's code, so it is done in a process of its own, which then ends."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    if not (child := os.fork()):
+        os.close(read)
+        _lay_down(image, folder / port, write)
+    os.close(write)
+    with os.fdopen(read, "rb") as said:
+        wrong = said.read().decode("utf-8", "replace")
+    _, status = os.waitpid(child, 0)
+    if status:
+        last = wrong.strip().rpartition("\n")[2] or f"its process ended with {status}"
+        told = f"The input {port!r} could not be loaded: {last}"
+        raise Ending("failed", cause="exception", message=told[:2000], detail=wrong[-60_000:])
 
 
 def _lay_down(image: Image, path: Path, write: int) -> None:
@@ -74,7 +95,20 @@ def _lay_down(image: Image, path: Path, write: int) -> None:
 # --- outputs --------------------------------------------------------------------------------------
 
 
-def output_of(name: str, folder: Path, *, step: int) -> Image:
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of tensors in the working folder, as it lies there."""
+
+    path: Path
+    size_bytes: int
+
+    def pieces(self) -> Iterator[bytes]:
+        with _opened(self.path) as file:
+            while piece := file.read(_PIECE):
+                yield piece
+
+
+def output_of(name: str, folder: Path, *, step: int, publish: bool) -> Image | File:
     """The output of that name, out of the working folder; raises Ending."""
     found = [path for path in folder.iterdir() if _is_called(path, name)]
     if len(found) != 1:
@@ -85,14 +119,30 @@ def output_of(name: str, folder: Path, *, step: int) -> Image:
         )
         raise Ending("failed", cause="exception", message=told, detail="")
     try:
-        fd = os.open(found[0], os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(fd, "rb") as file:
+        if publish:
+            return _tensors(found[0])
+        with _opened(found[0]) as file:
             body = file.read()
     except OSError as error:
         told = f"the output {name!r} cannot be read: {error}"
         raise Ending("failed", cause="exception", message=told, detail="") from error
     around, accelerator = Surroundings(), Accelerator("cpu")
     return context_switch.stage(body, step=step, around=around, accelerator=accelerator, root=name)
+
+
+def _tensors(path: Path) -> File:
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            tensorfile.read(file.read(HEAD_BYTES), size)
+        except BadTensorFile as error:
+            told = f"{path.name} is published, and no safetensors or npy file: {error}"
+            raise Ending("failed", cause="exception", message=told, detail="") from error
+    return File(path, size)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
 
 
 def _is_called(path: Path, name: str) -> bool:

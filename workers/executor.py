@@ -33,12 +33,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy
 import torch
 
-from workers import absence, context_switch, gang, graph, loading, preset
+from workers import absence, context_switch, gang, graph, loading, preset, tensorfile
 from workers import image as images
 from workers import slab as slabs
 from workers.absence import Absence, CalledOff
@@ -50,6 +50,7 @@ from workers.image import Image
 from workers.layout import Layout, from_json
 from workers.slab import Slab
 from workers.staging import Staging, TooLarge
+from workers.tensorfile import Published, Unpublishable
 from workers.turns import GangFailed
 from workers.watch import Watch
 from workers.wire import TrustSeen, Wire
@@ -90,6 +91,7 @@ class Context:
         self.world_size = world_size
         self.params = params
         self.inputs: JSON = {}
+        self.blocks: dict[str, str] = {}  # "NAME@VERSION" -> the input that is this datablock
         self.step = 0
         self.result: JSON | None = None
         self.logged: JSON = {}
@@ -104,11 +106,17 @@ class Context:
         """Metrics of this step, beside those that step returns."""
         self.logged.update(metrics)
 
-    def datablock(self, name: str) -> NoReturn:
-        raise NotImplementedError(
-            f"ctx.datablock({name!r}): datablocks are not built yet; "
-            "put the data into the bundle, or pass it as an input from another task"
-        )
+    def datablock(self, name: str) -> Any:
+        """The input that is this datablock, "NAME" or "NAME@VERSION"; of several the newest."""
+        named = [block for block in self.blocks if name in (block, block.partition("@")[0])]
+        if not named:
+            there = ", ".join(sorted(self.blocks)) or "none"
+            raise LookupError(
+                f"ctx.datablock({name!r}): no input of this task is that datablock. Declare it in"
+                f' the descriptor: `inputs: {{PORT: "datablock:{name}"}}`. Declared: {there}.'
+            )
+        newest = max(named, key=lambda block: int(block.partition("@")[2]))
+        return self.inputs[self.blocks[newest]]
 
 
 @dataclass
@@ -180,12 +188,12 @@ class Outgoing:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.waiting: deque[tuple[Image, str]] = deque()
+        self.waiting: deque[tuple[Image | Published, str]] = deque()
         self.sending = False
         self.settled: dict[str, JSON] = {}
 
-    def put(self, image: Image, name: str) -> None:
-        self.waiting.append((image, f"output:{name}"))
+    def put(self, body: Image | Published, name: str) -> None:
+        self.waiting.append((body, f"output:{name}"))
         self.next()
 
     def kept(self, message: JSON) -> None:
@@ -202,9 +210,9 @@ class Outgoing:
         if self.sending or not self.waiting or self.work.images.busy:
             return
         self.sending = True
-        image, what = self.waiting.popleft()
-        self.work.say("saving", what=what, at_step=image.step, size_bytes=image.size_bytes)
-        threading.Thread(target=_write, args=(self.work.bulk, image), daemon=True).start()
+        body, what = self.waiting.popleft()
+        self.work.say("saving", what=what, at_step=self.work.step, size_bytes=body.size_bytes)
+        threading.Thread(target=_write, args=(self.work.bulk, body), daemon=True).start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,9 +345,9 @@ def _told() -> Iterator[None]:
         raise _too_large(error) from error
 
 
-def _write(bulk: socket.socket, image: Image) -> None:
+def _write(bulk: socket.socket, body: Image | Published) -> None:
     with contextlib.suppress(OSError):  # the reader is gone, and the main thread will notice
-        for piece in image.pieces():
+        for piece in body.pieces():
             bulk.sendall(piece)
 
 
@@ -424,11 +432,10 @@ def bring_in(work: Work) -> None:
     """Inputs and, for a task that has run before, its image."""
     spec = work.spec
     try:
-        for port in spec["inputs"]:
-            image = _taken_from(work.fds.pop(0))
-            work.ctx.inputs[port] = context_switch.value(
-                image, around=work.around, accelerator=work.accelerator
-            )
+        for port, source in sorted(spec["inputs"].items()):
+            work.ctx.inputs[port] = _input(work, source["format"])
+            if source["datablock"]:
+                work.ctx.blocks[source["datablock"]] = port
     except BaseException as error:
         raise _failed(error, cause="exception", begun="An input could not be loaded: ") from error
     work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
@@ -443,6 +450,17 @@ def bring_in(work: Work) -> None:
         work.step = work.images.last_step = spec["image"]["step"]
     except BaseException as error:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
+
+
+def _input(work: Work, format: str) -> Any:
+    fd = work.fds.pop(0)
+    try:
+        if format:  # of a function no image is ever made, so what it does not look at is not read
+            return tensorfile.given(fd, mapped=work.is_function)
+        image = images.load(fd)
+    finally:
+        os.close(fd)
+    return context_switch.value(image, around=work.around, accelerator=work.accelerator)
 
 
 def _restored(work: Work, layout: JSON) -> Any:
@@ -714,11 +732,15 @@ def _save_if_wished(work: Work) -> None:
             work.staged_s += time.perf_counter() - began_s
 
 
-def _output(work: Work, value: object, root: str) -> Image:
+def _output(work: Work, value: object, root: str) -> Image | Published:
     try:
+        if root in work.spec["publish"]:
+            return Published(value, f"result[{root!r}]")
         return context_switch.stage(
             value, step=work.step, around=work.around, accelerator=work.accelerator, root=root
         )
+    except Unpublishable as error:
+        raise Ending("failed", cause="exception", message=str(error), detail="") from error
     except Uncapturable as error:
         raise _uncapturable(error) from error
 
@@ -807,13 +829,6 @@ def _read_json(fd: int) -> JSON:
     with os.fdopen(fd) as file:
         body: JSON = json.load(file)
     return body
-
-
-def _taken_from(fd: int) -> Image:
-    try:
-        return images.load(fd)
-    finally:
-        os.close(fd)
 
 
 # --- the tenant's code ----------------------------------------------------------------------------

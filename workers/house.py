@@ -17,6 +17,7 @@ from typing import Any
 from app.settings import Settings
 from app.signing import Signer
 from app.store import Store
+from workers.cache import Cache
 
 JSON = dict[str, Any]
 
@@ -33,6 +34,7 @@ class House:
     threads: int = 1
     memory_bytes: int = 4 * 2**30
     host_memory_bytes: int = 4 * 2**30  # for images, one of which may take all of it
+    host_cache_bytes: int = 2**30
     residents_max: int = 4
     stop_grace_s: float = 5.0
     lease_margin_s: float = 3.0
@@ -53,6 +55,7 @@ class House:
             threads=settings.device_threads,
             memory_bytes=settings.device_memory_bytes,
             host_memory_bytes=settings.host_memory_bytes or settings.device_memory_bytes,
+            host_cache_bytes=settings.host_cache_bytes,
             residents_max=settings.residents_max,
             stop_grace_s=settings.stop_grace_s,
             lease_margin_s=settings.lease_margin_s,
@@ -63,6 +66,11 @@ class House:
     @property
     def folder(self) -> Path:
         return self.run / self.device
+
+    @property
+    def cache(self) -> Cache:
+        """The host's: all its devices take inputs from there."""
+        return Cache(self.run / "cache", self.host_cache_bytes)
 
     @property
     def signer(self) -> Signer:

@@ -69,6 +69,8 @@ class Stay:
     seated_us: int | None = None
     before_us: int = 0
     unstaged_us: int = 0  # what its process had stood still before this stay
+    input_bytes: int = 0  # that were brought here for it,
+    fetched_bytes: int = 0  # of which so many from the store
 
     @property
     def key(self) -> tuple[str, int]:

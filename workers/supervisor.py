@@ -571,6 +571,8 @@ class Supervisor(threading.Thread):
             capabilities=resident.capabilities,
             resumed=stay.resumed,
             switch_us=now - max(self.seat_free_us, stay.arrived_us),
+            input_bytes=stay.input_bytes,
+            fetched_bytes=stay.fetched_bytes,
         )
         self.rhythm.happened = True
 
@@ -613,6 +615,7 @@ class Supervisor(threading.Thread):
         transfer.close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
         self.residents[resident.id] = resident
         stay.resident = resident
+        stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
         resident.may_leave = not resident.is_command  # what it has is its own to keep
         stay.resumed = "fresh"
         if fetched.image:
@@ -631,8 +634,12 @@ class Supervisor(threading.Thread):
             "task": launch.task,
             "run": launch.run,
             "params": launch.params,
-            "inputs": sorted(launch.inputs),
+            "inputs": {
+                port: {"format": source.get("format", ""), "datablock": source.get("datablock", "")}
+                for port, source in sorted(launch.inputs.items())
+            },
             "outputs": launch.outputs,
+            "publish": launch.publish,
             "preset": launch.preset,
             "kind": self.house.kind,
             "rank": 0,
@@ -799,8 +806,9 @@ class Supervisor(threading.Thread):
         if size > 2 * self.house.memory_bytes + 2**30:
             raise Nonsense(f"an output of {size} bytes")
         bulk, store = resident.bulk, self.house.store
+        keep = transfer.publish if name in resident.stay.launch.publish else transfer.store
         self._aside(
-            lambda: transfer.store(bulk, size, store),
+            lambda: keep(bulk, size, store),
             lambda stored: self._output_stored(resident, name, stored),
         )
 
@@ -827,16 +835,13 @@ class Supervisor(threading.Thread):
             self.read_from.remove(resident)
             resident.close_stores()
 
-    def _output_stored(
-        self, resident: Resident, name: str, stored: tuple[str, int] | BaseException
-    ) -> None:
+    def _output_stored(self, resident: Resident, name: str, stored: JSON | BaseException) -> None:
         resident.is_saving = False
         if isinstance(stored, BaseException):
             self._not_stored(resident, f"output:{name}", stored)
         else:
-            sha256, size = stored
             resident.send("kept", what=f"output:{name}")
-            resident.outputs[name] = {"sha256": sha256, "size_bytes": size}
+            resident.outputs[name] = stored
         self._close_if_gone(resident)
 
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.core import tensorfile
 from app.core.manifest import About
 from app.core.messages import Launch
+from app.core.tensorfile import HEAD_BYTES, BadTensorFile
 from app.store import Damaged, Store
 from workers import checkpoint, slab
 from workers import resident as residents
@@ -27,21 +29,26 @@ from workers.resident import Nonsense, Saving
 from workers.slab import BadIndex
 from workers.unpack import BadBundle, unpacked
 
+JSON = dict[str, Any]
+
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Everything that a launch names, verified: its code, open files of its blobs, its image.
+    """Everything that a launch names, verified: its code, open files of its inputs, its image.
 
     The first file is its graph, if it runs one; the others are its inputs, by port.
 
-    The image lies in `slab`, which is empty where there is none.
+    The image lies in `slab`, which is empty where there is none.  Of the `input_bytes` so many were
+    `fetched_bytes`: read from the store, as they did not lie on this host.
     """
 
     code: Path
     fds: list[int]
     slab: int
+    input_bytes: int = 0
+    fetched_bytes: int = 0
     index_bytes: int = 0
     image: Saving | None = None
 
@@ -75,12 +82,11 @@ def fetch(
         code = unpack(launch.bundle, house)
         with _as_cause("bundle"):
             if "graph" in launch.run:
-                fds.append(_opened(house.store, launch.run["graph"].removeprefix("sha256:")))
-        with _as_cause("exception"):
-            for port in sorted(launch.inputs):
-                fds.append(_opened(house.store, launch.inputs[port]["sha256"]))
+                graph = launch.run["graph"].removeprefix("sha256:")
+                fds.append(house.cache.opened(graph, house.store).fd)
+        counted = _inputs(launch, house, fds)
         if not launch.images:
-            return Fetched(code=code, fds=fds, slab=held)
+            return Fetched(code=code, fds=fds, slab=held, **counted)
         newest = launch.images[0]
         found = fill(held, newest, tenant=launch.tenant, store=house.store, before=before)
         with _as_cause("image"):
@@ -88,7 +94,20 @@ def fetch(
     except BaseException:
         close_all([*fds, held])
         raise
-    return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image)
+    return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image, **counted)
+
+
+def _inputs(launch: Launch, house: House, fds: list[int]) -> dict[str, int]:
+    """Open the inputs, in the order of their ports; what they took."""
+    all_bytes = fetched_bytes = 0
+    with _as_cause("exception"):
+        for port in sorted(launch.inputs):
+            opened = house.cache.opened(launch.inputs[port]["sha256"], house.store)
+            fds.append(opened.fd)
+            size = os.fstat(opened.fd).st_size
+            all_bytes += size
+            fetched_bytes += size if opened.is_fetched else 0
+    return {"input_bytes": all_bytes, "fetched_bytes": fetched_bytes}
 
 
 def unpack(bundle: str, house: House) -> Path:
@@ -148,11 +167,6 @@ def _as_cause(cause: str) -> Iterator[None]:
         raise NotFetched("store", f"{type(error).__name__}: {error}") from error
 
 
-def _opened(store: Store, sha256: str) -> int:
-    with store.open(sha256) as file:
-        return os.dup(file.fileno())
-
-
 def keep(
     held: int,
     index_bytes: int,
@@ -191,15 +205,36 @@ def keep(
         raise OutOfStep(str(error)) from error
 
 
-def store(bulk: socket.socket, size: int, store: Store) -> tuple[str, int]:
-    pieces = _received(bulk, size)
+def store(bulk: socket.socket, size: int, store: Store) -> JSON:
+    """Keep an output that a resident sends; how it is told of.  Raises OutOfStep, OSError."""
+    return _stored(_received(bulk, size), store)
+
+
+def publish(bulk: socket.socket, size: int, store: Store) -> JSON:
+    """The same of one that is to be a datablock, with what is in it; it must be tensors."""
+    head = bytearray()
+
+    def looked_at() -> Iterator[bytes]:
+        for piece in _received(bulk, size):
+            head.extend(piece[: HEAD_BYTES - len(head)])
+            yield piece
+
+    kept = _stored(looked_at(), store)
     try:
-        return store.put(pieces)
+        return {**kept, **tensorfile.read(bytes(head), size).summary()}
+    except BadTensorFile as error:
+        raise OutOfStep(f"what it publishes is no file of tensors: {error}") from error
+
+
+def _stored(pieces: Iterator[bytes], store: Store) -> JSON:
+    try:
+        sha256, size_bytes = store.put(pieces)
     except OSError as error:
         if not isinstance(error, TimeoutError):
-            for _ in pieces:  # so that the next image begins where it should
+            for _ in pieces:  # so that the next output begins where it should
                 pass
         raise
+    return {"sha256": sha256, "size_bytes": size_bytes}
 
 
 def _received(bulk: socket.socket, size: int) -> Iterator[bytes]:

@@ -185,9 +185,17 @@ _TASK = _object(
         "inputs": {
             "type": "object",
             "additionalProperties": {"type": "string"},
-            "description": 'port -> "TASK.OUTPUT": the task starts when that one is done',
+            "description": 'port -> "TASK.OUTPUT": the task starts when that one is done; or'
+            ' "datablock:NAME", the newest version at the submission, or "datablock:NAME@VERSION"',
         },
         "outputs": _texts("what other tasks may take as inputs"),
+        "publish": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": "output -> the datablock of which it becomes the next version when the"
+            " task is done: a tensor, an array, or a dict of them by name; of a command a file"
+            " NAME.safetensors or NAME.npy",
+        },
         "start": {
             **_object(
                 {

@@ -168,6 +168,7 @@ TAGS: list[dict[str, Any]] = [
     {"name": "checkpoints", "description": "Durable images of jobs, and the tensors in them."},
     {"name": "bundles", "description": "The code that requests run."},
     {"name": "graphs", "description": "Programs of many small functions of a bundle."},
+    {"name": "datablocks", "description": "Named tensors, kept in versions, for tasks to take."},
     {"name": "shares", "description": "Who may hold how much, who waits, who used what."},
     {"name": "simulations", "description": "What would have been, with other shares or devices."},
     {"name": "tenants", "description": "Who owns a share, and what it weighs."},

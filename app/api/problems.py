@@ -75,10 +75,18 @@ MEANINGS = {
         "Wait until some of what waits has started, or cancel what is not needed any more; then "
         "send it again, with the same Idempotency-Key. An administrator can raise the bound.",
     ),
+    "quota-exceeded": (
+        "An administrator has bounded how many bytes of datablocks a tenant may keep, and this "
+        "would pass it. What is on its way in counts, too; equal bytes count once. What a task "
+        "publishes is always kept: only uploads, and requests that would publish, are refused.",
+        "Delete versions that nobody needs (DELETE /v1/datablocks/NAME@VERSION), then do it again. "
+        "GET /v1/datablocks lists them with their sizes. An administrator can raise the bound.",
+    ),
     "gone": (
-        "The checkpoint is listed, but its bytes in the store are damaged, lost, or already "
-        "collected; `detail` says which.",
-        "Take another checkpoint of the task: GET /v1/tasks/{id}/checkpoints lists them.",
+        "The checkpoint or datablock is listed, but its bytes in the store are damaged, lost, or "
+        "already collected; `detail` says which.",
+        "Take another one: GET /v1/tasks/{id}/checkpoints lists the checkpoints of a task, "
+        "GET /v1/datablocks the versions of a datablock.",
     ),
     "precondition-failed": (
         "It was changed since you read it (the `If-Match` does not fit any more).",
@@ -96,6 +104,10 @@ MEANINGS = {
         "The body came with a Content-Type that this address does not read. curl -d, for one, "
         "calls every body a form.",
         "Send `Content-Type: application/json` and a body in JSON.",
+    ),
+    "range-not-satisfiable": (
+        "The `Range` begins behind the last byte.",
+        "`Content-Range` says how many bytes there are; perhaps you have all of them already.",
     ),
     "rate-limited": (
         "This key, or all keys of its tenant together, made more calls than the administrator "
@@ -164,6 +176,8 @@ def of_error(request: Request, error: AppError) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(error, errors.BadRange):
+        headers["Content-Range"] = f"bytes */{error.size_bytes}"
     if isinstance(error, errors.TooManyCalls):
         headers["Retry-After"] = str(error.retry_after_s)
     return problem(

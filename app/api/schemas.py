@@ -232,6 +232,14 @@ class TaskOut(Out):
     lost_steps: int = 0
     held_us: int = Field(0, description="how long it has held its seat so far, over all epochs")
     needs: list[NeedOut] = []
+    inputs: dict[str, str] = Field(
+        {},
+        description="where each input comes from: `TASK.OUTPUT`, or `datablock:NAME@VERSION`, the"
+        " version that was the newest at the submission if none was said",
+    )
+    publish: dict[str, str] = Field(
+        {}, description="the outputs that become new versions of datablocks when it is done"
+    )
     metrics: dict[str, Any] = {}
     capabilities: list[str] = Field(
         [],
@@ -454,6 +462,8 @@ class PlacementOut(Out):
         started_at=_AT,
         ended_at=None,
         held_us=4_200_000,
+        input_bytes=786_560,
+        fetched_bytes=0,
         guest=False,
         first_step=800,
         last_step=1200,
@@ -467,6 +477,10 @@ class PlacementOut(Out):
     started_at: datetime | None
     ended_at: datetime | None
     held_us: int
+    input_bytes: int = Field(0, description="what its inputs took: outputs and datablocks")
+    fetched_bytes: int = Field(
+        0, description="of them, read from the store; the rest lay on the host already"
+    )
     first_step: int | None
     last_step: int | None
     end: str | None = Field(description="paused, moved, resized, finished, failed, stopped or lost")
@@ -544,6 +558,62 @@ class GraphOut(GraphSummary):
         body=GRAPH_EXAMPLE,
     )
     body: dict[str, Any]
+
+
+# --- datablocks ---------------------------------------------------------------------------------
+
+
+class TensorIn(Out):
+    """A tensor of a datablock; that of an npy has no name."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class DatablockOut(Out):
+    model_config = example(
+        id="blk_0192f0c1b7e97d3e9a4c5b6d7e8f9a0e",
+        tenant_id=_TENANT,
+        user_id=_USER,
+        name="faces",
+        version=3,
+        format="safetensors",
+        sha256=_SHA256,
+        size_bytes=786_560,
+        tensors=[{"name": "pixels", "dtype": "uint8", "shape": [64, 64, 64, 3]}],
+        tensor_count=1,
+        task_id=None,
+        output="",
+        holders=2,
+        created_at=_AT,
+        deleted_at=None,
+    )
+    id: str
+    tenant_id: str
+    user_id: str = Field(description="who uploaded it, or whose task published it")
+    name: str = Field(description="of all its versions; this one is `NAME@VERSION`")
+    version: int = Field(description="from 1; never given twice")
+    format: Literal["safetensors", "npy"]
+    sha256: str = Field(description="of its bytes as they are downloaded")
+    size_bytes: int
+    tensors: list[TensorIn] = Field(description="the first hundred")
+    tensor_count: int
+    task_id: str | None = Field(description="the task that published it, null if it was uploaded")
+    output: str = Field(description="which output of that task it is")
+    holders: int = Field(description="tasks that have not ended and need it: its bytes stay")
+    created_at: datetime
+    deleted_at: datetime | None
+
+
+class UploadOut(Out):
+    """How far an upload is: go on from `received_bytes`."""
+
+    model_config = example(name="faces", sha256=_SHA256, size_bytes=786_560, received_bytes=524_288)
+    name: str
+    sha256: str
+    size_bytes: int
+    received_bytes: int = Field(description="durable, and not to be sent again")
 
 
 # --- tenants, users, keys -----------------------------------------------------------------------

@@ -296,6 +296,8 @@ def _task_out(task: Task, needs: list[dict[str, str]], lent: list[Placement]) ->
     shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
     shown |= {
         "needs": needs,
+        "inputs": task.descriptor.get("inputs") or {},
+        "publish": task.descriptor.get("publish") or {},
         "lent": [guest.device_id for guest in lent],
         "cancel_asked": task.cancel_asked_at is not None,
         "held_us": task.total_held_us + task.held_us,

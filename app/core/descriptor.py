@@ -35,6 +35,7 @@ MAX_MEMORY_BYTES = 2**50
 MAX_DURATION_S = 365 * 86400.0
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -83,11 +84,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where an input comes from: `output` of the task `name`, or the datablock `name`."""
+    """Where an input comes from: `output` of the task `name`, or the datablock `name`.
+
+    `version` is that of a datablock; None is the newest at the time of the submission.
+    """
 
     kind: str  # "task" or "datablock"
     name: str
     output: str = ""
+    version: int | None = None
+
+    @property
+    def block(self) -> str:
+        """The block that it names: "TASK.OUTPUT", "NAME" or "NAME@VERSION"."""
+        if self.kind == "task":
+            return f"{self.name}.{self.output}"
+        return self.name if self.version is None else f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +137,8 @@ class Notify:
 class TaskDescriptor:
     """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
 
-    `from_checkpoint` is the id of a checkpoint of another task, to go on from instead of beginning.
+    `publish` maps an output to the datablock of which it becomes a new version; `from_checkpoint`
+    is the id of a checkpoint of another task, to go on from instead of beginning.
     """
 
     name: str
@@ -134,6 +147,7 @@ class TaskDescriptor:
     params: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, Source] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    publish: Mapping[str, str] = field(default_factory=dict)
     start: Start = field(default_factory=Start)
     world_size: int = 1
     devices: Devices = field(default_factory=Devices)
@@ -210,6 +224,7 @@ def _task(fields: Fields) -> TaskDescriptor:
         params=_params(fields),
         inputs=_inputs(fields),
         outputs=fields.texts("outputs", WORD, WORD_RULE),
+        publish=_publish(fields),
         start=_start(fields.inside("start")),
         world_size=world_size,
         devices=_devices(
@@ -290,7 +305,7 @@ def _inputs(fields: Fields) -> dict[str, Source]:
             fields.fault(where, f"an input's name is {WORD_RULE}")
         source = _source(said) if isinstance(said, str) else None
         if source is None:
-            fields.fault(where, 'an input is "TASK.OUTPUT" or "datablock:NAME"')
+            fields.fault(where, 'an input is "TASK.OUTPUT", "datablock:NAME" or "…:NAME@VERSION"')
         else:
             sources[port] = source
     return sources
@@ -298,12 +313,35 @@ def _inputs(fields: Fields) -> dict[str, Source]:
 
 def _source(said: str) -> Source | None:
     if said.startswith("datablock:"):
-        name = said.removeprefix("datablock:")
-        return Source(kind="datablock", name=name) if NAME.fullmatch(name) else None
+        return datablock(said.removeprefix("datablock:"))
     name, _, output = said.rpartition(".")
     if not NAME.fullmatch(name) or not WORD.fullmatch(output):
         return None
     return Source(kind="task", name=name, output=output)
+
+
+def datablock(said: str) -> Source | None:
+    """The datablock that "NAME" or "NAME@VERSION" means, or None if that is none."""
+    name, at, version = said.partition("@")
+    if not NAME.fullmatch(name) or (at and not _VERSION.fullmatch(version)):
+        return None
+    return Source(kind="datablock", name=name, version=int(version) if at else None)
+
+
+def _publish(fields: Fields) -> dict[str, str]:
+    published: dict[str, str] = {}
+    outputs = fields.body.get("outputs")
+    for port, name in fields.mapping("publish").items():
+        where = f"publish/{escaped(port)}"
+        if not isinstance(outputs, list) or port not in outputs:
+            fields.fault(where, f"outputs does not name {port!r:.80}", "unknown-output")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            fields.fault(where, f"a datablock's name is {NAME_RULE}")
+        elif name in published.values():
+            fields.fault(where, f"another output of this task becomes {name!r} too", "twice")
+        else:
+            published[port] = name
+    return published
 
 
 def _start(fields: Fields) -> Start:
@@ -386,6 +424,7 @@ def as_json(task: TaskDescriptor) -> JSON:
         "params": dict(task.params),
         "inputs": {port: _said(source) for port, source in task.inputs.items()},
         "outputs": list(task.outputs),
+        "publish": dict(task.publish),
         "start": {
             "after": list(task.start.after),
             "not_before": _rfc3339(task.start.not_before_s),
@@ -406,9 +445,7 @@ def as_json(task: TaskDescriptor) -> JSON:
 
 
 def _said(source: Source) -> str:
-    if source.kind == "datablock":
-        return f"datablock:{source.name}"
-    return f"{source.name}.{source.output}"
+    return f"datablock:{source.block}" if source.kind == "datablock" else source.block
 
 
 def _rfc3339(at_s: float | None) -> str | None:

@@ -150,7 +150,3 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     if task.devices.max > 1 and task.run.kind != "job":
         told = "ranks change seats between steps, and only a job has steps; leave it at 1"
         yield "devices/max", told
-    for port, source in task.inputs.items():
-        if source.kind == "datablock":
-            told = "datablocks are not kept yet; put the data into the bundle or a task's outputs"
-            yield f"inputs/{port}", told

@@ -45,7 +45,8 @@ class Launch(Order):
     `images` are checkpoints to go on from, newest first, as `{"sha256", "step", "key"}`, `key`
     being the public one of the host that signed it; a device that
     still holds a paused resident of this task at the newest step goes on from that instead.
-    `budget_us` is what is left of `max_duration_s`, measured in seat time.
+    `budget_us` is what is left of `max_duration_s`, measured in seat time.  Of the `outputs`, those
+    to `publish` are kept as files of tensors (`core.tensorfile`), the others as images.
 
     Until `surely_until_us`, by the device's clock and for this incarnation of it, the island cannot
     have given the task to anybody else; then the order alone seats it, and no answer is waited for.
@@ -55,7 +56,7 @@ class Launch(Order):
     run: JSON  # {"job": "module:Class"}, {"function": "module:name"} or {"graph": "sha256:…"}
     bundle: str  # sha256 of the uploaded code
     params: JSON
-    inputs: JSON  # port name -> {"sha256": image of the value}
+    inputs: JSON  # port -> {"sha256", "format"?, "datablock"?: "NAME@VERSION"}; default: an image
     outputs: list[str]
     world_size: int
     preset: JSON
@@ -63,6 +64,7 @@ class Launch(Order):
     budget_us: int
     checkpoint_every_s: float
     memory_bytes: int
+    publish: list[str] = field(default_factory=list)
     incarnation: str = ""
     surely_until_us: int = 0
 
@@ -124,6 +126,8 @@ class Started(Event):
     capabilities: list[str]
     resumed: str  # "fresh", "resident" (never left the device), "image"; "folder" for a command
     switch_us: int = 0  # how long the seat stood empty for it, once it could have been taken
+    input_bytes: int = 0  # of its inputs,
+    fetched_bytes: int = 0  # of which so many were read from the store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +155,7 @@ class Paused(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
     result: JSON
-    outputs: JSON  # name -> {"sha256", "size_bytes"}
+    outputs: JSON  # name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

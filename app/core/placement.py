@@ -253,12 +253,7 @@ def graph_of(
     """
     nodes, read = list[Node](), set[str]()
     for task in descriptor.tasks:
-        reads = tuple(
-            dict.fromkeys(
-                f"{source.name}.{source.output}" if source.kind == "task" else source.name
-                for source in task.inputs.values()
-            )
-        )
+        reads = tuple(dict.fromkeys(source.block for source in task.inputs.values()))
         writes = tuple(f"{task.name}.{output}" for output in task.outputs)
         ports = sum(bytes_[block] for block in (*reads, *writes))
         read.update(reads)

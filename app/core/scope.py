@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 #: What each one opens, in the order in which they are told.
 MEANINGS = {
-    "work:read": "look at requests, tasks, logs, metrics, checkpoints, bundles and graphs",
-    "work:write": "submit requests, bundles and graphs; pause, move, change and cancel",
+    "work:read": "look at requests, tasks, logs, metrics, checkpoints, code and data",
+    "work:write": "submit requests, code and data; pause, move, change and cancel",
     "usage:read": "look at shares, the queue, usage and decisions; simulate; scrape /metrics",
     "devices:read": "look at islands, hosts, devices and presets",
     "devices:write": "drain and cordon; change devices and presets",
@@ -27,6 +27,7 @@ AREAS = {
     "checkpoints": "work",
     "bundles": "work",
     "graphs": "work",
+    "datablocks": "work",
     "shares": "usage",
     "simulations": "usage",
     "meta": "usage",

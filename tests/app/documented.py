@@ -1,9 +1,9 @@
 """A tenant whose things have the very ids that the examples of the OpenAPI document have.
 
 So what the document shows can be called as it stands, and what is made from the document finds
-something.  There is everything, and two of all that is listed: people, code, a running request with
-its events, logs, metrics and checkpoints, one that waits, decisions, usage, an island with its
-devices.  Whatever the tenant wrote itself says "secret of vision".
+something.  There is everything, and two of all that is listed: people, code, data, a running
+request with its events, logs, metrics and checkpoints, one that waits, decisions, usage, an island
+with its devices.  Whatever the tenant wrote itself says "secret of vision".
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from app import audit, webhooks
 from app.api import auth, descriptor_schema
 from app.api.schemas import (
     CheckpointOut,
+    DatablockOut,
     DeviceOut,
     HostOut,
     IslandOut,
@@ -38,6 +39,7 @@ from app.models import (
     Bundle,
     Checkpoint,
     Cycle,
+    Datablock,
     Decision,
     Delivery,
     Device,
@@ -62,7 +64,7 @@ TENANT, USER = example_of(TenantOut), example_of(UserOut)
 REQUEST, CHECKPOINT, KEY = example_of(RequestOut), example_of(CheckpointOut), example_of(KeyOut)
 DEVICE, HOST, ISLAND = example_of(DeviceOut), example_of(HostOut), example_of(IslandOut)
 WEBHOOK, DELIVERY = example_of(WebhookOut), example_of(DeliveryOut)
-TASK = REQUEST["tasks"][0]
+TASK, DATABLOCK = REQUEST["tasks"][0], example_of(DatablockOut)
 CHILD = "ten_" + "7" * 32
 WAITING_REQUEST, WAITING_TASK = "req_" + "7" * 32, "tsk_" + "7" * 32
 DECISION = 4711
@@ -134,6 +136,12 @@ def _rows(root: str) -> Iterator[Any]:
     yield from _request(WAITING_REQUEST, WAITING_TASK, "waiting")
     yield from _request("req_" + "6" * 32, "tsk_" + "6" * 32, "waiting")
     yield from _done_by_task()
+    for id, version in (("blk_" + "7" * 32, 2), (DATABLOCK["id"], DATABLOCK["version"])):
+        yield Datablock(
+            id=id, tenant_id=TENANT["id"], user_id=USER["id"], name=DATABLOCK["name"],
+            version=version, format="npy", sha256=DATABLOCK["sha256"], size_bytes=1,
+            tensors=[{"name": "secret of vision", "dtype": "uint8", "shape": [1]}], tensor_count=1,
+        )  # fmt: skip
     yield from _told()
 
 

@@ -69,7 +69,7 @@ DESCRIPTORS: dict[str, tuple[Any, str, str]] = {
     ),
     "datablock": (
         _tasks(_task(inputs={"x": "datablock:corpus"})),
-        "unsatisfiable",
+        "validation-error",
         "/tasks/0/inputs/x",
     ),
     "webhook": (

@@ -28,6 +28,7 @@ from tests.app.conftest import BUNDLE, descriptor, sha256
 from tests.app.documented import (
     CHECKPOINT,
     CHILD,
+    DATABLOCK,
     DECISION,
     DELIVERY,
     KEY,
@@ -45,6 +46,7 @@ BUNDLE_OF_VISION = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f0
 IDS = [
     REQUEST["id"], TASK["id"], WAITING_REQUEST, WAITING_TASK, TENANT["id"], CHILD, USER["id"],
     KEY["id"], CHECKPOINT["id"], BUNDLE_OF_VISION, str(DECISION), WEBHOOK["id"], DELIVERY["id"],
+    DATABLOCK["name"],
 ]  # fmt: skip
 #: nothing of this is ever in an answer to blue, unless blue said it first
 MARKS = [*IDS, "7" * 32, "6" * 32, "vision", "secret"]
@@ -55,6 +57,7 @@ SHARED = ("/v1/devices", "/v1/hosts", "/v1/islands", "/v1/presets")
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
     "state", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
+    "latest", "range", "if-range", "if-none-match", "content-range",
 }  # fmt: skip
 #: the others, and what of vision's they could name
 NAMES = {
@@ -63,7 +66,8 @@ NAMES = {
     "user_id": [USER["id"]],
     "request_id": [REQUEST["id"], WAITING_REQUEST],
     "task": [TASK["id"], "secret-of-vision"],
-    "name": ["secret of vision"],
+    "name": ["secret of vision", DATABLOCK["name"]],
+    "sha256": [DATABLOCK["sha256"]],
     "label": ["secret:of vision"],
     "names": ["secret"],
     "key_id": [KEY["id"]],
@@ -107,6 +111,7 @@ def own(as_, vision, session) -> dict[str, str]:
         "tenants": "ten_blue",
         "users": "usr_blue.member",
         "webhooks": "whk_blue",
+        "datablocks": "its-own",
     }
 
 

@@ -29,6 +29,7 @@ from app.core.messages import (
 from app.models import (
     Account,
     Checkpoint,
+    Datablock,
     Device,
     Event,
     Island,
@@ -657,3 +658,82 @@ class TestCost:
         hear(session, residents=here, logs=[replace(lines, first=1)])
         assert len(said) <= 18, "\n".join(said)
         assert not [s for s in said if "requests" in s], "log lines move no request"
+
+
+class TestPublish:
+    """Outputs that become datablocks, in the transaction in which the task is done."""
+
+    @pytest.fixture
+    def publishing(self, session, running):
+        publish = {"outputs": ["tokens", "log"], "publish": {"tokens": "corpus-tokens"}}
+        running.descriptor = {**DESCRIPTOR, **publish}
+        session.flush()
+        return running
+
+    def done(self, task, seq=2, *, epoch=1, **tokens):
+        kept = {"sha256": "a" * 64, "size_bytes": 90, "format": "safetensors"}
+        listed = [{"name": "ids", "dtype": "int64", "shape": [4]}]
+        kept |= {"tensors": listed, "tensor_count": 1, **tokens}
+        outputs = {"tokens": kept, "log": {"sha256": "b" * 64, "size_bytes": 9}}
+        return event(Finished, task, seq, epoch=epoch, result={}, outputs=outputs)
+
+    def versions(self, session):
+        rows = session.scalars(select(Datablock).order_by(Datablock.version)).all()
+        return [(row.name, row.version, row.sha256[0]) for row in rows]
+
+    def test_it_is_the_next_version_with_who_made_it(self, session, publishing):
+        hear(session, events=[self.done(publishing)])
+        [row] = session.scalars(select(Datablock)).all()
+        assert (row.name, row.version, row.format) == ("corpus-tokens", 1, "safetensors")
+        assert (row.tenant_id, row.user_id) == ("ten_a", "usr_a")
+        assert (row.task_id, row.output, row.size_bytes) == ("tsk_a", "tokens", 90)
+        assert row.tensors == [{"name": "ids", "dtype": "int64", "shape": [4]}]
+        assert publishing.outputs == {
+            "tokens": {
+                "sha256": "a" * 64,
+                "size_bytes": 90,
+                "format": "safetensors",
+                "datablock": "corpus-tokens@1",
+            },
+            "log": {"sha256": "b" * 64, "size_bytes": 9},
+        }
+        told = session.scalars(select(Event.message).where(Event.type == "task.published")).one()
+        assert told == "Its output tokens is the datablock corpus-tokens@1: 90 bytes."
+
+    def test_heard_again_it_is_none(self, session, publishing):
+        for _ in range(2):
+            hear(session, events=[self.done(publishing)])
+        assert self.versions(session) == [("corpus-tokens", 1, "a")]
+
+    def test_of_an_epoch_that_is_over_it_is_none(self, session, publishing):
+        lose(session, publishing)
+        hear(session, events=[self.done(publishing)])
+        assert self.versions(session) == []
+        decide(session, publishing, "Launch", devices=("h.0",))
+        again = [started(publishing, epoch=2), self.done(publishing, 2, epoch=2, sha256="c" * 64)]
+        hear(session, residents=[view(publishing, "running", epoch=2)], events=again)
+        assert self.versions(session) == [("corpus-tokens", 1, "c")]
+
+    def test_equal_bytes_of_another_task_are_a_version_of_their_own(self, session, publishing):
+        hear(session, events=[self.done(publishing)])
+        twin = {c.name: getattr(publishing, c.name) for c in Task.__table__.columns}
+        fresh = {"id": "tsk_b", "name": "u", "state": "waiting", "epoch": 0, "outputs": {}}
+        session.add(Task(**{**twin, **fresh}))
+        session.flush()
+        other = session.get_one(Task, "tsk_b")
+        decide(session, other, "Launch", devices=("h.0",))
+        hear(session, events=[started(other), self.done(other)])
+        assert self.versions(session) == [("corpus-tokens", 1, "a"), ("corpus-tokens", 2, "a")]
+
+    def test_a_device_that_does_not_know_how_fails_the_task(self, session, publishing):
+        outputs = {name: {"sha256": "a" * 64, "size_bytes": 9} for name in ("tokens", "log")}
+        finished = event(Finished, publishing, 2, result={}, outputs=outputs)
+        hear(session, events=[finished])
+        assert publishing.state == "failed"
+        assert publishing.message == "It finished without its declared outputs tokens."
+
+    def test_what_makes_no_sense_fails_its_own_task_only(self, session, publishing):
+        hear(session, events=[self.done(publishing, tensors=[{"name": "\0"}])])
+        assert publishing.state == "failed"
+        assert self.versions(session) == []
+        assert hear(session) is not None

@@ -160,6 +160,7 @@ OWNERS = {
     "GET /v1/bundles/{sha256}",
     "HEAD /v1/bundles/{sha256}",
     "GET /v1/graphs/{sha256}",
+    "HEAD /v1/datablocks/{name}",
 }
 #: What succeeds for nobody here, and where it does.
 ELSEWHERE = {
@@ -167,6 +168,9 @@ ELSEWHERE = {
     "GET /v1/checkpoints/{id}/safetensors",
     "PUT /v1/bundles/{sha256}",  # the bytes of a SHA-256 cannot be made up: test_bundles.py
     "PUT /v1/graphs/{sha256}",  # nor a graph: test_graphs.py
+    "PUT /v1/datablocks/{name}",  # nor those of a datablock: test_datablocks.py
+    "GET /v1/datablocks/{name}",  # its bytes are lost
+    "DELETE /v1/datablocks/{name}",  # it is deleted by NAME@VERSION
     "DELETE /v1/tenants/{id}",  # things belong to it: test_tenants.py
     "PATCH /v1/devices/{id}",  # it was changed by a cordon before: test_devices.py
 }

@@ -15,7 +15,18 @@ from app.api import auth
 from app.api.descriptor_schema import GRAPH_EXAMPLE
 from app.core.scope import SCOPES
 from app.main import app
-from app.models import ApiKey, Checkpoint, Delivery, Event, Graph, Preset, Request, Task, Webhook
+from app.models import (
+    ApiKey,
+    Checkpoint,
+    Datablock,
+    Delivery,
+    Event,
+    Graph,
+    Preset,
+    Request,
+    Task,
+    Webhook,
+)
 from tests.app.conftest import BUNDLE, descriptor, sha256
 
 WHO = (
@@ -25,7 +36,7 @@ WHO = (
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
 # checkpoint of that task, whose bytes are lost; {whk}, {msg}: a webhook of red and a message to it;
-# {graph}: one that red has sent
+# {graph}: one that red has sent; {blk}: a datablock of red.member, its bytes lost likewise
 TABLE = """
 #                                       the answers to WHO, in its order         scope
 POST   /v1/requests                     401  403  202  202  202  422  422  403  work:write
@@ -62,6 +73,11 @@ GET    /v1/bundles                      401  200  200  200  200  200  200  200  
 PUT    /v1/graphs/{graph}               401  403  200  200  200  201  201  201  work:write
 GET    /v1/graphs/{graph}               401  200  200  200  200  404  404  404  work:read
 GET    /v1/graphs                       401  200  200  200  200  200  200  200  work:read
+PUT    /v1/datablocks/{blk}             401  403  200  200  200  202  202  202  work:write
+GET    /v1/datablocks/{blk}             401  410  410  410  410  404  404  404  work:read
+HEAD   /v1/datablocks/{blk}             401  200  200  200  200  404  404  404  work:read
+DELETE /v1/datablocks/{blk}@1           401  403  403  200  200  404  404  404  work:write
+GET    /v1/datablocks                   401  200  200  200  200  200  200  200  work:read
 GET    /v1/fair-share                   401  200  200  200  200  200  200  200  usage:read
 GET    /v1/queue                        401  200  200  200  200  200  200  200  usage:read
 GET    /v1/usage                        401  200  200  200  200  200  200  200  usage:read
@@ -118,6 +134,10 @@ BODIES = {
     "POST /v1/tasks/{tsk}/resize": {"json": {"devices_max": 2}},
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
     "PUT /v1/graphs/{graph}": {"json": GRAPH_EXAMPLE},
+    "PUT /v1/datablocks/{blk}": {
+        "params": {"sha256": "0" * 64},
+        "headers": {"Content-Range": "bytes */9"},
+    },
     "POST /v1/tenants": {"json": {"name": "green"}},
     "PATCH /v1/tenants/ten_red": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
     "PATCH /v1/users/usr_red.member": {"json": {"weight": 2.0}, "headers": {"If-Match": '"1"'}},
@@ -178,6 +198,7 @@ def _url(path, submitted, world):
         key=world.keys["red.member"].split("_")[1],
         ckp="ckp_1",
         graph=GRAPH.sha256,
+        blk="corpus",
         whk="whk_1",
         msg="msg_1",
     )
@@ -216,6 +237,19 @@ def _settle(session, submitted, *, ended):
     task.state, task.capabilities = "running", ["move"]
     task.descriptor = {**task.descriptor, "world_size": 2}
     whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
+    session.add(
+        Datablock(
+            id="blk_1",
+            name="corpus",
+            version=1,
+            format="npy",
+            size_bytes=9,
+            tensor_count=1,
+            user_id=task.user_id,
+            tenant_id=task.tenant_id,
+            sha256="0" * 64,
+        )
+    )
     session.add(Checkpoint(id="ckp_1", epoch=1, step=1, size_bytes=1, took_us=1, **whose))
     hook = {"tenant_id": task.tenant_id, "url": "https://example.org/"}
     session.add(Webhook(id="whk_1", secret=webhooks.new_secret(), **hook))

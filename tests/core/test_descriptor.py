@@ -98,6 +98,15 @@ def test_the_example_of_the_design_is_read() -> None:
     assert sweep.notify == Notify(webhook="https://example.org/hook", on=("done", "failed"))
 
 
+def test_a_datablock_may_be_named_with_its_version_and_outputs_may_become_some() -> None:
+    inputs = {"new": "datablock:corpus", "old": "datablock:corpus@3"}
+    task = parse(one(inputs=inputs, outputs=["x"], publish={"x": "tokens"})).tasks[0]
+    assert task.inputs["new"] == Source(kind="datablock", name="corpus")
+    assert task.inputs["old"] == Source(kind="datablock", name="corpus", version=3)
+    assert [source.block for source in task.inputs.values()] == ["corpus", "corpus@3"]
+    assert task.publish == {"x": "tokens"}
+
+
 def test_all_but_the_task_is_optional() -> None:
     descriptor = parse(one())
     task = descriptor.tasks[0]
@@ -187,7 +196,9 @@ tasks = st.fixed_dictionaries(
         "params": st.dictionaries(words, plain, max_size=3),
         "inputs": st.dictionaries(
             words,
-            st.builds(lambda n, o: f"{n}.{o}", names, words) | names.map("datablock:".__add__),
+            st.builds(lambda n, o: f"{n}.{o}", names, words)
+            | names.map("datablock:".__add__)
+            | st.builds(lambda n, v: f"datablock:{n}@{v}", names, st.integers(1, 10**9 - 1)),
         ),
         "outputs": st.lists(words, unique=True, max_size=3),
         "start": st.fixed_dictionaries(
@@ -210,8 +221,13 @@ tasks = st.fixed_dictionaries(
 
 
 @settings(max_examples=150)
-@given(task=tasks)
-def test_what_is_written_down_in_full_reads_back_the_same(task: dict[str, Any]) -> None:
+@given(task=tasks, published=st.booleans())
+def test_what_is_written_down_in_full_reads_back_the_same(
+    task: dict[str, Any], published: bool
+) -> None:
+    if published:
+        outputs = enumerate(task.get("outputs", []))
+        task = {**task, "publish": {port: f"block-{n}" for n, port in outputs}}
     read = parse({"tasks": [task], "bundle": BUNDLE}).tasks[0]
     written = json.loads(json.dumps(as_json(read)))
     assert parse({"tasks": [written], "bundle": BUNDLE}).tasks[0] == read
@@ -243,11 +259,22 @@ def test_what_is_written_down_in_full_reads_back_the_same(task: dict[str, Any]) 
         ({"params": {"x": "y" * 300_000}}, "/params", "range"),
         ({"inputs": {"x": "prep"}}, "/inputs/x", "invalid"),
         ({"inputs": {"x": "datablock:"}}, "/inputs/x", "invalid"),
+        ({"inputs": {"x": "datablock:c@"}}, "/inputs/x", "invalid"),
+        ({"inputs": {"x": "datablock:c@0"}}, "/inputs/x", "invalid"),
+        ({"inputs": {"x": "datablock:c@-1"}}, "/inputs/x", "invalid"),
+        ({"inputs": {"x": "datablock:c@1234567890"}}, "/inputs/x", "invalid"),
         ({"inputs": {"x": 1}}, "/inputs/x", "invalid"),
         ({"inputs": {"a/b": "p.q"}}, "/inputs/a~1b", "invalid"),
         ({"outputs": ["x", "x"]}, "/outputs/1", "twice"),
         ({"outputs": ["x.y"]}, "/outputs/0", "invalid"),
         ({"outputs": "x"}, "/outputs", "type"),
+        ({"publish": {"x": "c"}}, "/publish/x", "unknown-output"),
+        ({"outputs": ["x"], "publish": {"y": "c"}}, "/publish/y", "unknown-output"),
+        ({"outputs": ["x"], "publish": {"x": "C"}}, "/publish/x", "invalid"),
+        ({"outputs": ["x"], "publish": {"x": "c@2"}}, "/publish/x", "invalid"),
+        ({"outputs": ["x"], "publish": {"x": 1}}, "/publish/x", "invalid"),
+        ({"outputs": ["x", "y"], "publish": {"x": "c", "y": "c"}}, "/publish/y", "twice"),
+        ({"outputs": ["x"], "publish": ["x"]}, "/publish", "type"),
         ({"start": {"after": [1]}}, "/start/after/0", "type"),
         ({"start": {"not_before": "2026-01-01"}}, "/start/not_before", "invalid"),
         ({"start": {"not_before": "2026-01-01T00:00:00"}}, "/start/not_before", "invalid"),

@@ -143,7 +143,6 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
             "devices/max",
             "only a job has steps",
         ),
-        ({"inputs": {"x": "datablock:c"}}, "inputs/x", "datablocks are not kept yet"),
     ],
 )
 def test_what_can_never_run_here_is_told_with_what_to_do(

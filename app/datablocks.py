@@ -1,0 +1,223 @@
+"""Datablocks as rows: which version a name means, what becomes the next one, and who needs it.
+
+What always holds: a version never changes, and its number is never given twice; of a tenant's
+versions one is made at a time (`shelve`); what a task that has not ended needs keeps its bytes,
+whatever becomes of its name.
+
+Who needs a version is counted when it is asked, from the tasks as they are: there is no count that
+could be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import uuid_utils
+from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, tuple_
+from sqlalchemy.orm import Session
+
+from app.core.descriptor import Source
+from app.core.lifecycle import ENDED
+from app.core.messages import JSON
+from app.errors import QuotaExceeded
+from app.models import Datablock, DatablockUse, Task, Upload
+from app.settings import settings
+
+_SHELF = 0x626C6B  # a class of advisory locks that nobody else takes
+_VERSIONS_TOLD = 5
+
+
+# --- which one a name means -----------------------------------------------------------------------
+
+
+def found(
+    session: Session, tenant_id: str, wanted: Collection[Source], *, keep: bool = False
+) -> dict[Source, Datablock]:
+    """The versions that these sources mean now, of those that are there.
+
+    With `keep` they are not deleted before the end of this transaction.
+    """
+    if not wanted:
+        return {}
+    exact = [(source.name, source.version) for source in wanted if source.version is not None]
+    names = {source.name for source in wanted if source.version is None}
+    this = tuple_(Datablock.name, Datablock.version)
+    mine = (Datablock.tenant_id == tenant_id, Datablock.deleted_at.is_(None))
+    newest = (
+        select(Datablock.name, func.max(Datablock.version))
+        .where(*mine, Datablock.name.in_(names))
+        .group_by(Datablock.name)
+    )
+    query = select(Datablock).where(*mine, or_(this.in_(exact), this.in_(newest)))
+    rows = session.scalars(query.with_for_update(read=True) if keep else query).all()
+    by_version = {(row.name, row.version): row for row in rows}
+    by_name = {row.name: row for row in sorted(rows, key=lambda row: row.version)}
+    looked = {
+        source: by_version.get((source.name, source.version))
+        if source.version is not None
+        else by_name.get(source.name)
+        for source in wanted
+    }
+    return {source: row for source, row in looked.items() if row is not None}
+
+
+def missing(session: Session, tenant_id: str, source: Source) -> str:
+    """Why a source means nothing, and what to do."""
+    mine = (Datablock.tenant_id == tenant_id, Datablock.deleted_at.is_(None))
+    there = select(Datablock.version).where(*mine, Datablock.name == source.name)
+    newest = there.order_by(Datablock.version.desc()).limit(_VERSIONS_TOLD)
+    if versions := session.scalars(newest).all():
+        told = ", ".join(f"{source.name}@{version}" for version in versions)
+        return f"your tenant has no {source.block} (any more); the newest are {told}"
+    names = session.scalars(select(Datablock.name).where(*mine).distinct()).all()
+    near = get_close_matches(source.name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "upload it"
+    return f"your tenant has no datablock {source.name!r}: {hint} PUT /v1/datablocks/{source.name}"
+
+
+# --- the next version -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class New:
+    """What is to become the next version of `name`; `summary` is core.tensorfile's."""
+
+    tenant_id: str
+    user_id: str
+    name: str
+    sha256: str
+    size_bytes: int
+    summary: Mapping[str, Any]
+    task_id: str | None = None
+    output: str = ""
+
+
+def added(session: Session, new: New) -> Datablock:
+    """The next version; the caller has called `shelve` for its tenant."""
+    of_name = (Datablock.tenant_id == new.tenant_id, Datablock.name == new.name)
+    last = session.scalar(select(func.max(Datablock.version)).where(*of_name)) or 0
+    row = Datablock(
+        id=f"blk_{uuid_utils.uuid7().hex}",
+        tenant_id=new.tenant_id,
+        user_id=new.user_id,
+        name=new.name,
+        version=last + 1,
+        format=new.summary["format"],
+        sha256=new.sha256,
+        size_bytes=new.size_bytes,
+        tensors=new.summary["tensors"],
+        tensor_count=new.summary["tensor_count"],
+        task_id=new.task_id,
+        output=new.output,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def shelve(session: Session, tenants: Iterable[str]) -> None:
+    """Until the commit nobody else makes versions for these tenants.
+
+    The locks are taken in one order, so that two who need several never wait for each other.
+    """
+    session.execute(_LOCKED, {"shelf": _SHELF, "tenants": sorted(tenants)}).all()
+
+
+_LOCKED = text(
+    """
+    select pg_advisory_xact_lock(:shelf, number) from (
+        select distinct hashtext(tenant) as number
+        from unnest(cast(:tenants as text[])) as tenant order by number
+    ) as numbers
+    """
+)
+
+
+# --- who needs it ---------------------------------------------------------------------------------
+
+
+def use(session: Session, task_id: str, uses: Mapping[str, Datablock]) -> None:
+    """From now on the task needs these versions, by port, until it has ended."""
+    session.add_all(
+        DatablockUse(task_id=task_id, port=port, datablock_id=row.id) for port, row in uses.items()
+    )
+
+
+def is_needed() -> ColumnElement[bool]:
+    """A condition: a task that has not ended takes this version."""
+    return exists().where(
+        DatablockUse.datablock_id == Datablock.id,
+        Task.id == DatablockUse.task_id,
+        Task.state.not_in(ENDED),
+    )
+
+
+def is_kept() -> ColumnElement[bool]:
+    """A condition: its bytes stay, because it has its name or because it is needed."""
+    return or_(Datablock.deleted_at.is_(None), is_needed())
+
+
+def holders(session: Session, ids: Collection[str]) -> dict[str, int]:
+    """How many tasks that have not ended need each of these versions; none is left out."""
+    live = and_(Task.id == DatablockUse.task_id, Task.state.not_in(ENDED))
+    count = func.count(DatablockUse.task_id.distinct())
+    query = (
+        select(DatablockUse.datablock_id, count)
+        .join(Task, live)
+        .where(DatablockUse.datablock_id.in_(ids))
+        .group_by(DatablockUse.datablock_id)
+    )
+    counted = {id: tasks for id, tasks in session.execute(query)} if ids else {}
+    return {id: counted.get(id, 0) for id in ids}
+
+
+# --- how much a tenant may keep -------------------------------------------------------------------
+
+
+def kept_bytes(session: Session, tenant_id: str) -> int:
+    """Equal bytes count once; what is on its way in counts whole."""
+    each = (
+        select(Datablock.sha256, func.max(Datablock.size_bytes).label("size_bytes"))
+        .where(Datablock.tenant_id == tenant_id, is_kept())
+        .group_by(Datablock.sha256)
+        .subquery()
+    )
+    coming = select(func.coalesce(func.sum(Upload.size_bytes), 0))
+    query = select(
+        func.coalesce(func.sum(each.c.size_bytes), 0)
+        + coming.where(Upload.tenant_id == tenant_id).scalar_subquery()
+    )
+    return int(session.scalar(query) or 0)
+
+
+def check_room(session: Session, tenant_id: str, more_bytes: int) -> None:
+    """Raises QuotaExceeded if the tenant may not keep so many more bytes."""
+    quota = settings().datablock_quota_bytes
+    if not quota or (kept := kept_bytes(session, tenant_id)) + more_bytes <= quota:
+        return
+    raise QuotaExceeded(
+        f"your tenant keeps {kept} bytes of datablocks, of at most {quota}, and this is"
+        f" {more_bytes} more: delete versions that nobody needs (GET /v1/datablocks lists them,"
+        " DELETE /v1/datablocks/NAME@VERSION), or have ROUNDHOUSE_DATABLOCK_QUOTA_BYTES raised"
+    )
+
+
+# --- as values ------------------------------------------------------------------------------------
+
+
+def as_input(row: Datablock) -> JSON:
+    """How a Launch names it."""
+    return {
+        "sha256": row.sha256,
+        "size_bytes": row.size_bytes,
+        "format": row.format,
+        "datablock": f"{row.name}@{row.version}",
+    }
+
+
+def summary_of(row: Datablock) -> JSON:
+    """Of bytes that are there already."""
+    return {"format": row.format, "tensors": row.tensors, "tensor_count": row.tensor_count}

@@ -1,0 +1,72 @@
+"""What takes datablocks and publishes some."""
+
+import hashlib
+import time
+
+import numpy
+import torch
+
+
+def digest(value):
+    """Of a tensor, or of tensors by name: their types, shapes and bytes."""
+    named = value if isinstance(value, dict) else {"": value}
+    told = hashlib.sha256()
+    for name in sorted(named):
+        tensor = named[name].contiguous()
+        told.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        told.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return told.hexdigest()
+
+
+def look(ctx, **inputs):
+    """What every input is."""
+    return {"seen": {port: digest(value) for port, value in inputs.items()}}
+
+
+def by_name(ctx, x, *, names):
+    return {"same": [ctx.datablock(name) is x for name in names]}
+
+
+def unnamed(ctx, x):
+    ctx.datablock("pictures")
+
+
+def scribble(ctx, x):
+    """Write over all that was given."""
+    for tensor in x.values() if isinstance(x, dict) else [x]:
+        tensor.zero_()
+    return {"seen": digest(x)}
+
+
+def tokens(ctx, *, seed=0):
+    dice = numpy.random.default_rng(seed)
+    ids = torch.from_numpy(dice.integers(0, 99, (20, 8)))
+    made = {"ids": ids.t(), "mask": dice.random(20) < 0.5, "scale": torch.tensor(2.0).bfloat16()}
+    return {"tokens": made, "alone": ids, "count": ids.numel()}
+
+
+def bad(ctx, *, what):
+    values = {
+        "a list": [1, 2],
+        "a number in a dict": {"x": torch.ones(2), "y": 3},
+        "a number for a name": {1: torch.ones(2)},
+        "sparse": torch.eye(3).to_sparse(),
+        "texts": numpy.array(["a"]),
+        "complex128": torch.ones(2, dtype=torch.complex128),
+    }
+    return {"tokens": values[what]}
+
+
+class Sum:
+    """Adds the rows of an input one by one; holds on to all of it."""
+
+    def __init__(self, ctx, *, steps=10, nap_s=0.0):
+        self.x, self.total = ctx.inputs["x"], 0
+        self.steps, self.nap_s = steps, nap_s
+
+    def step(self, ctx):
+        time.sleep(self.nap_s)
+        self.total += int(self.x[ctx.step % len(self.x)].sum())
+        if ctx.step == self.steps:
+            ctx.finish({"total": self.total, "seen": digest(self.x), "made": self.x[:2] + 1})
+        return {"total": self.total}

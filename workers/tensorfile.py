@@ -1,0 +1,142 @@
+"""Files of tensors in a tenant's process: what a job or a function is given, and what it publishes.
+
+A value is a dict of tensors by name, or, where there is one only, that tensor.  What is given lies
+in host memory and is the process's own: mapped so that the kernel copies a page when it is first
+written to, or copied as a whole.  Nothing that is done to it reaches the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy
+import torch
+
+from app.core import tensorfile
+from app.core.tensorfile import HEAD_BYTES, SAID, Tensor
+
+ALONE = "tensor"  # how a tensor that is published without a name is called in its file
+_PIECE_BYTES = 16 * 2**20
+
+Value = torch.Tensor | dict[str, torch.Tensor]
+
+
+class Unpublishable(Exception):
+    """What is to be published is no tensors; the message says where and what to do."""
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def given(fd: int, *, mapped: bool) -> Value:
+    """The tensors in the file; raises BadTensorFile.
+
+    Mapped ones cost nothing until they are looked at; copied ones are memory like any other, which
+    an image of a job does not copy again as long as it is not written to.
+    """
+    size = os.fstat(fd).st_size
+    found = tensorfile.read(os.pread(fd, HEAD_BYTES, 0), size)
+    whole = mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if mapped else None
+    tensors = {tensor.name: _tensor(tensor, fd, whole) for tensor in found.tensors}
+    return next(iter(tensors.values())) if len(tensors) == 1 else tensors
+
+
+def _tensor(tensor: Tensor, fd: int, whole: mmap.mmap | None) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    if whole is not None and tensor.size and tensor.offset % dtype.itemsize == 0:
+        count = prod(tensor.shape)
+        flat = torch.frombuffer(whole, dtype=dtype, count=count, offset=tensor.offset)
+    else:
+        flat = torch.empty(prod(tensor.shape), dtype=dtype)
+        _fill(flat, fd, tensor.offset)
+    if tensor.reversed:
+        return flat.reshape(tensor.shape[::-1]).permute(*reversed(range(len(tensor.shape))))
+    return flat.reshape(tensor.shape)
+
+
+def _fill(flat: torch.Tensor, fd: int, offset: int) -> None:
+    body = _bytes(flat)
+    at = 0
+    while at < len(body):
+        read = os.preadv(fd, [body[at : at + _PIECE_BYTES]], offset + at)
+        if not read:
+            raise OSError(f"an input ended {len(body) - at} bytes too early")
+        at += read
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+
+class Published:
+    """A value as a safetensors file; raises Unpublishable."""
+
+    def __init__(self, value: object, path: str) -> None:
+        parts = value if isinstance(value, dict) else {ALONE: value}
+        outs = [_out(name, part, path, value) for name, part in parts.items()]
+        self.head, self.outs = tensorfile.written(outs, {"format": "pt"})
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + sum(out.size for out in self.outs)
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield memoryview(self.head)
+        for out in self.outs:
+            yield _bytes(out.tensor)
+
+
+def _out(name: Any, part: Any, path: str, value: object) -> _Out:
+    where = f"{path}[{name!r:.80}]" if part is not value else path
+    if not isinstance(name, str):
+        raise Unpublishable(f"{where}: a tensor's name is a text, not a {type(name).__name__}")
+    tensor = _from_numpy(part, where) if isinstance(part, numpy.ndarray) else part
+    if not isinstance(tensor, torch.Tensor):
+        told = "a datablock is a tensor, an array, or a dict of them by name"
+        raise Unpublishable(f"{where} is a {type(part).__name__}: {told}")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        raise Unpublishable(f"{where} is not a plain dense tensor: publish what it is made of")
+    out = _Out(name, tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+    if out.dtype not in SAID:
+        raise Unpublishable(f"{where}: safetensors has no word for {out.dtype}; convert it")
+    return out
+
+
+def _from_numpy(array: Any, where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(numpy.array(array))
+    except TypeError as error:
+        raise Unpublishable(f"{where}: {error}") from error
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor itself; the view keeps the tensor alive."""
+    size = tensor.numel() * tensor.itemsize
+    if not size:
+        return memoryview(bytearray())
+    array: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    array._tensor = tensor
+    return memoryview(array).cast("B")
