@@ -31,7 +31,7 @@ from typer.core import TyperGroup
 from app import login, simulating, telling
 from app.bundling import Bundle, Unreadable, bundle_file, bundle_folder, parse_param
 from app.bundling import read_descriptor as read
-from app.client import JSON, Client, Problem, Unreachable
+from app.client import JSON, Client, Damaged, Problem, Unreachable
 from app.terminal import Output, err, facts, out, show, show_line, table
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
@@ -51,6 +51,8 @@ class _Verbs(TyperGroup):
             _fail(exit_code(problem), telling.problem(problem))
         except Unreachable as error:
             _fail(NO_ANSWER, telling.unreachable(error))
+        except Damaged as error:
+            _fail(NO_ANSWER, Text(str(error)))
         except login.NoLogin as error:
             _fail(NO_ACCESS, Text(str(error)))
         except (Unreadable, login.BadAddress) as error:
@@ -77,6 +79,7 @@ _REFUSALS = {
     "payload-too-large",
     "conflict-state",
     "queue-full",
+    "quota-exceeded",
     "precondition-failed",
     "gone",
 }
@@ -435,6 +438,56 @@ def export(
         path = f"/v1/checkpoints/{checkpoint}/safetensors"
         size = client.download(path, file, names=name or None)
     err().print(f"{file}: {size} bytes")
+
+
+# --- datablocks -----------------------------------------------------------------------------------
+
+BLOCK = "datablock:"
+
+
+@app.command()
+def cp(
+    ctx: typer.Context,
+    source: Annotated[str, typer.Argument(help="a file, or datablock:NAME[@VERSION]")],
+    target: Annotated[str, typer.Argument(help="datablock:NAME, or a file")],
+    output: Format = Output.table,
+) -> None:
+    """Upload a file of tensors as the newest version of a datablock, or download one.
+
+    What breaks goes on where it was, also in the next call; what is there is not sent again.
+    """
+    if source.startswith(BLOCK) == target.startswith(BLOCK):
+        raise typer.BadParameter("one of the two is datablock:NAME, and the other one a file")
+    with _client(ctx) as client:
+        if source.startswith(BLOCK):
+            named = client.get_datablock(source.removeprefix(BLOCK), Path(target))
+            err().print(f"{target}: {named}, {Path(target).stat().st_size} bytes")
+            return
+        parts: list[int] = []
+        row = _put(client, target.removeprefix(BLOCK), Path(source), parts.append)
+    err().print(f"{sum(parts)} of {row['size_bytes']} bytes were sent.")
+    show(row, output, lambda: telling.datablock(row))
+
+
+def _put(client: Client, name: str, file: Path, sent: Callable[[int], None]) -> JSON:
+    try:
+        return client.put_datablock(name, file, sent=sent)
+    except OSError as error:
+        raise Unreadable(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+@app.command()
+def datablocks(
+    ctx: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="all versions of this one")] = None,
+    all_: Annotated[bool, typer.Option("--all", "-a", help="also versions before")] = False,
+    output: Format = Output.table,
+) -> None:
+    """List datablocks, newest first: of each name the newest version, or all of one."""
+    latest = None if all_ or name else "true"
+    with _client(ctx) as client:
+        found = list(client.items("/v1/datablocks", name=name, latest=latest, limit=200))
+    show(found, output, lambda: table(found, telling.DATABLOCKS))
 
 
 # --- change ---------------------------------------------------------------------------------------

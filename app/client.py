@@ -9,11 +9,13 @@ Answers are the service's JSON as dictionaries; nothing is renamed or remembered
 
 ClientError
 ├── Problem         the service said no, and why
-└── Unreachable     it said nothing, however often it was asked
+├── Unreachable     it said nothing, however often it was asked
+└── Damaged         what came are not the bytes that the service promised
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
@@ -30,6 +32,8 @@ TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.2  # doubled after each attempt
 LONGEST_PAUSE_S = 5.0
 SILENCE_S = 45.0  # the service sends a comment every 15 s into a stream that says nothing
+PART_BYTES = 32 * 2**20  # of an upload, in one call
+FINISH_S = 900.0  # what was uploaded is read once more before its last part is answered
 _BUSY = frozenset({429, 502, 503, 504})
 
 
@@ -55,6 +59,10 @@ class Unreachable(ClientError):
     def __init__(self, url: str, cause: Exception) -> None:
         self.url, self.cause = url, cause
         super().__init__(f"{url} does not answer: {cause or type(cause).__name__}")
+
+
+class Damaged(ClientError):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +119,66 @@ class Client:
         headers = {"Content-Type": "application/octet-stream"}
         return _body(self._call("PUT", path, content=body, headers=headers))
 
+    def put_datablock(
+        self, name: str, file: Path, *, sent: Callable[[int], None] = lambda size: None
+    ) -> JSON:
+        """Makes the file the newest version of a datablock; only what the service lacks is sent.
+
+        It goes on where it breaks, now or when this is called again; raises Unreachable after
+        `patience_s` without an answer.  `sent` is told the bytes of each part that arrived.
+        """
+        with file.open("rb") as body:
+            sha256, size = hashlib.file_digest(body, "sha256").hexdigest(), body.tell()
+            upload = _Upload(f"/v1/datablocks/{name}", sha256, size)
+            answer, retries = self._call("PUT", **upload.question()), self._retries()
+            while answer.status_code == 202:
+                start = int(_body(answer)["received_bytes"])
+                body.seek(start)
+                part = body.read(PART_BYTES)
+                try:
+                    answer = self._answered("PUT", **upload.part(start, part))
+                except (Unreachable, Problem) as error:
+                    if isinstance(error, Problem) and not _goes_on(error):
+                        raise
+                    retries.wait(error)
+                    answer = self._call("PUT", **upload.question())
+                else:
+                    sent(len(part))
+                    retries = self._retries()
+        return _body(answer)
+
+    def get_datablock(self, name: str, file: Path) -> str:
+        """Write a datablock, NAME or NAME@VERSION, into `file`, which appears whole or not at all.
+
+        Returns NAME@VERSION.  What came is kept beside it until the rest does, also when this is
+        called again; raises Damaged if all of it has not the hash that was promised.
+        """
+        first = {"Range": "bytes=0-0"}
+        said = self._call("GET", f"/v1/datablocks/{name}", headers=first).headers
+        sha256, address = said["ETag"].strip('"'), said["Content-Location"]
+        size = int(said["Content-Range"].rpartition("/")[2])
+        draft = file.with_name(f".{file.name}.{sha256[:16]}.part")
+        self._fill(draft, size, address, retries=self._retries())
+        with draft.open("rb") as body:
+            found = hashlib.file_digest(body, "sha256").hexdigest()
+        if found != sha256:
+            draft.unlink()
+            raise Damaged(f"{address}: the bytes that came hash to {found}, not to {sha256}")
+        draft.replace(file)
+        return address.rpartition("/")[2]
+
+    def _fill(self, draft: Path, size: int, address: str, *, retries: _Retries) -> None:
+        draft.touch()
+        while (start := draft.stat().st_size) < size:
+            try:
+                self._receive(address, {}, draft, start=start)
+            except (Unreachable, Problem) as error:
+                if isinstance(error, Problem) and not _passes(error):
+                    raise
+                if draft.stat().st_size > start:
+                    retries = self._retries()
+                retries.wait(error)
+
     def download(self, path: str, file: Path, **params: Any) -> int:
         """Write what lies at `path` into `file`, which appears whole or not at all; its bytes.
 
@@ -122,22 +190,31 @@ class Client:
             while True:
                 try:
                     size = self._receive(path, given, draft)
-                except httpx2.TransportError as error:  # also an answer that ends too early
-                    retries.wait(Unreachable(self.url, error))
+                except Unreachable as error:
+                    retries.wait(error)
                     continue
                 draft.replace(file)
                 return size
         finally:
             draft.unlink(missing_ok=True)
 
-    def _receive(self, path: str, params: JSON, draft: Path) -> int:
-        with self._http.stream("GET", path, params=params) as response, draft.open("wb") as out:
-            if response.is_error:
-                response.read()
-                raise _problem(response)
-            for piece in response.iter_bytes():
-                out.write(piece)
-            return out.tell()
+    def _receive(self, path: str, params: JSON, draft: Path, *, start: int = 0) -> int:
+        """All of it, or what is behind the first `start` bytes, which are in the draft.
+
+        Raises Problem, or Unreachable: also if the answer ends too early.
+        """
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        try:
+            with self._http.stream("GET", path, params=params, headers=headers) as response:
+                if response.is_error:
+                    response.read()
+                    raise _problem(response)
+                with draft.open("ab" if response.status_code == 206 else "wb") as out:
+                    for piece in response.iter_bytes():
+                        out.write(piece)
+                    return out.tell()
+        except httpx2.TransportError as error:
+            raise Unreachable(self.url, error) from error
 
     def ready(self) -> JSON:
         """What /readyz says, also where not all of it is well; raises Unreachable."""
@@ -210,25 +287,59 @@ class Client:
                 if event.data:  # one without is no event; httpx2 hands out a bare `retry` as one
                     yield StreamEvent(type=event.event, id=event.id, data=json.loads(event.data))
 
+    def delete(self, path: str) -> JSON:
+        return _body(self._call("DELETE", path))
+
     def _call(
         self, method: str, path: str, *, expect: tuple[int, ...] = (), **how: Any
     ) -> httpx2.Response:
         retries = self._retries()
         while True:
             try:
-                response = self._http.request(method, path, **how)
-            except httpx2.TransportError as error:
-                retries.wait(Unreachable(self.url, error))
-                continue
-            if response.is_success or response.status_code in expect:
-                return response
-            problem = _problem(response)
-            if not _passes(problem):
-                raise problem
-            retries.wait(problem)
+                return self._answered(method, path, expect=expect, **how)
+            except Unreachable as error:
+                retries.wait(error)
+            except Problem as problem:
+                if not _passes(problem):
+                    raise
+                retries.wait(problem)
+
+    def _answered(
+        self, method: str, path: str, *, expect: tuple[int, ...] = (), **how: Any
+    ) -> httpx2.Response:
+        """Of one call; raises Unreachable or Problem."""
+        try:
+            response = self._http.request(method, path, **how)
+        except httpx2.TransportError as error:
+            raise Unreachable(self.url, error) from error
+        if response.is_success or response.status_code in expect:
+            return response
+        raise _problem(response)
 
     def _retries(self) -> _Retries:
         return _Retries(self.patience_s, self._sleep)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """The calls of one upload, as arguments."""
+
+    path: str
+    sha256: str
+    size: int
+
+    def question(self) -> JSON:
+        return self._call(f"bytes */{self.size}")
+
+    def part(self, start: int, body: bytes) -> JSON:
+        last = start + len(body) - 1
+        return {**self._call(f"bytes {start}-{last}/{self.size}"), "content": body}
+
+    def _call(self, range: str) -> JSON:
+        headers = {"Content-Range": range, "Content-Type": "application/octet-stream"}
+        timeout = httpx2.Timeout(TIMEOUT_S, read=FINISH_S)
+        params = {"sha256": self.sha256}
+        return {"path": self.path, "params": params, "headers": headers, "timeout": timeout}
 
 
 class _Retries:
@@ -250,6 +361,11 @@ class _Retries:
 def _passes(problem: Problem) -> bool:
     """Whether asking again may help: the service is busy, or still works on the same key."""
     return problem.status in _BUSY or problem.type == "idempotency-in-progress"
+
+
+def _goes_on(problem: Problem) -> bool:
+    """Whether to ask how far an upload is: somebody else sends the same, or the service is busy."""
+    return problem.type == "conflict-state" or _passes(problem)
 
 
 def _body(response: httpx2.Response) -> JSON:

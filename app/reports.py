@@ -22,6 +22,7 @@ from sqlalchemy import ColumnElement, Select, and_, func, select, text, true
 from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
+from app import datablocks as blocks
 from app import lending, tree, why
 from app.core import fairshare
 from app.core.division import Branch, divide_tree
@@ -30,6 +31,7 @@ from app.forecast import Start
 from app.models import (
     Account,
     Cycle,
+    Datablock,
     Decision,
     Device,
     Event,
@@ -1302,3 +1304,45 @@ def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found[task, name].append((step, float(value)))
     return [Curve(task=task, name=name, points=tuple(line)) for (task, name), line in found.items()]
+
+
+# --- datablocks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLine:
+    """A version in a list; `row` is what it is, `holders` how many tasks need it.
+
+    `request_id` is where it was published; None if it was uploaded.
+    """
+
+    row: Datablock
+    tenant: str
+    user: str
+    request_id: str | None
+    holders: int
+
+
+def datablocks(
+    session: Session, tenant: str | None, *, before: str | None = None, limit: int = 50
+) -> list[BlockLine]:
+    """Versions that have not been deleted, the newest first; `before` is the id of the last one."""
+    query = (
+        select(Datablock, Tenant.name, User.name, Task.request_id)
+        .join(Tenant, Tenant.id == Datablock.tenant_id)
+        .join(User, User.id == Datablock.user_id)
+        .outerjoin(Task, Task.id == Datablock.task_id)
+        .where(Datablock.deleted_at.is_(None))
+        .order_by(Datablock.id.desc())
+        .limit(limit)
+    )
+    if tenant is not None:
+        query = query.where(Datablock.tenant_id == tenant)
+    if before is not None:
+        query = query.where(Datablock.id < before)
+    rows = session.execute(query).all()
+    needed = blocks.holders(session, [row.id for row, *_ in rows])
+    return [
+        BlockLine(row=row, tenant=owner, user=user, request_id=request, holders=needed[row.id])
+        for row, owner, user, request in rows
+    ]

@@ -153,12 +153,43 @@ CHECKPOINTS = [
     Column("STATE", lambda c: _checkpoint_state(c)),
 ]
 
+DATABLOCKS = [
+    Column("DATABLOCK", lambda b: f"{b['name']}@{b['version']}"),
+    Column("SIZE", lambda b: size(b["size_bytes"]), right=True),
+    Column("TENSORS", lambda b: _tensors(b)),
+    Column("NEEDED BY", lambda b: b["holders"] and _times(b["holders"], "task")),
+    Column("FROM", lambda b: b["task_id"] or "an upload"),
+    Column("MADE", lambda b: ago(b["created_at"])),
+]
+
+
+def datablock(value: JSON) -> RenderableType:
+    return facts(
+        [
+            ("datablock", f"{value['name']}@{value['version']}"),
+            ("size", size(value["size_bytes"])),
+            ("sha256", value["sha256"]),
+            ("format", value["format"]),
+            ("tensors", _tensors(value)),
+        ]
+    )
+
+
+def _tensors(value: JSON) -> str:
+    """The first three, and how many more."""
+    told = [f"{t['name']} {t['dtype']}{t['shape']}".strip() for t in value["tensors"][:3]]
+    more = value["tensor_count"] - len(told)
+    return ", ".join([*told, *([f"{more} more"] if more else [])])
+
+
 PLACEMENTS = [
     Column("EPOCH", lambda p: p["epoch"], right=True),
     Column("DEVICE", lambda p: p["device_id"]),
     Column("LAUNCHED", lambda p: clock(p["launched_at"])),
     Column("HELD", lambda p: seconds(p["held_us"]), right=True),
     Column("STEPS", lambda p: _steps(p)),
+    Column("INPUTS", lambda p: size(p["input_bytes"]), right=True),
+    Column("FETCHED", lambda p: size(p["fetched_bytes"]), right=True),
     Column("END", lambda p: p["end"] or "is there"),
 ]
 
@@ -178,6 +209,8 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("device", _seats(value)),
             ("moves to", _where_to(value)),
             ("image in the memory of", value["image_on"]),
+            ("inputs", value["inputs"]),
+            ("publishes", value["publish"]),
             ("needs", [need["task"] for need in value["needs"]] or None),
             ("step", value["step"]),
             ("held", seconds(value["held_us"])),

@@ -24,7 +24,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from fastapi.templating import Jinja2Templates
 from markupsafe import Markup, escape
 
-from app import audit, models, people, reports
+from app import audit, datablocks, models, people, reports
 from app.api.auth import (
     COOKIE,
     Caller,
@@ -51,6 +51,7 @@ SIGNING_IN_S = 600.0
 CHANGED_EVERY_S = 1.0  # a page hears of changes at most this often
 QUEUE_SHOWN = 50
 REQUESTS_SHOWN = 50
+DATABLOCKS_SHOWN = 50
 
 router = APIRouter(include_in_schema=False)
 templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
@@ -388,6 +389,23 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
         line=drawing.time_line(stays, now=now),
         log=reports.log_tail(session, id),
         happened=drawing.folded(reports.events(session, None, request=id, limit=100)),
+    )
+
+
+@router.get("/ui/datablocks")
+def list_datablocks(request: Request, session: Db, caller: Visitor, before: str = "") -> Response:
+    tenant = None if caller.sees_all else caller.tenant_id
+    found = reports.datablocks(session, tenant, before=before or None, limit=DATABLOCKS_SHOWN + 1)
+    return _page(
+        request,
+        "datablocks.html",
+        caller,
+        now=reports.clock(session),
+        section="datablocks",
+        datablocks=found[:DATABLOCKS_SHOWN],
+        more=len(found) > DATABLOCKS_SHOWN,
+        kept_bytes=None if tenant is None else datablocks.kept_bytes(session, tenant),
+        quota_bytes=settings().datablock_quota_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psycopg
 import pytest
 import yaml
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from typer.testing import CliRunner, Result
 
 from app import cli
@@ -863,3 +866,101 @@ class TestWebhooks:
         result = run("webhook", "add", "https://hooks.example.org/")
         assert result.exit_code == 3
         assert "tenant_admin" in result.stderr
+
+
+# --- datablocks ---
+
+
+class TestDatablocks:
+    @pytest.fixture
+    def file(self, tmp_path):
+        """A file of tensors, another one in each test."""
+        path = tmp_path / "corpus.safetensors"
+        save_file({"x": numpy.random.default_rng().random(1000)}, path)
+        return path
+
+    def test_up_listed_and_down_again(self, run, file, tmp_path):
+        sent = run("cp", file, "datablock:there-and-back")
+        assert sent.exit_code == 0, sent.output
+        assert "there-and-back@1" in sent.stdout
+        size = file.stat().st_size
+        assert f"{size} of {size} bytes were sent." in sent.stderr
+        again = run("cp", file, "datablock:there-and-back", "-o", "json")
+        assert json.loads(again.stdout)["version"] == 1
+        assert f"0 of {size} bytes were sent." in again.stderr
+        listed = run("datablocks")
+        assert "there-and-back@1" in listed.stdout
+        assert "x float64[1000]" in listed.stdout
+        back = run("cp", "datablock:there-and-back@1", "back")
+        assert back.exit_code == 0, back.output
+        assert "there-and-back@1" in back.stderr
+        assert (tmp_path / "back").read_bytes() == file.read_bytes()
+
+    def test_versions_of_one_name_are_listed_when_it_is_named(self, run, file):
+        for _ in range(2):
+            save_file({"x": numpy.random.default_rng().random(9)}, file)
+            run("cp", file, "datablock:twice")
+        assert "twice@1" not in run("datablocks").stdout
+        assert "twice@1" in run("datablocks", "twice").stdout
+        assert "twice@1" in run("datablocks", "--all").stdout
+
+    def test_what_was_sent_before_the_service_was_killed_is_not_sent_again(
+        self, run, file, service, monkeypatch
+    ):
+        monkeypatch.setattr("app.client.PART_BYTES", 1000)
+        whole, parts = file.stat().st_size, []
+
+        def three(size):
+            parts.append(size)
+            if len(parts) == 3:
+                raise KeyboardInterrupt
+
+        keys = service.keys["alpha"]["member"]
+        with Client(service.url, keys) as client, pytest.raises(KeyboardInterrupt):
+            client.put_datablock("broken", file, sent=three)
+        service.kill()
+        service.start()
+        sent = run("cp", file, "datablock:broken")
+        assert sent.exit_code == 0, sent.output
+        assert f"{whole - 3000} of {whole} bytes were sent." in sent.stderr
+        run("cp", "datablock:broken", "back")
+        assert Path("back").read_bytes() == file.read_bytes()
+
+    def test_a_download_goes_on_with_what_is_there(self, run, file, tmp_path):
+        run("cp", file, "datablock:half")
+        body = file.read_bytes()
+        draft = tmp_path / f".back.{hashlib.sha256(body).hexdigest()[:16]}.part"
+        draft.write_bytes(body[:5000])
+        assert run("cp", "datablock:half", "back").exit_code == 0
+        assert (tmp_path / "back").read_bytes() == body
+        assert not draft.exists()
+        draft.write_bytes(b"damage" + body[6:5000])
+        damaged = run("cp", "datablock:half", "other")
+        assert damaged.exit_code == 0  # it is kept for the file of that name only
+        draft.rename(tmp_path / draft.name.replace("back", "third"))
+        damaged = run("cp", "datablock:half", "third")
+        assert damaged.exit_code == 6
+        assert "hash to" in damaged.stderr
+        assert not (tmp_path / "third").exists()
+        assert run("cp", "datablock:half", "third").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("words", "code", "told"),
+        [
+            (("file", "other"), 2, "one of the two is datablock:NAME"),
+            (("datablock:a", "datablock:b"), 2, "one of the two is datablock:NAME"),
+            (("nowhere", "datablock:a"), 2, "nowhere cannot be read"),
+            (("datablock:nothing", "x"), 5, "no datablock with id nothing"),
+            (("cli.txt", "datablock:a"), 2, "no safetensors or npy"),
+        ],
+    )
+    def test_what_is_wrong_is_told(self, words, code, told, run, tmp_path):
+        (tmp_path / "cli.txt").write_text("hello, this is no tensor at all")
+        result = run("cp", *words)
+        assert result.exit_code == code, result.output
+        assert told in result.stderr
+
+    def test_of_another_tenant_there_is_none(self, run, file):
+        run("cp", file, "datablock:mine")
+        assert run("--as", "beta", "cp", "datablock:mine", "x").exit_code == 5
+        assert "mine@1" not in run("--as", "beta", "datablocks", "--all").stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.client import Client, Problem, Unreachable
+from app.client import Client, Damaged, Problem, Unreachable
 
 Reply = Callable[[BaseHTTPRequestHandler], None]
 
@@ -292,3 +293,104 @@ def test_a_stream_of_another_tenants_request_is_a_problem(server: Scripted) -> N
     with server.client() as client, pytest.raises(Problem, match="nothing here"):
         list(client.stream("/v1/requests/r/events"))
     assert len(server.seen) == 1
+
+
+# --- datablocks ---
+
+
+def received(count: int) -> Reply:
+    return says(202, {"received_bytes": count})
+
+
+@pytest.fixture
+def ten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of ten bytes, which goes in parts of four."""
+    monkeypatch.setattr("app.client.PART_BYTES", 4)
+    (tmp_path / "ten").write_bytes(b"0123456789")
+    return tmp_path / "ten"
+
+
+def ranges(server: Scripted) -> list[tuple[str, bytes]]:
+    return [(headers["Content-Range"], body) for _, _, headers, body in server.seen]
+
+
+def test_a_datablock_goes_up_in_parts_that_the_service_lacks(server: Scripted, ten: Path) -> None:
+    server.replies = [received(3), received(7), says(201, {"version": 1})]
+    sent: list[int] = []
+    with server.client() as client:
+        assert client.put_datablock("c", ten, sent=sent.append) == {"version": 1}
+    assert ranges(server) == [
+        ("bytes */10", b""),
+        ("bytes 3-6/10", b"3456"),
+        ("bytes 7-9/10", b"789"),
+    ]
+    assert sent == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "trouble", [hangs_up, says(503), says(409, {"type": "/problems/conflict-state"})]
+)
+def test_after_trouble_it_is_asked_how_far_it_came(
+    server: Scripted, ten: Path, trouble: Reply
+) -> None:
+    server.replies = [received(0), trouble, received(2), received(6), says(200, {"version": 1})]
+    with server.client() as client:
+        client.put_datablock("c", ten)
+    assert [said for said, _ in ranges(server)] == [
+        "bytes */10",
+        "bytes 0-3/10",
+        "bytes */10",
+        "bytes 2-5/10",
+        "bytes 6-9/10",
+    ]
+
+
+def test_a_part_that_is_refused_is_not_sent_again(server: Scripted, ten: Path) -> None:
+    server.replies = [received(0), says(422, {"title": "no tensors"})]
+    with server.client() as client, pytest.raises(Problem, match="no tensors"):
+        client.put_datablock("c", ten)
+
+
+def a_part(body: bytes, start: int, end: int, *, promised: int = 0) -> Reply:
+    """The bytes from start to end of body; fewer than promised, if any are."""
+
+    def reply(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(206)
+        handler.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        handler.send_header("Content-Location", "/v1/datablocks/c@7")
+        handler.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(body)}")
+        handler.send_header("Content-Length", str(promised or end - start))
+        handler.end_headers()
+        handler.wfile.write(body[start:end])
+        handler.close_connection = True
+
+    return reply
+
+
+def test_a_download_that_breaks_goes_on_where_it_was(server: Scripted, tmp_path: Path) -> None:
+    body = b"0123456789"
+    first, broken = a_part(body, 0, 1), a_part(body, 0, 4, promised=10)
+    server.replies = [first, broken, hangs_up, a_part(body, 4, 10)]
+    with server.client() as client:
+        assert client.get_datablock("c", tmp_path / "c") == "c@7"
+    assert (tmp_path / "c").read_bytes() == body
+    assert [headers["Range"] for _, _, headers, _ in server.seen] == [
+        "bytes=0-0",
+        None,
+        "bytes=4-",
+        "bytes=4-",
+    ]
+    assert {path for _, path, *_ in server.seen[1:]} == {"/v1/datablocks/c@7"}
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+def test_other_bytes_than_promised_are_told_and_dropped(server: Scripted, tmp_path: Path) -> None:
+    body = b"0123456789"
+
+    def lies(handler: BaseHTTPRequestHandler) -> None:
+        a_part(b"012345678x", 0, 10)(handler)
+
+    server.replies = [a_part(body, 0, 1), lies]
+    with server.client() as client, pytest.raises(Damaged, match="hash to"):
+        client.get_datablock("c", tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []

@@ -330,6 +330,7 @@ ADDRESSES = {
     "/ui/login/oidc": [],  # it leads to the identity provider
     "/ui/login/oidc/callback": ["/ui/login/oidc/callback?state={}"],
     "/ui/logout": [],  # it only signs out
+    "/ui/datablocks": ["/ui/datablocks", "/ui/datablocks?before=blk_{}"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
     "/ui/stream": ["/ui/stream", "/ui/stream?request={}"],

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from sqlalchemy import URL, Engine, create_engine, make_url, text
 from sqlalchemy.orm import Session
 
-from app import journal, reports
+from app import datablocks, journal, reports
 from app.models import LogLine, Metric, Task, Usage
 from tests.conftest import Servers
 from tests.scenery import Scenery
@@ -64,7 +64,8 @@ class Service:
     @property
     def pages(self) -> tuple[str, ...]:
         request = f"/ui/requests/{self.tracked.request_id}"
-        return ("/ui/", "/ui/?window=1h", "/ui/requests", request, "/ui/requests/none", "/docs")
+        lists = ("/ui/requests", "/ui/datablocks")
+        return ("/ui/", "/ui/?window=1h", *lists, request, "/ui/requests/none", "/docs")
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,8 @@ def _fill(session: Session) -> dict[str, Any]:
         session.add(Metric(task_id=tracked.id, step=step, values={"loss": 1 / (1 + step)}))
         line = {"task_id": tracked.id, "epoch": 1, "line": step, "stream": "stdout"}
         session.add(LogLine(**line, text=f"step {step} " + "x" * 200))
+    for task, name in ((tracked, "faces"), (foreign, "theirs")):
+        _datablocks(session, task, name)
     now = reports.clock(session)
     for back in range(1, 60):
         held = {"held_us": 4 * 10**6, "charged_us": 4 * 10**6, "bucket_s": 10, "kind": "cpu"}
@@ -150,6 +153,17 @@ def _fill(session: Session) -> dict[str, Any]:
         "root": scenery.key(scenery.root, "member"),
     }
     return {"keys": keys, "tracked": tracked, "foreign": foreign, "waiting": waiting}
+
+
+def _datablocks(session: Session, task: Task, name: str) -> None:
+    """Two versions: one that was uploaded, and one that this task published."""
+    listed = [{"name": f"t{n}", "dtype": "float32", "shape": [64, n]} for n in range(5)]
+    summary = {"format": "safetensors", "tensors": listed, "tensor_count": 5}
+    whose = {"tenant_id": task.tenant_id, "user_id": task.user_id, "name": name}
+    for n, more in enumerate(({}, {"task_id": task.id, "output": "y"})):
+        kept = {"sha256": f"{n}" * 64, "size_bytes": 4000 + n, "summary": summary}
+        row = datablocks.added(session, datablocks.New(**whose, **kept, **more))
+        datablocks.use(session, task.id, {f"x{n}": row})
 
 
 # --- the browser --------------------------------------------------------------------------------

@@ -230,6 +230,32 @@ class TestRequestPage:
         expect(happened.locator(".when").first).to_contain_text("ago")
 
 
+class TestDatablocksPage:
+    def test_it_lists_what_the_api_lists(self, visit):
+        visit.sign_in("a")
+        visit.page.get_by_role("link", name="Datablocks").click()
+        rows = visit.page.locator("#datablocks tbody tr")
+        items = visit.api("/v1/datablocks")["items"]
+        assert rows.evaluate_all("rows => rows.map(row => row.id)") == [i["id"] for i in items]
+        newest = rows.first
+        expect(newest.locator("[data-label=Version]")).to_have_text("2")
+        expect(newest.locator("[data-bytes]")).to_have_attribute("data-bytes", "4001")
+        expect(newest.locator("[data-label=Tensors]")).to_contain_text("t1 float32")
+        expect(newest.locator("[data-label=Tensors]")).to_contain_text("2 more")
+        expect(newest.locator("[data-label=By]")).to_have_text("a")
+        expect(newest.get_by_role("link", name="a request")).to_be_visible()
+        expect(rows.nth(1)).to_contain_text("an upload")
+        address = newest.get_by_role("link", name="faces").get_attribute("href")
+        assert address == "/v1/datablocks/faces@2"
+        assert "theirs" not in visit.page.content()
+
+    def test_a_platform_admin_sees_those_of_all(self, visit):
+        visit.sign_in("admin")
+        visit.go("/ui/datablocks")
+        expect(visit.page.locator("#datablocks")).to_contain_text("theirs")
+        expect(visit.page.locator("#datablocks tbody tr")).to_have_count(4)
+
+
 class TestEverywhere:
     @pytest.mark.parametrize("path", ["/ui/nowhere", "/ui/requests/a/b"])
     def test_an_unknown_address_is_a_page_that_says_so(self, visit, service, path):
