@@ -33,6 +33,7 @@ from app.models import (
     AuditEvent,
     Base,
     Checkpoint,
+    Datablock,
     Device,
     Host,
     Preset,
@@ -70,6 +71,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
 _ASKED: dict[type[Base], tuple[str, ...]] = {
     Request: ("priority", "labels"),
     Task: ("hold", "priority", "devices_max", "save_asked", "cancel_asked_at", "move_to"),
+    Datablock: ("deleted_at",),
 }
 _COLUMNS = WATCHED | _ASKED | {Checkpoint: ()}
 _KINDS: dict[type[Base], str] = {ApiKey: "key"}
@@ -113,7 +115,7 @@ def begin(session: Session, call: Call) -> None:
     session.info["audit"] = _Book(call)
 
 
-def asked(session: Session, row: Request | Task | Webhook) -> None:
+def asked(session: Session, row: Request | Task | Webhook | Datablock) -> None:
     """Something is asked of it; of one's own that is nobody else's affair.  A webhook is nobody's
     own.
     """

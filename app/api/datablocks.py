@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session, aliased
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from app import datablocks, uploads
+from app import audit, datablocks, uploads
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.edge import v1_router
@@ -371,6 +371,7 @@ def delete_datablock(name: OneVersion, caller: Submitter, session: Db) -> Databl
     if caller.role == "member" and row.user_id != caller.user_id:
         raise Forbidden("only who made it or an administrator may do that, not a member")
     session.refresh(row, with_for_update=True)  # so who submits now either had it, or finds none
+    audit.asked(session, row)
     if row.deleted_at is None:
         row.deleted_at = session.scalar(select(func.now()))
     return _shown(row, holders=datablocks.holders(session, [row.id])[row.id])
