@@ -28,7 +28,7 @@ from sqlalchemy import and_, case, func, select, text
 from sqlalchemy.orm import Session
 
 from app import reports
-from app.models import AuditEvent, Checkpoint, Device, Host, Island, Order
+from app.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, Order
 from app.reports import TenantShare
 from app.settings import settings
 from app.tally import ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, SWITCH_US, SWITCHES, TOLD
@@ -77,6 +77,7 @@ def read(session: Session) -> list[Metric]:
         *_islands(session, now),
         *_checkpoints(session, now),
         _audit(session),
+        _messages(session),
     ]
     took = _gauge("roundhouse_reading_seconds", "how long it took to read these figures")
     took.add_metric([], time.monotonic() - began_s)
@@ -303,7 +304,7 @@ def _unanswered(session: Session) -> Metric:
     return orders
 
 
-# --- checkpoints, and the log of what administrators did ----------------------------------------
+# --- checkpoints, the log of what administrators did, and messages to webhooks ------------------
 
 
 def _checkpoints(session: Session, now: datetime) -> Iterator[Metric]:
@@ -330,3 +331,10 @@ def _audit(session: Session) -> Metric:
     events = _counter("roundhouse_audit_events", "records of the audit log; they never get fewer")
     events.add_metric([], session.scalar(select(func.coalesce(func.max(AuditEvent.id), 0))) or 0)
     return events
+
+
+def _messages(session: Session) -> Metric:
+    due = _gauge("roundhouse_webhook_messages_due", "to be sent now; a few, while control works")
+    late = select(func.count()).where(Delivery.state == "pending", Delivery.due_at <= func.now())
+    due.add_metric([], session.scalar(late) or 0)
+    return due

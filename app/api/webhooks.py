@@ -373,7 +373,8 @@ def delete_webhook(id: str, caller: Authed, session: Db) -> None:
 
 def _webhook(session: Session, caller: Caller, id: str, *, lock: bool = False) -> Webhook:
     query = select(Webhook).where(Webhook.id == id, of_caller(caller, Webhook.tenant_id))
-    hook = session.scalar(query.with_for_update() if lock else query)
+    # Not against keys: the island that ends a request refers to the row, and must not wait for us.
+    hook = session.scalar(query.with_for_update(key_share=True) if lock else query)
     if hook is None:
         raise NotFound("webhook", id)
     check_role(caller, "platform_admin", "tenant_admin")

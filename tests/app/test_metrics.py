@@ -18,7 +18,7 @@ from app import audit, metrics, reports, tally
 from app.api import auth
 from app.db import transaction
 from app.main import create_app
-from app.models import Checkpoint, Device, Event, Island, Order, User
+from app.models import Checkpoint, Delivery, Device, Event, Island, Order, User, Webhook
 from app.settings import settings
 from app.tally import Tally
 from tests.app.conftest import problem
@@ -167,6 +167,18 @@ def test_the_audit_log_is_counted(scenery, session, figures):
     for _ in range(3):
         audit.append(session, call, "made", target=("key", "k"), tenant_id=None)
     assert figures()["audit_events_total", ()] == 3
+
+
+def test_messages_to_webhooks_that_wait_to_be_sent(scenery, figures):
+    whose = {"tenant_id": scenery.tenant("a").id, "url": "https://hooks.example.org/"}
+    scenery.add(Webhook(id="whk_1", secret="", **whose))
+    now, later = func.now(), func.now() + timedelta(hours=1)
+    for n, (state, due_at) in enumerate(
+        [("pending", now), ("pending", now), ("pending", later), ("given_up", now)]
+    ):
+        of_hook = {"id": f"msg_{n}", "webhook_id": "whk_1", "type": "x", "body": "", **whose}
+        scenery.add(Delivery(state=state, due_at=due_at, **of_hook))
+    assert figures()["webhook_messages_due", ()] == 2
 
 
 class TestTally:
