@@ -1,0 +1,40 @@
+"""Functions of a graph for the acceptance tests; the nodes of its chain say when they ran."""
+
+import time
+
+import torch
+from train import digest, say
+
+
+def data(ctx, *, shards):
+    return {"x": [torch.full((8, 16), float(n)) for n in range(shards)]}
+
+
+def noisy(ctx, x, *, nap_s):
+    time.sleep(nap_s)
+    return {"y": x + torch.randn(8, 16)}
+
+
+def merge(ctx, xs):
+    return {"y": torch.cat(xs)}
+
+
+def begin(ctx):
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.ReLU())
+    return {"state": (net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))}
+
+
+def train(ctx, state, x, *, n, nap_s):
+    say("begin", n)
+    net, opt = state
+    time.sleep(nap_s)
+    opt.zero_grad()
+    net(x).square().mean().backward()
+    opt.step()
+    say("end", n)
+    return {"state": state}
+
+
+def finish(ctx, state):
+    return {"parameters": digest(state[0])}

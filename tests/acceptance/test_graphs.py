@@ -1,0 +1,131 @@
+"""Graphs of functions through HTTP: run by name, and brought to their end whoever is killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.acceptance.history import overlaps, runs
+
+pytestmark = pytest.mark.acceptance
+
+SHARDS, LENGTH = 40, 90
+COUNT = SHARDS + LENGTH + 3
+
+
+def graph(nap_s=0.03):
+    """Shards that draw numbers, then a chain that trains; each of them naps."""
+    before = ["begin", *(f"train-{n}" for n in range(LENGTH))]
+    chain = [
+        {
+            "name": f"train-{n}",
+            "function": "ops:train",
+            "inputs": {"state": f"{before[n]}.state", "x": "merge.y"},
+            "outputs": ["state"],
+            "inout": ["state"],
+            "params": {"n": n, "nap_s": nap_s},
+        }
+        for n in range(LENGTH)
+    ]
+    shards = {
+        "name": "noisy",
+        "function": "ops:noisy",
+        "inputs": {"x": "input:data"},
+        "outputs": ["y"],
+        "map": "x",
+        "params": {"nap_s": nap_s},
+    }
+    merge = {"name": "merge", "function": "ops:merge", "inputs": {"xs": "noisy.y"}}
+    finish = {
+        "name": "finish",
+        "function": "ops:finish",
+        "inputs": {"state": f"{before[-1]}.state"},
+    }
+    nodes = [
+        shards,
+        {**merge, "outputs": ["y"]},
+        {"name": "begin", "function": "ops:begin", "outputs": ["state"]},
+        *chain,
+        {**finish, "outputs": ["parameters"]},
+    ]
+    return {"nodes": nodes, "outputs": {"parameters": "finish.parameters", "merged": "merge.y"}}
+
+
+def submit(client, name, sent):
+    """A function makes the data, the graph works on it, and another function reads its output."""
+    tasks = [
+        {
+            "name": "data",
+            "run": {"function": "ops:data"},
+            "params": {"shards": SHARDS},
+            "outputs": ["x"],
+        },
+        {
+            "name": "graph",
+            "run": {"graph": sent},
+            "inputs": {"data": "data.x"},
+            "outputs": ["merged"],
+            "checkpoint": {"every_s": 0.5, "keep": 2},
+        },
+    ]
+    return client.submit({"name": name, "bundle": client.bundle, "tasks": tasks})["id"]
+
+
+def done(client, id):
+    request = client.wait(id, timeout_s=120)
+    assert request["state"] == "done", request
+    return request["tasks"][1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(system):
+    return done(client := system.client("alpha"), submit(client, "graph-alone", graph()))
+
+
+def test_a_graph_runs_by_its_name_once_it_was_sent(system, undisturbed):
+    client = system.client("alpha")
+    (sent,) = [g for g in client.items("/v1/graphs") if g["nodes"] == LENGTH + 4]
+    again = done(client, submit(client, "graph-by-name", f"sha256:{sent['sha256']}"))
+    assert again["result"] == undisturbed["result"]
+    assert again["step"] == undisturbed["step"] == COUNT
+
+
+def test_a_killed_device_costs_a_graph_what_ran_since_the_last_checkpoint(system, undisturbed):
+    client = system.client("beta")
+    id = submit(client, "graph-killed", graph())
+
+    def is_in_the_middle(request):
+        task = request["tasks"][1]
+        saved = [item["step"] for item in client.items(f"/v1/tasks/{task['id']}/checkpoints")]
+        return saved and task["step"] > max(SHARDS + 5, *saved)
+
+    task_id = client.wait_until(id, is_in_the_middle, timeout_s=60)["tasks"][1]["id"]
+    system.kill("device." + client.get(f"/v1/tasks/{task_id}")["seat"].rpartition(".")[2])
+
+    task = done(client, id)
+    assert task["result"] == undisturbed["result"]
+    after, before = client.items(f"/v1/tasks/{task_id}/placements")
+    assert (before["end"], after["end"]) == ("lost", "finished")
+    assert 0 < after["first_step"] < before["last_step"]
+    assert task["lost_steps"] == before["last_step"] - after["first_step"]
+    ran = runs(client.log_text(task_id))
+    assert overlaps(ran) == []
+    assert {run.step for run in ran} == set(range(LENGTH))
+    assert task["held_us"] == before["held_us"] + after["held_us"]
+    system.check_ledger()
+
+
+def test_a_graph_that_is_moved_ends_with_the_same_bits(system, undisturbed):
+    client = system.client("gamma")
+    id = submit(client, "graph-moved", graph(nap_s=0.1))
+
+    def is_under_way(request):
+        return request["tasks"][1]["state"] == "running" and request["tasks"][1]["step"] > 5
+
+    task_id = client.wait_until(id, is_under_way, timeout_s=60)["tasks"][1]["id"]
+    client.post(f"/v1/tasks/{task_id}/migrate")
+    task = done(client, id)
+    assert task["result"] == undisturbed["result"]
+    assert task["lost_steps"] == 0
+    after, before = client.items(f"/v1/tasks/{task_id}/placements")
+    assert after["device_id"] != before["device_id"]
+    assert after["first_step"] == before["last_step"]
