@@ -239,8 +239,10 @@ class Client:
         headers = {"If-Match": f'"{version}"'}
         return _body(self._call("PATCH", path, json=body, headers=headers))
 
-    def delete(self, path: str) -> None:
-        self._call("DELETE", path)
+    def delete(self, path: str) -> JSON:
+        """What became of it, where the service tells; else {}."""
+        response = self._call("DELETE", path)
+        return _body(response) if response.content else {}
 
     def items(self, path: str, **params: Any) -> Iterator[JSON]:
         """Every item of a list, page after page."""
@@ -286,9 +288,6 @@ class Client:
             for event in source:
                 if event.data:  # one without is no event; httpx2 hands out a bare `retry` as one
                     yield StreamEvent(type=event.event, id=event.id, data=json.loads(event.data))
-
-    def delete(self, path: str) -> JSON:
-        return _body(self._call("DELETE", path))
 
     def _call(
         self, method: str, path: str, *, expect: tuple[int, ...] = (), **how: Any
