@@ -136,7 +136,12 @@ def v1_router(tag: str, *statuses: int) -> APIRouter:
 
 
 def operation_id(route: APIRoute) -> str:
-    first, *rest = route.name.split("_")
+    return operation_named(route.name)
+
+
+def operation_named(name: str) -> str:
+    """`cancel_task` is cancelTask."""
+    first, *rest = name.split("_")
     return first + "".join(word.capitalize() for word in rest)
 
 

@@ -203,10 +203,15 @@ def _app_error(request: Request, error: Exception) -> JSONResponse:
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    return of_error(request, bad_input(error))
+
+
+def bad_input(error: RequestValidationError) -> errors.BadInput:
+    """The same in our words."""
     faults = tuple(_fault(item) for item in error.errors())
     first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return of_error(request, errors.BadInput(first + more, errors=faults))
+    return errors.BadInput(first + more, errors=faults)
 
 
 def _fault(item: Mapping[str, Any]) -> Fault:

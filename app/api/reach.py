@@ -59,9 +59,14 @@ def task_to_act_on(session: Session, caller: Caller, id: str) -> Task:
     return found
 
 
-def _check_may_act(caller: Caller, found: Request | Task) -> None:
+def may_act(caller: Caller, found: Request | Task) -> bool:
+    """On something that the caller sees."""
     if caller.role in ("platform_admin", "tenant_admin"):
-        return
-    if caller.role == "member" and found.user_id == caller.user_id:
+        return True
+    return caller.role == "member" and found.user_id == caller.user_id
+
+
+def _check_may_act(caller: Caller, found: Request | Task) -> None:
+    if may_act(caller, found):
         return
     raise Forbidden(f"only its owner or an administrator may do that, not a {caller.role}")

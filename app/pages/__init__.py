@@ -1,17 +1,21 @@
 """The tenant's web pages: server-rendered, live, and with nothing from another origin.
 
-Their numbers are those of `app.reports`, as the API's are.  Pages change nothing but who is signed
-in.  Every answer of the whole service carries the policy below, /docs too.
+Their numbers are those of `app.reports`, as the API's are.  Their forms call the API's operations,
+so a page may do what its reader's role may, and nothing else.  Every answer of the whole service
+carries the policy below, /docs too.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.errors import AppError
 
 STATIC = Path(__file__).parent / "static"
 
@@ -27,9 +31,19 @@ def mount(app: FastAPI) -> None:
     from app.pages import views
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.include_router(views.router)
+    for router in routers():
+        app.include_router(router)
     app.add_exception_handler(views.NotSignedIn, views.to_the_door)
+    for kind in (AppError, RequestValidationError):
+        app.add_exception_handler(kind, views.refused)
     app.add_middleware(ContentPolicy)
+
+
+def routers() -> list[APIRouter]:
+    """In this order: the last route of the last one takes every address that is left."""
+    from app.pages import views, wishing
+
+    return [wishing.router, views.router]
 
 
 class ContentPolicy:

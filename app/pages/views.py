@@ -12,7 +12,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Cookie, Depends, Form, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, StreamingResponse
 from fastapi.templating import Jinja2Templates
 from markupsafe import Markup, escape
+from sqlalchemy.orm import Session
 
-from app import audit, datablocks, models, people, reports
+from app import audit, datablocks, people, reports
+from app.api import problems, rates
 from app.api.auth import (
     COOKIE,
     Caller,
@@ -36,11 +39,13 @@ from app.api.auth import (
     sign_in_person,
     sign_out,
 )
+from app.api.edge import operation_named
+from app.api.reach import visible_request
 from app.changes import ALL, changes
 from app.db import Db
-from app.errors import AppError, Forbidden, NotFound, Unauthenticated, Unavailable
+from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
 from app.models import REQUEST_STATES
-from app.pages import STATIC, drawing
+from app.pages import STATIC, acting, drawing, forms
 from app.settings import settings
 from app.timespent import time_spent
 
@@ -93,10 +98,34 @@ def visitor(
     except Unauthenticated as error:
         raise NotSignedIn from error
     audit.begin(session, call_of(request, caller, "page"))
+    request.state.caller = caller
+    if any(
+        "\x00" in str(value)
+        for value in (*request.path_params.values(), *request.query_params.values())
+    ):
+        raise BadInput("the address holds a NUL")
     return caller
 
 
 Visitor = Annotated[Caller, Depends(visitor, scope="function")]
+
+
+def sender(request: Request, caller: Visitor, _: Annotated[None, Depends(forms.check)]) -> Caller:
+    """Whoever sends a form of ours; it counts as a change of theirs, as a call of the API does."""
+    cookie = request.cookies[COOKIE]
+    if not rates.count_known(request, cookie):
+        rates.count_new(request, cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    return caller
+
+
+Sender = Annotated[Caller, Depends(sender, scope="function")]
+
+
+def acts_as(
+    request: Request, session: Session, caller: Caller, operation: Callable[..., Any]
+) -> None:
+    """What follows is done by this operation of the API, for the audit log."""
+    audit.begin(session, call_of(request, caller, operation_named(operation.__name__)))
 
 
 def to_the_door(request: Request, error: Exception) -> Response:
@@ -290,7 +319,7 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
     mine = next((share for share in shares if share.id == tenant), None)
     queue = reports.queue(session, tenant, below=caller.role == "tenant_admin", limit=QUEUE_SHOWN)
     window = window if window in drawing.WINDOWS else "15m"
-    return _page(
+    return page(
         request,
         "overview.html",
         caller,
@@ -351,7 +380,7 @@ def list_requests(
         before=before or None,
         limit=REQUESTS_SHOWN + 1,
     )
-    return _page(
+    return page(
         request,
         "requests.html",
         caller,
@@ -366,13 +395,12 @@ def list_requests(
 
 @router.get("/ui/requests/{id}")
 def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Response:
-    found = reports.request(session, None if caller.sees_all else caller.tenant_id, id)
-    if found is None:
-        return _nothing_here(request, caller, NotFound("request", id).detail)
-    audit.looked(session, session.get_one(models.Request, id))
+    asked_for = visible_request(session, caller, id)
+    found = reports.request(session, None, id)
     now = reports.clock(session)
     tasks, stays = reports.tasks(session, id), reports.stays(session, id)
-    return _page(
+    acts = acting.choices(session, caller, asked_for)
+    return page(
         request,
         "request.html",
         caller,
@@ -380,6 +408,7 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
         section="requests",
         topic=id,
         item=found,
+        acts=acts,
         tasks=tasks,
         spent=time_spent(session, [task.id for task in tasks]),
         times=drawing.TIMES,
@@ -396,7 +425,7 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
 def list_datablocks(request: Request, session: Db, caller: Visitor, before: str = "") -> Response:
     tenant = None if caller.sees_all else caller.tenant_id
     found = reports.datablocks(session, tenant, before=before or None, limit=DATABLOCKS_SHOWN + 1)
-    return _page(
+    return page(
         request,
         "datablocks.html",
         caller,
@@ -409,26 +438,79 @@ def list_datablocks(request: Request, session: Db, caller: Visitor, before: str 
     )
 
 
-def _nothing_here(request: Request, caller: Caller, said: str) -> Response:
+def nothing_here(request: Request, caller: Caller, said: str) -> Response:
     heading = "There is nothing here"
-    return _page(request, "message.html", caller, status=404, heading=heading, said=said)
+    return page(request, "message.html", caller, status=404, heading=heading, said=said)
 
 
-def _page(
+def page(
     request: Request, template: str, caller: Caller, *, status: int = 200, **values: Any
 ) -> Response:
-    here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    cookie = request.cookies.get(COOKIE, "")
+    told = getattr(request.state, "told", None) or forms.opened(
+        cookie, request.cookies.get(forms.TOLD, "")
+    )
     context = {
         "caller": caller,
         "everyone": caller.sees_all,
         "partial": "hx-request" in request.headers,
-        "here": here,
+        "address": request.url.path,
+        "here": request.url.path + (f"?{request.url.query}" if request.url.query else ""),
+        "form_token": forms.token(cookie),
+        "told": told,
         **values,
     }
     answer = templates.TemplateResponse(request, template, context, status_code=status)
     answer.headers["Cache-Control"] = "no-store"
     answer.headers["Vary"] = "HX-Request"
+    if forms.TOLD in request.cookies:
+        answer.delete_cookie(forms.TOLD)
     return answer
+
+
+def answered(
+    request: Request,
+    told: forms.Told,
+    show: Callable[[], Response] | None = None,
+    *,
+    at: str = "",
+) -> Response:
+    """The page anew, or the one that is `at`, with what became of the form above it.
+
+    Without htmx it is fetched by a call of its own, so that loading it again sends nothing again;
+    but a secret goes no further than this answer.
+    """
+    request.state.told = told
+    if show is not None and (told.secret or "hx-request" in request.headers):
+        return show()
+    answer = RedirectResponse(at or request.url.path, status_code=303)
+    answer.set_cookie(
+        forms.TOLD,
+        forms.sealed(request.cookies[COOKIE], told.words),
+        max_age=forms.TOLD_FOR_S,
+        httponly=True,
+        samesite="lax",
+        secure=request.url.scheme == "https",
+    )
+    return answer
+
+
+def refused(request: Request, error: Exception) -> Response:
+    """What a page, or a form on it, was refused: as a page too, and for htmx above the page."""
+    said = problems.bad_input(error) if isinstance(error, RequestValidationError) else error
+    assert isinstance(said, AppError)
+    caller = getattr(request.state, "caller", None)
+    if caller is None or not request.url.path.startswith(HOME):
+        return problems.of_error(request, said)
+    context = {"heading": said.title, "said": f"{said.detail[0].upper()}{said.detail[1:]}"}
+    if request.method == "POST" and "hx-request" in request.headers:
+        answer = templates.TemplateResponse(
+            request, "refused.html", context, status_code=said.status
+        )
+        answer.headers.update({"HX-Retarget": "#told", "HX-Reswap": "innerHTML"})
+        return answer
+    back = request.url.path if request.method == "POST" else ""
+    return page(request, "message.html", caller, status=said.status, back=back, **context)
 
 
 # --- live ---------------------------------------------------------------------------------------
@@ -438,8 +520,8 @@ def _page(
 def stream(session: Db, caller: Visitor, request: str = "") -> Response:
     """Says "changed" whenever there may be something new for the page that listens."""
     tenant = None if caller.sees_all else caller.tenant_id
-    if request and reports.request(session, tenant, request) is None:
-        raise NotFound("request", request)
+    if request:
+        visible_request(session, caller, request)
     return StreamingResponse(
         _changed(request or tenant or ALL),
         media_type="text/event-stream",
@@ -468,4 +550,4 @@ CHANGED = "event: changed\ndata:\n\n"
 def show_nothing(request: Request, caller: Visitor, rest: str) -> Response:
     if rest.endswith("/"):
         return RedirectResponse(request.url.path.rstrip("/"))
-    return _nothing_here(request, caller, f"No page has the address {request.url.path}.")
+    return nothing_here(request, caller, f"No page has the address {request.url.path}.")

@@ -19,11 +19,11 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import delete
 
+from app import pages
 from app.api import auth
 from app.changes import changes
 from app.main import app as service
 from app.models import Event, Request, Webhook
-from app.pages import views
 from tests.app.conftest import BUNDLE, descriptor, sha256
 from tests.app.documented import (
     CHECKPOINT,
@@ -321,7 +321,7 @@ def _has(operation: Any, parameter: str) -> bool:
 
 # --- the pages ----------------------------------------------------------------------------------
 
-PAGES = {route.path for route in views.router.routes}
+PAGES = {route.path for router in pages.routers() for route in router.routes}
 #: addresses of the pages with what could name something of vision's: {} is its request
 ADDRESSES = {
     "/": ["/"],

@@ -148,6 +148,7 @@ def _fill(session: Session) -> dict[str, Any]:
         session.merge(Usage(bucket=whole, **owner, **held))
     keys = {
         "a": scenery.key(a, "member"),
+        "a admin": scenery.key(a, "tenant_admin"),
         "b": scenery.key(b, "viewer"),
         "admin": scenery.key(scenery.root, "platform_admin"),
         "root": scenery.key(scenery.root, "member"),
@@ -222,5 +223,6 @@ def visit(browser: Browser, service: Service, request: pytest.FixtureRequest) ->
     """An indirect parameter gives options of the browser context, such as its size."""
     context = browser.new_context(**getattr(request, "param", {}))
     context.set_default_timeout(10_000)
+    context.set_default_navigation_timeout(30_000)  # the first page of a busy machine is slow
     yield Visit(context.new_page(), service)
     context.close()

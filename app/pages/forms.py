@@ -1,0 +1,91 @@
+"""Forms on pages: that it was a page of ours, shown in this session, which sent one, and how the
+next page tells what became of it.
+
+A form carries a token that is made from the session's cookie and that no other site can read; the
+cookie is SameSite, and a browser says whose page sends, besides.  What the next page tells travels
+in a cookie under the same key, so that nobody else puts words there.  Nothing of this is stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Form, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
+
+from app.api.auth import COOKIE, from_our_origin
+from app.errors import Forbidden
+
+
+def text(value: str) -> str:
+    if "\x00" in value:
+        raise ValueError("holds a NUL")
+    return value
+
+
+Field = Annotated[str, Form(), AfterValidator(text)]
+Body = TypeVar("Body", bound=BaseModel)
+
+TOLD = "roundhouse_told"
+TOLD_FOR_S = 60  # a page that nobody looks at until then tells nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What became of a form, in words; `secret` is shown with them, and only now."""
+
+    words: str
+    secret: str = ""
+
+
+# --- that it is our form ------------------------------------------------------------------------
+
+
+def token(cookie: str) -> str:
+    return _mac(cookie, "form")
+
+
+def check(request: Request, token: Annotated[str, Form()] = "") -> None:
+    """A dependency: raises Forbidden unless a page of this session sends the form."""
+    cookie = request.cookies.get(COOKIE, "")
+    if not from_our_origin(request):
+        raise Forbidden("a form is sent from a page of this service")
+    if not hmac.compare_digest(token.encode(), _mac(cookie, "form").encode()):
+        raise Forbidden("the form is from before you signed in; load its page again")
+
+
+def filled(body: type[Body], **values: Any) -> Body:
+    """An operation's body from a form's fields; raises RequestValidationError, as a call does."""
+    try:
+        return body.model_validate(values)
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise RequestValidationError(faults) from error
+
+
+# --- what the next page tells -------------------------------------------------------------------
+
+
+def sealed(cookie: str, words: str) -> str:
+    return f"{_mac(cookie, f'told {words}')}.{base64.urlsafe_b64encode(words.encode()).decode()}"
+
+
+def opened(cookie: str, sealed: str) -> Told | None:
+    """None for what this session did not seal."""
+    mac, _, text = sealed.partition(".")
+    try:
+        words = base64.urlsafe_b64decode(text).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    good = hmac.compare_digest(mac.encode(), _mac(cookie, f"told {words}").encode())
+    return Told(words=words) if good else None
+
+
+def _mac(cookie: str, what: str) -> str:
+    return hmac.new(cookie.encode(), what.encode(), hashlib.sha256).hexdigest()

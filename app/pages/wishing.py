@@ -1,0 +1,103 @@
+"""The forms on a request's page: each calls the API's operation of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from app.api import requests as of_requests
+from app.api import tasks as of_tasks
+from app.api.reach import visible_task
+from app.api.schemas import ResizeIn
+from app.core.lifecycle import ENDED
+from app.db import Db
+from app.errors import BadInput, NotFound
+from app.pages import forms, views
+from app.pages.forms import Field
+from app.pages.views import Sender
+
+router = APIRouter(include_in_schema=False)
+
+
+# --- wishes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """An operation, and what is told once it is done, with words of its answer."""
+
+    operation: Callable[..., Any]
+    told: str
+
+
+_OF_REQUEST = {
+    "cancel": _Wish(
+        of_requests.cancel_request,
+        "{name} is to end: what waits ends at once, what runs at its next safe point.",
+    ),
+    "hold": _Wish(
+        of_requests.hold_request,
+        "{name} is held: nothing of it starts, and what runs is paused at its next safe point.",
+    ),
+    "release": _Wish(of_requests.release_request, "{name} is released: it waits in line again."),
+}
+_OF_TASK = {
+    "cancel": _Wish(of_tasks.cancel_task, "{name} is to end, and what needs it with it."),
+    "pause": _Wish(
+        of_tasks.pause_task,
+        "{name} is to pause at its next safe point; it loses no "
+        "step, and waits until it is resumed.",
+    ),
+    "resume": _Wish(of_tasks.resume_task, "{name} may go on: it waits in line again."),
+    "save": _Wish(
+        of_tasks.checkpoint_task, "{name} is to write a checkpoint at its next safe point."
+    ),
+    "move": _Wish(
+        of_tasks.migrate_task,
+        "{name} is to move to another device as soon as one is free; it loses no step.",
+    ),
+    "resize": _Wish(of_tasks.resize_task, "{name} is to hold no more devices than {devices_max}."),
+}
+
+
+@router.post("/ui/requests/{id}")
+def wish(
+    request: Request,
+    session: Db,
+    caller: Sender,
+    id: str,
+    do: Field = "",
+    task: Field = "",
+    devices_max: Field = "",
+) -> Response:
+    """Of the request, or, with `task`, of that task of it."""
+    known = _OF_TASK if task else _OF_REQUEST
+    if do not in known:
+        raise BadInput.at("/do", f"{do!r:.40} is none of {', '.join(known)}", "unknown")
+    wished = known[do]
+    views.acts_as(request, session, caller, wished.operation)
+    if task:
+        if visible_task(session, caller, task).request_id != id:
+            raise NotFound("task", task)
+        given = [_width(devices_max)] if do == "resize" else []
+        found = wished.operation(task, *given, caller, session).model_dump()
+    else:
+        found = wished.operation(id, caller, session)
+    told = forms.Told(words=_words(wished, found))
+    show = partial(views.show_request, request, session, caller, id)
+    return views.answered(request, told, show)
+
+
+def _words(wished: _Wish, found: dict[str, Any]) -> str:
+    if found["state"] in ENDED:
+        return f"{found['name']} is {found['state']} already; nothing changed."
+    return wished.told.format(**found)
+
+
+def _width(text: str) -> ResizeIn:
+    number = int(text) if text.isdecimal() and len(text) < 6 else text
+    return forms.filled(ResizeIn, devices_max=number)

@@ -1,0 +1,64 @@
+"""Acting from a page, by keyboard, with script and without."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.browser
+
+
+def _page(service):
+    return f"/ui/requests/{service.tracked.request_id}"
+
+
+class TestActing:
+    def test_by_keyboard_with_script(self, visit, service):
+        visit.sign_in("a admin")
+        visit.go(_page(service))
+        visit.live()
+        visit.page.evaluate("window.untouched = true")
+        visit.page.get_by_text("Act on train").focus()
+        visit.page.keyboard.press("Enter")
+        visit.page.keyboard.press("Tab")
+        expect(visit.page.get_by_role("button", name="Pause")).to_be_focused()
+        outline = "getComputedStyle(document.activeElement).outlineWidth"
+        assert visit.page.evaluate(outline) == "3px"
+        visit.page.keyboard.press("Enter")
+        told = visit.page.locator("#told")
+        expect(told).to_contain_text("train is to pause at its next safe point")
+        expect(visit.page.locator("#tasks")).to_contain_text("held by its tenant")
+        visit.page.get_by_role("button", name="Resume").click()
+        expect(told).to_contain_text("train may go on")
+        expect(visit.page.get_by_role("button", name="Pause")).to_be_visible()
+        assert visit.page.evaluate("window.untouched")
+
+    def test_a_refusal_stands_above_the_page_and_changes_nothing_on_it(self, visit, service):
+        visit.sign_in("a admin")
+        visit.go(_page(service))
+        visit.live()
+        visit.page.locator("button[value=hold]").evaluate(
+            "button => { button.form.elements.token.value = 'stale'; button.click(); }"
+        )
+        expect(visit.page.locator("#told .alarm")).to_contain_text("load its page again")
+        expect(visit.page.locator("#tasks")).to_be_visible()
+        expect(visit.page.get_by_role("button", name="Hold")).to_be_visible()
+
+    def test_without_script_a_cancel_asks_once_more(self, browser, service, visit):
+        visit.sign_in("a admin")
+        context = browser.new_context(
+            java_script_enabled=False, storage_state=visit.page.context.storage_state()
+        )
+        page = context.new_page()
+        page.goto(service.url + f"/ui/requests/{service.waiting[2].request_id}")
+        button = page.get_by_role("button", name="Cancel all of it")
+        expect(button).to_be_hidden()
+        page.get_by_text("Cancel the request…").click()
+        button.click()
+        expect(page.get_by_role("status").last).to_contain_text("is to end")
+        assert page.url.endswith(service.waiting[2].request_id)
+        expect(page.get_by_text("Cancel the request…")).to_have_count(0)
+        expect(page.locator("#tasks")).to_contain_text("asked to end")
+        page.reload()
+        expect(page.locator("#told")).to_be_empty()
+        context.close()
