@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from app.errors import BadInput
+
 
 def _written(text: Any) -> Any:
     """Without this, 2026 would be half an hour after the beginning of 1970."""
@@ -24,3 +26,13 @@ def _aware(at: datetime | None) -> datetime | None:
 Time = Annotated[
     datetime | None, Field(strict=False), AfterValidator(_aware), BeforeValidator(_written)
 ]
+
+
+def day(text: str, where: str) -> datetime | None:
+    """The beginning of a day in UTC; None for nothing; raises BadInput."""
+    if not text:
+        return None
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+    except ValueError as error:
+        raise BadInput.at(where, "write a day as 2026-11-21", "time") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,13 @@ def figure(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)[:40]
+
+
+def value(given: Any) -> str:
+    """One that was changed, as the audit log keeps it."""
+    if given is None or given in ([], {}, ""):
+        return "nothing"
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def utc(at: datetime) -> str:

@@ -69,6 +69,8 @@ templates.env.filters.update(
     part=reports.number,
     breakable=lambda code: Markup(str(escape(code)).replace("_", "_<wbr>")),
     utc=drawing.utc,
+    told_at=lambda written: drawing.utc(datetime.fromisoformat(written)),
+    value=drawing.value,
 )
 
 

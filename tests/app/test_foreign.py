@@ -333,6 +333,11 @@ ADDRESSES = {
     "/ui/datablocks": ["/ui/datablocks", "/ui/datablocks?before=blk_{}"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
+    "/ui/members": ["/ui/members", "/ui/members?cursor={}"],
+    "/ui/members/{id}": ["/ui/members/{}"],
+    "/ui/webhooks": ["/ui/webhooks"],
+    "/ui/webhooks/{id}": ["/ui/webhooks/{}"],
+    "/ui/audit": ["/ui/audit", "/ui/audit?target_id={}", "/ui/audit?user_id={}"],
     "/ui/stream": ["/ui/stream", "/ui/stream?request={}"],
     "/ui/{rest:path}": ["/ui/{}", "/ui/requests/{}/more"],
 }

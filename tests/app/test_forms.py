@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from app.api import auth
 from app.db import transaction
-from app.models import AuditEvent, Task
+from app.models import AuditEvent, Delivery, Task
 from app.pages import forms
 from tests.app.conftest import descriptor
 
@@ -197,3 +197,175 @@ class TestWhoMay:
         found = [(row.user, row.operation, row.action, row.target_kind) for row in rows]
         assert ("red.tenant_admin", "cancelRequest", "asked", "request") in found
         assert ("root", "pauseTask", "asked", "task") in found
+
+
+class TestMembersAndKeys:
+    def test_a_member_is_added_and_given_a_key_that_is_shown_once(self, browse, app, world):
+        admin = browse("red.tenant_admin")
+        added = admin.send("/ui/members", name="ada")
+        page = added.headers["location"]
+        assert admin.told(page).startswith("ada is a member now")
+        made = admin.send(page, do="make", name="laptop", role="member", days="90")
+        [key] = re.findall(r"rh_\w+", words_of(made, TOLD))
+        assert (made.status_code, made.headers["cache-control"]) == (200, "no-store")
+        assert key not in admin.look(page).text
+        me = TestClient(app).get("/v1/me", headers={"Authorization": f"Bearer {key}"}).json()
+        assert (me["user"], me["role"], me["scopes"]) == ("ada", "member", None)
+
+    def test_a_service_account_with_scopes(self, browse, app, as_):
+        admin = browse("red.tenant_admin")
+        page = admin.send("/ui/members", name="bot", service="yes").headers["location"]
+        scopes = ["usage:read", "work:read"]
+        made = admin.send(page, do="make", name="ci", role="viewer", scopes=scopes)
+        [key] = re.findall(r"rh_\w+", words_of(made, TOLD))
+        me = TestClient(app).get("/v1/me", headers={"Authorization": f"Bearer {key}"}).json()
+        assert me["scopes"] == scopes
+        bots = as_("red.tenant_admin").get("/v1/users", params={"service": True}).json()["items"]
+        assert [bot["name"] for bot in bots] == ["bot"]
+
+    def test_rotating_leaves_the_old_key_for_a_while_and_revoking_does_not(
+        self, browse, app, world, as_
+    ):
+        admin, page = browse("red.tenant_admin"), "/ui/members/usr_red.member"
+        old = world.keys["red.member"]
+        id = auth.id_of(old)
+        made = admin.send(page, do="rotate", key=id, overlap_s="3600")
+        [new] = re.findall(r"rh_\w+", words_of(made, TOLD))
+        for key in (old, new):
+            opened = TestClient(app).get("/v1/me", headers={"Authorization": f"Bearer {key}"})
+            assert opened.status_code == 200
+        assert f"replaced by {auth.id_of(new)}" in admin.look(page).text
+        assert admin.send(page, do="rotate", key=id).status_code == 409
+        assert admin.send(page, do="revoke", key=id).status_code == 303
+        assert "revoked" in admin.told(page)
+        assert as_("red.member").get("/v1/me").status_code == 401
+
+    def test_what_does_not_fit(self, browse):
+        admin, page = browse("red.tenant_admin"), "/ui/members/usr_red.member"
+        bad = (
+            {"do": "make", "name": "", "role": "member"},
+            {"do": "make", "name": "x", "role": "emperor"},
+            {"do": "make", "name": "x", "role": "member", "scopes": ["everything"]},
+            {"do": "make", "name": "x", "role": "member", "days": "1e9"},
+            {"do": "make", "name": "x\0", "role": "member"},
+            {"do": "rotate", "key": "x", "overlap_s": "-1"},
+            {"do": "rotate", "key": "\0", "overlap_s": "1"},
+            {"do": "explode"},
+        )
+        for fields in bad:
+            answer = admin.send(page, **fields)
+            assert answer.status_code == 422, fields
+            assert "text/html" in answer.headers["content-type"]
+        answer = admin.send(page, do="make", name="x", role="platform_admin")
+        assert answer.status_code == 403
+        assert admin.send(page, do="revoke", key="nobody").status_code == 404
+        assert admin.send("/ui/members", name="red.member").status_code == 409
+        for address in ("/ui/members?cursor=x", "/ui/audit?since=x", "/ui/audit?target_id=%00"):
+            assert admin.look(address).status_code == 422, address
+
+
+class TestWebhooks:
+    def test_one_is_registered_tested_and_deleted(self, browse, as_):
+        admin = browse("red.tenant_admin")
+        made = admin.send(
+            "/ui/webhooks", url="https://hooks.example.org/a", events=["request.done"]
+        )
+        assert "whsec_" in words_of(made, TOLD)
+        assert "whsec_" not in admin.look("/ui/webhooks").text
+        [hook] = as_("red.tenant_admin").get("/v1/webhooks").json()["items"]
+        page = f"/ui/webhooks/{hook['id']}"
+        assert admin.send(page, do="test").status_code == 303
+        shown = admin.look(page).text
+        assert "webhook.test" in shown
+        assert "none yet" in shown
+        rotated = admin.send(page, do="rotate", overlap_s="3600")
+        assert "whsec_" in words_of(rotated, TOLD)
+        deleted = admin.send(page, do="delete")
+        assert deleted.headers["location"] == "/ui/webhooks"
+        assert "is deleted" in admin.told("/ui/webhooks")
+        assert admin.look(page).status_code == 404
+
+    def test_what_was_given_up_is_shown_with_its_attempts_and_sent_again(
+        self, browse, as_, session
+    ):
+        admin, api = browse("red.tenant_admin"), as_("red.tenant_admin")
+        hook = api.post("/v1/webhooks", json={"url": "https://hooks.example.org/a"}).json()
+        sent = api.post(f"/v1/webhooks/{hook['id']}/test").json()["id"]
+        tried = {"at": "2026-11-21T12:00:00+00:00", "status": 503, "error": "", "took_us": 41_000}
+        session.execute(update(Delivery).values(state="given_up", attempts=[tried], attempt=1))
+        page = f"/ui/webhooks/{hook['id']}"
+        assert "21 Nov 12:00:00 UTC: 503" in admin.look(page).text
+        assert admin.send(page, do="send", delivery=sent).status_code == 303
+        assert api.get(f"/v1/deliveries/{sent}").json()["state"] == "pending"
+        assert "Nothing is given up." in admin.look(f"{page}?state=given_up").text
+
+    def test_an_inner_address_is_refused(self, browse):
+        answer = browse("red.tenant_admin").send(
+            "/ui/webhooks", url="http://127.0.0.1/", events=["request.done"]
+        )
+        assert answer.status_code == 422
+        assert "Back to the page" in answer.text
+
+
+class TestAuditLog:
+    def test_it_shows_what_forms_did_and_is_narrowed(self, browse, world):
+        admin = browse("red.tenant_admin")
+        admin.send("/ui/members", name="ada")
+        admin.send("/ui/webhooks", url="https://hooks.example.org/a", events=["request.done"])
+        shown = admin.look("/ui/audit").text
+        assert "createUser" in shown
+        assert "createWebhook" in shown
+        narrowed = admin.look("/ui/audit?target_kind=user").text
+        assert "createUser" in narrowed
+        assert "createWebhook" not in narrowed
+        for empty in ("action=read", "operation=nothing", "until=2020-01-01", "target_id=x"):
+            assert "Nothing like that." in admin.look(f"/ui/audit?{empty}").text
+
+    def test_older_records_are_behind_a_link(self, browse, as_):
+        api, admin = as_("red.tenant_admin"), browse("red.tenant_admin")
+        for n in range(52):
+            assert api.post("/v1/users", json={"name": f"u{n}"}).status_code == 201
+        first = admin.look("/ui/audit?action=made").text
+        [link] = re.findall(r'<a href="([^"]*cursor=[^"]*)">More', first)
+        second = admin.look(f"/ui/audit{html.unescape(link)}").text
+        ids = [re.findall(r'<tr id="(audit-\d+)"', page) for page in (first, second)]
+        assert len(ids[0]) == 50
+        assert len(ids[1]) >= 2
+        assert not set(ids[0]) & set(ids[1])
+
+
+ADMINS_PAGES = ("/ui/members", "/ui/members/usr_red.member", "/ui/webhooks", "/ui/audit")
+
+
+class TestWhoAdministers:
+    @pytest.mark.parametrize("who", ["red.member", "red.viewer"])
+    def test_others_are_shown_no_way_there_and_are_refused(self, browse, who):
+        other = browse(who)
+        home = other.look("/ui/").text
+        for page in ADMINS_PAGES:
+            assert f'href="{page}"' not in home
+            answer = other.look(page)
+            assert answer.status_code == 403
+            assert "text/html" in answer.headers["content-type"]
+            if page != "/ui/audit":
+                assert other.send(page, do="make", name="x", role="member").status_code == 403
+
+    def test_another_tenants_are_not_there(self, browse, as_):
+        hook = as_("red.tenant_admin").post(
+            "/v1/webhooks", json={"url": "https://hooks.example.org/a"}
+        )
+        stranger = browse("blue.tenant_admin")
+        for page in ("/ui/members/usr_red.member", f"/ui/webhooks/{hook.json()['id']}"):
+            assert stranger.look(page).status_code == 404
+            for do in ("make", "rotate", "delete"):
+                assert stranger.send(page, do=do, name="x", role="member").status_code in (404, 422)
+        for page in ADMINS_PAGES:
+            shown = stranger.look(page).text.replace("usr_red.member", "")
+            assert not re.search(r"\bred\b", shown), page
+
+    def test_a_platform_admin_sees_all_and_chooses_a_tenant(self, browse, as_):
+        root = browse("root")
+        for name in ("red.member", "blue.member", 'value="ten_blue"'):
+            assert name in root.look("/ui/members").text
+        added = root.send("/ui/members", name="eve", tenant_id="ten_blue")
+        assert "blue" in root.look(added.headers["location"]).text
