@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
-from sqlalchemy import URL, Engine, create_engine, make_url, text
+from sqlalchemy import URL, Engine, create_engine, func, make_url, text
 from sqlalchemy.orm import Session
 
-from app import datablocks, journal, reports
-from app.models import LogLine, Metric, Task, Usage
+from app import datablocks, journal, reports, webhooks
+from app.core.webhook import TYPES
+from app.models import LogLine, Metric, Task, Usage, Webhook
 from tests.conftest import Servers
 from tests.scenery import Scenery
 
@@ -44,7 +45,8 @@ class Service:
     """The running service and what was put into it.
 
     a holds d0 and has three tasks waiting; b holds d1; c has no work.  `tracked` is the task of a
-    that runs, with metrics, log lines and usage; `foreign` is the one of b.
+    that runs, with metrics, log lines and usage; `foreign` is the one of b.  `member` is the user
+    of a, and `hook` its webhook.
     """
 
     url: str
@@ -53,6 +55,8 @@ class Service:
     tracked: Task
     foreign: Task
     waiting: tuple[Task, ...]
+    member: str
+    hook: str
 
     @contextmanager
     def change(self) -> Iterator[Session]:
@@ -66,6 +70,11 @@ class Service:
         request = f"/ui/requests/{self.tracked.request_id}"
         lists = ("/ui/requests", "/ui/datablocks")
         return ("/ui/", "/ui/?window=1h", *lists, request, "/ui/requests/none", "/docs")
+
+    @property
+    def admins_pages(self) -> tuple[str, ...]:
+        member, hook = f"/ui/members/{self.member}", f"/ui/webhooks/{self.hook}"
+        return ("/ui/members", member, "/ui/webhooks", hook, "/ui/audit", "/ui/audit?action=asked")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +162,27 @@ def _fill(session: Session) -> dict[str, Any]:
         "admin": scenery.key(scenery.root, "platform_admin"),
         "root": scenery.key(scenery.root, "member"),
     }
-    return {"keys": keys, "tracked": tracked, "foreign": foreign, "waiting": waiting}
+    hook = _webhook(session, a.id, tracked.request_id)
+    made = {"tracked": tracked, "foreign": foreign, "waiting": waiting}
+    return {"keys": keys, "member": tracked.user_id, "hook": hook, **made}
+
+
+def _webhook(session: Session, tenant_id: str, request_id: str) -> str:
+    """One of the tenant, to which three messages were written, each with another end."""
+    url = "https://hooks.example.org/roundhouse"
+    whose = {"id": webhooks.new_id("whk"), "tenant_id": tenant_id, "url": url}
+    hook = Webhook(**whose, events=list(TYPES), secret=webhooks.new_secret())
+    session.add(hook)
+    session.flush()
+    tried = {"at": "2026-11-21T12:00:00+00:00", "error": "", "took_us": 41_000}
+    refused = {**tried, "status": None, "error": "there was no answer within 15 s"}
+    for state, status in (("delivered", 204), ("given_up", 503), ("pending", 500)):
+        delivery = webhooks.try_out(session, hook)
+        delivery.request_id, delivery.state = request_id, state
+        delivery.attempts = [refused, {**tried, "status": status}]
+        delivery.due_at = func.now() + timedelta(hours=1)
+    session.flush()
+    return hook.id
 
 
 def _datablocks(session: Session, task: Task, name: str) -> None:

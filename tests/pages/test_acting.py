@@ -62,3 +62,25 @@ class TestActing:
         page.reload()
         expect(page.locator("#told")).to_be_empty()
         context.close()
+
+
+class TestAdministering:
+    def test_a_new_key_is_shown_once(self, visit, service):
+        visit.sign_in("a admin")
+        visit.page.get_by_role("link", name="Members").click()
+        visit.page.get_by_role("link", name="a", exact=True).click()
+        visit.page.get_by_label("Name").fill("laptop")
+        visit.page.get_by_label("Name").press("Enter")
+        expect(visit.page.locator("#told .secret")).to_contain_text("rh_")
+        visit.go(f"/ui/members/{service.member}")
+        expect(visit.page.locator("#keys")).to_contain_text("laptop")
+        expect(visit.page.locator(".secret")).to_have_count(0)
+
+    def test_a_message_is_sent_again_in_place(self, visit, service):
+        visit.sign_in("a admin")
+        visit.go(f"/ui/webhooks/{service.hook}")
+        again = visit.page.get_by_role("button", name="Send again")
+        expect(again).to_have_count(2)
+        again.first.click()
+        expect(visit.page.locator("#told")).to_contain_text("is sent again")
+        expect(again).to_have_count(1)

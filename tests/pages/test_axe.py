@@ -1,0 +1,39 @@
+"""axe-core on every page, with all that can be opened open: it finds nothing to complain of."""
+
+from __future__ import annotations
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+pytestmark = pytest.mark.browser
+
+PHONE = {"viewport": {"width": 360, "height": 740}}
+DARK = {"color_scheme": "dark"}
+LOOKS = {"wide": {}, "wide, dark": DARK, "phone": PHONE, "phone, dark": {**PHONE, **DARK}}
+
+OPEN = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
+
+
+@pytest.mark.parametrize("visit", LOOKS.values(), ids=LOOKS, indirect=True)
+def test_axe_finds_nothing(visit, service):
+    visit.go("/ui/login?wrong")
+    found = {"/ui/login": _violations(visit)}
+    visit.sign_in("a admin")
+    for path in (*service.pages[:-1], *service.admins_pages):
+        visit.go(path)
+        visit.page.evaluate(OPEN)
+        found[path] = _violations(visit)
+    visit.sign_in("admin")
+    for path in ("/ui/", "/ui/requests", *service.admins_pages):
+        visit.go(path)
+        visit.page.evaluate(OPEN)
+        found[f"{path} of all"] = _violations(visit)
+    assert {path: said for path, said in found.items() if said} == {}
+
+
+def _violations(visit) -> list[str]:
+    return [
+        f"{violation['id']}: {node['html'][:120]}"
+        for violation in Axe().run(visit.page).response["violations"]
+        for node in violation["nodes"]
+    ]
