@@ -41,9 +41,9 @@ def mount(app: FastAPI) -> None:
 
 def routers() -> list[APIRouter]:
     """In this order: the last route of the last one takes every address that is left."""
-    from app.pages import administering, views, wishing
+    from app.pages import administering, operating, views, wishing
 
-    return [wishing.router, administering.router, views.router]
+    return [wishing.router, administering.router, operating.router, views.router]
 
 
 class ContentPolicy:

@@ -6,7 +6,6 @@ and refuse the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any, get_args
@@ -74,18 +73,13 @@ def _tenants(session: Session, caller: Caller) -> dict[str, str]:
     return {id: name for id, name in rows}
 
 
-def _of(tenant: str) -> str | None:
-    return tenant or None
+def _given(text: str) -> str | None:
+    """None for a field that was left empty."""
+    return text or None
 
 
 def _seconds(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
-
-
-def _chosen(do: str, known: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    if do not in known:
-        raise BadInput.at("/do", f"{do!r:.40} is none of {', '.join(known)}", "unknown")
-    return known[do]
 
 
 # --- members ------------------------------------------------------------------------------------
@@ -131,7 +125,7 @@ def add_member(
     service: Field = "",
 ) -> Response:
     views.acts_as(request, session, caller, of_tenants.create_user)
-    body = forms.filled(UserIn, name=name, tenant_id=_of(tenant_id), service=bool(service))
+    body = forms.filled(UserIn, name=name, tenant_id=_given(tenant_id), service=bool(service))
     made = of_tenants.create_user(body, Response(), caller, session)
     words = f"{made['name']} is a member now; the next thing to make is a key."
     return views.answered(request, forms.Told(words=words), at=f"/ui/members/{made['id']}")
@@ -177,7 +171,7 @@ def change_keys(
     overlap_s: Field = "0",
 ) -> Response:
     known = {"make": of_tenants.create_key, "rotate": of_tenants.rotate_key}
-    operation = _chosen(do, {**known, "revoke": of_tenants.revoke_key})
+    operation = forms.chosen(do, {**known, "revoke": of_tenants.revoke_key})
     views.acts_as(request, session, caller, operation)
     user = of_tenants.get_user(id, Response(), caller, session)
     if do == "make":
@@ -232,7 +226,7 @@ def add_webhook(
     tenant_id: Field = "",
 ) -> Response:
     views.acts_as(request, session, caller, of_webhooks.create_webhook)
-    given = {"url": url.strip(), "events": events or [], "tenant_id": _of(tenant_id)}
+    given = {"url": url.strip(), "events": events or [], "tenant_id": _given(tenant_id)}
     body = forms.filled(of_webhooks.WebhookIn, **given)
     made = of_webhooks.create_webhook(body, Response(), caller, session)
     words = f"{made['url']} is told from now on.  Its messages are signed with this secret:"
@@ -248,7 +242,7 @@ def show_webhook(
     states = get_args(of_webhooks.DeliveryState)
     state = state if state in states else ""
     paging = _paging(request, cursor)
-    found = of_webhooks.list_deliveries(id, paging, caller, session, state=_of(state))  # type: ignore[arg-type]
+    found = of_webhooks.list_deliveries(id, paging, caller, session, state=_given(state))  # type: ignore[arg-type]
     return views.page(
         request,
         "webhook.html",
@@ -275,7 +269,7 @@ def change_webhook(
     delivery: Field = "",
     overlap_s: Field = "0",
 ) -> Response:
-    operation = _chosen(
+    operation = forms.chosen(
         do,
         {
             "rotate": of_webhooks.rotate_webhook,
@@ -335,7 +329,7 @@ def list_audit(
         _paging(request, cursor),
         caller,
         session,
-        **{name: _of(value) for name, value in asked.items()},  # type: ignore[arg-type]
+        **{name: _given(value) for name, value in asked.items()},  # type: ignore[arg-type]
         since=day(since, "?since"),
         until=last + timedelta(days=1) if last else None,
     )

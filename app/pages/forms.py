@@ -12,6 +12,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -20,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from app.api.auth import COOKIE, from_our_origin
-from app.errors import Forbidden
+from app.errors import BadInput, Forbidden
 
 
 def text(value: str) -> str:
@@ -31,6 +32,7 @@ def text(value: str) -> str:
 
 Field = Annotated[str, Form(), AfterValidator(text)]
 Body = TypeVar("Body", bound=BaseModel)
+Choice = TypeVar("Choice")
 
 TOLD = "roundhouse_told"
 TOLD_FOR_S = 60  # a page that nobody looks at until then tells nothing
@@ -58,6 +60,13 @@ def check(request: Request, token: Annotated[str, Form()] = "") -> None:
         raise Forbidden("a form is sent from a page of this service")
     if not hmac.compare_digest(token.encode(), _mac(cookie, "form").encode()):
         raise Forbidden("the form is from before you signed in; load its page again")
+
+
+def chosen(do: str, known: Mapping[str, Choice]) -> Choice:
+    """What the button that was pressed stands for; raises BadInput."""
+    if do not in known:
+        raise BadInput.at("/do", f"{do!r:.40} is none of {', '.join(known)}", "unknown")
+    return known[do]
 
 
 def filled(body: type[Body], **values: Any) -> Body:

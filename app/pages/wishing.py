@@ -15,7 +15,7 @@ from app.api.reach import visible_task
 from app.api.schemas import ResizeIn
 from app.core.lifecycle import ENDED
 from app.db import Db
-from app.errors import BadInput, NotFound
+from app.errors import NotFound
 from app.pages import forms, views
 from app.pages.forms import Field
 from app.pages.views import Sender
@@ -75,10 +75,7 @@ def wish(
     devices_max: Field = "",
 ) -> Response:
     """Of the request, or, with `task`, of that task of it."""
-    known = _OF_TASK if task else _OF_REQUEST
-    if do not in known:
-        raise BadInput.at("/do", f"{do!r:.40} is none of {', '.join(known)}", "unknown")
-    wished = known[do]
+    wished = forms.chosen(do, _OF_TASK if task else _OF_REQUEST)
     views.acts_as(request, session, caller, wished.operation)
     if task:
         if visible_task(session, caller, task).request_id != id:

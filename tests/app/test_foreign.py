@@ -338,6 +338,8 @@ ADDRESSES = {
     "/ui/webhooks": ["/ui/webhooks"],
     "/ui/webhooks/{id}": ["/ui/webhooks/{}"],
     "/ui/audit": ["/ui/audit", "/ui/audit?target_id={}", "/ui/audit?user_id={}"],
+    "/ui/devices": ["/ui/devices"],
+    "/ui/decisions": ["/ui/decisions", "/ui/decisions?cursor={}"],
     "/ui/stream": ["/ui/stream", "/ui/stream?request={}"],
     "/ui/{rest:path}": ["/ui/{}", "/ui/requests/{}/more"],
 }

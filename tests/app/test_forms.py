@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from app.api import auth
 from app.db import transaction
-from app.models import AuditEvent, Delivery, Task
+from app.models import AuditEvent, Cycle, Decision, Delivery, Task
 from app.pages import forms
 from tests.app.conftest import descriptor
 
@@ -369,3 +369,41 @@ class TestWhoAdministers:
             assert name in root.look("/ui/members").text
         added = root.send("/ui/members", name="eve", tenant_id="ten_blue")
         assert "blue" in root.look(added.headers["location"]).text
+
+
+class TestOperating:
+    def test_a_platform_admin_drains_a_host_and_a_device(self, browse, as_):
+        root, page, api = browse("root"), "/ui/devices", as_("root")
+        for do, of, words in (("cordon", "h.1", "takes no new work"), ("drain", "h", "is drained")):
+            assert root.send(page, do=do, of=of).status_code == 303
+            assert words in root.told(page)
+        assert api.get("/v1/devices/h.1").json()["cordoned"]
+        for do, of in (("uncordon", "h.1"), ("open", "h")):
+            assert root.send(page, do=do, of=of).status_code == 303
+        assert not api.get("/v1/devices/h.1").json()["cordoned"]
+        log = api.get("/v1/audit-events").json()["items"]
+        operations = [one["operation"] for one in log if one["user"] == "root"]
+        assert operations[:4] == ["uncordonHost", "uncordonDevice", "drainHost", "cordonDevice"]
+
+    def test_what_is_not_there(self, browse):
+        for fields, status in (({"do": "cordon", "of": "x"}, 404), ({"do": "x", "of": "h.1"}, 422)):
+            assert browse("root").send("/ui/devices", **fields).status_code == status
+
+    @pytest.mark.parametrize("who", ["red.tenant_admin", "red.member"])
+    def test_nobody_else_does(self, browse, as_, who):
+        other = browse(who)
+        assert 'href="/ui/devices"' not in other.look("/ui/").text
+        assert other.look("/ui/devices").status_code == 403
+        assert other.send("/ui/devices", do="cordon", of="h.1").status_code == 403
+        assert not as_("root").get("/v1/devices/h.1").json()["cordoned"]
+
+    def test_decisions_are_shown_to_those_who_see_the_task(self, browse, session, task):
+        session.add(Cycle(id=1, island="isle", now_s=0.0, snapshot={}))
+        session.flush()
+        what = {"move": "launch", "rule": "F3", "because": "because it was next"}
+        session.add(Decision(cycle_id=1, tenant_id="ten_red", task_id=task.id, **what))
+        session.flush()
+        assert "because it was next" in browse("red.viewer").look("/ui/decisions").text
+        assert "because it was next" in browse("root").look("/ui/decisions").text
+        shown = browse("blue.tenant_admin").look("/ui/decisions").text
+        assert "Nothing has been decided yet." in shown

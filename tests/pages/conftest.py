@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from app import datablocks, journal, reports, webhooks
 from app.core.webhook import TYPES
-from app.models import LogLine, Metric, Task, Usage, Webhook
+from app.models import Cycle, Decision, LogLine, Metric, Task, Usage, Webhook
 from tests.conftest import Servers
 from tests.scenery import Scenery
 
@@ -74,7 +74,11 @@ class Service:
     @property
     def admins_pages(self) -> tuple[str, ...]:
         member, hook = f"/ui/members/{self.member}", f"/ui/webhooks/{self.hook}"
-        return ("/ui/members", member, "/ui/webhooks", hook, "/ui/audit", "/ui/audit?action=asked")
+        return ("/ui/members", member, "/ui/webhooks", hook, "/ui/audit", "/ui/decisions")
+
+    @property
+    def platform_pages(self) -> tuple[str, ...]:
+        return (*self.admins_pages, "/ui/devices")
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +166,10 @@ def _fill(session: Session) -> dict[str, Any]:
         "admin": scenery.key(scenery.root, "platform_admin"),
         "root": scenery.key(scenery.root, "member"),
     }
+    cycle = scenery.add(Cycle(island="isle", now_s=0.0, snapshot={}))
+    what = {"move": "launch", "rule": "F3", "because": "It was next, by its tenant's score."}
+    whose = {"cycle_id": cycle.id, "task_id": tracked.id, "tenant_id": a.id}
+    scenery.add(Decision(**whose, **what, devices=["d0"]))
     hook = _webhook(session, a.id, tracked.request_id)
     made = {"tracked": tracked, "foreign": foreign, "waiting": waiting}
     return {"keys": keys, "member": tracked.user_id, "hook": hook, **made}

@@ -283,7 +283,7 @@ class TestEverywhere:
 
     def test_nothing_comes_from_elsewhere_and_nothing_is_inline(self, visit, service):
         visit.sign_in("admin")
-        for path in ("/ui/login", *service.pages, *service.admins_pages):
+        for path in ("/ui/login", *service.pages, *service.platform_pages):
             answer = visit.page.goto(service.url + path)
             assert "default-src 'self'" in answer.headers["content-security-policy"], path
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script>", answer.text()), path
@@ -297,7 +297,7 @@ class TestEverywhere:
     @pytest.mark.parametrize("visit", [PHONE], indirect=True)
     def test_a_phone_never_scrolls_sideways(self, visit, service, who):
         visit.sign_in(who)
-        for path in ("/ui/login", *service.pages[:-1], *service.admins_pages):
+        for path in ("/ui/login", *service.pages[:-1], *service.platform_pages):
             visit.go(path)
             assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
 

@@ -1,0 +1,92 @@
+"""Pages on the whole system: what was decided and why, for everybody as far as they see it, and
+for platform admins the devices, which they drain and let work again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from sqlalchemy import select
+
+from app import reports
+from app.api import devices as of_devices
+from app.api import shares as of_shares
+from app.api.auth import Caller, check_role
+from app.api.cursors import Paging
+from app.db import Db
+from app.models import Device, Host
+from app.pages import forms, views
+from app.pages.forms import Field
+from app.pages.views import Sender, Visitor
+
+ON_A_PAGE = 50
+
+router = APIRouter(include_in_schema=False)
+
+
+def platform_admin(caller: Visitor) -> Caller:
+    check_role(caller, "platform_admin")
+    return caller
+
+
+PlatformAdmin = Annotated[Caller, Depends(platform_admin, scope="function")]
+
+
+# --- devices ------------------------------------------------------------------------------------
+
+
+@router.get("/ui/devices")
+def list_devices(request: Request, session: Db, caller: PlatformAdmin) -> Response:
+    now = reports.clock(session)
+    cordoned = set(session.scalars(select(Device.id).where(Device.cordoned)))
+    return views.page(
+        request,
+        "devices.html",
+        caller,
+        now=now,
+        section="devices",
+        devices=reports.devices(session, None, now),
+        cordoned=cordoned,
+        hosts=session.scalars(select(Host).order_by(Host.name)).all(),
+    )
+
+
+@router.post("/ui/devices")
+def change_devices(
+    request: Request, session: Db, caller: Sender, do: Field = "", of: Field = ""
+) -> Response:
+    """`of`: the device, or for `drain` and `open` the host."""
+    platform_admin(caller)
+    known: dict[str, tuple[Callable[..., Any], str]] = {
+        "cordon": (of_devices.cordon_device, "{} takes no new work; what is on it moves away."),
+        "uncordon": (of_devices.uncordon_device, "{} takes work again."),
+        "drain": (of_devices.drain_host, "{} is drained: what is on it moves away."),
+        "open": (of_devices.uncordon_host, "{} takes work again."),
+    }
+    operation, words = forms.chosen(do, known)
+    views.acts_as(request, session, caller, operation)
+    answer = [Response()] if do in ("cordon", "uncordon") else []
+    operation(of, *answer, caller, session)
+    told = forms.Told(words=words.format(of))
+    return views.answered(request, told, partial(list_devices, request, session, caller))
+
+
+# --- decisions ----------------------------------------------------------------------------------
+
+
+@router.get("/ui/decisions")
+def list_decisions(request: Request, session: Db, caller: Visitor, cursor: str = "") -> Response:
+    paging = Paging(http=request, response=Response(), limit=ON_A_PAGE, cursor=cursor or None)
+    found = of_shares.list_decisions(paging, session, caller)
+    return views.page(
+        request,
+        "decisions.html",
+        caller,
+        now=reports.clock(session),
+        section="decisions",
+        decisions=found["items"],
+        next_cursor=found["next_cursor"],
+    )
