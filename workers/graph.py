@@ -7,7 +7,7 @@ moved and begun again where it stood like any other job.
 
 What always holds:
 * a node's random numbers depend on its name alone (a shard's on its number, too), not on what ran
-  before it;
+  before it (`chance`);
 * a block is let go of when the last node that reads it has run;
 * only an in-out port may write to a block's memory, and only while nobody else needs it: else the
   node gets a copy.  A node that writes to any other tensor that it was given fails.
@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import hashlib
-import random
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +28,7 @@ import torch
 from app.core import taskgraph
 from app.core.taskgraph import INPUT, Program, Tensor, Unit
 from workers.accelerator import Accelerator
+from workers.chance import Chance, seed_of
 
 JSON = dict[str, Any]
 
@@ -59,7 +58,7 @@ class Loaded:
         self.graph = taskgraph.parse(body)
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
-        self.seed = _seeder(accelerator)
+        self.chance = Chance(accelerator)
 
     def begin(self, inputs: JSON) -> GraphJob:
         """`inputs` by port; they belong to the graph from now on."""
@@ -80,7 +79,7 @@ class GraphJob:
     """
 
     def __init__(self, loaded: Loaded, program: Program, state: JSON) -> None:
-        self.program, self.seed = program, loaded.seed
+        self.program, self.chance = program, loaded.chance
         number = {name: n for n, name in enumerate(program.blocks)}
         self.blocks: list[Any] = [None] * len(program.blocks)
         for name, value in state["blocks"].items():
@@ -161,9 +160,7 @@ class GraphJob:
             self._must_fit(call.tensors, given)
         read = given.values() if not call.inout else [given[port] for port in call.only_read]
         before = _versions(read)
-        if seed is not None:
-            self.seed(seed)
-        returned = call.function(ctx, **given, **call.params)
+        returned = self._seeded(ctx, call, given, seed)
         if _versions(read) != before:
             raise BadBlock(
                 "it wrote to a tensor that it was given, and others may read: name the port in"
@@ -177,6 +174,15 @@ class GraphJob:
         if call.tensors:
             self._must_fit(call.tensors, returned)
         return returned  # type: ignore[no-any-return]
+
+    def _seeded(self, ctx: Any, call: _Call, given: JSON, seed: int | None) -> Any:
+        if seed is not None:
+            may_repeat = not call.inout
+            return self.chance.call(call.function, seed, may_repeat, ctx, **given, **call.params)
+        returned = call.function(ctx, **given, **call.params)
+        if self.chance.moved():
+            self.chance.seed(0)
+        return returned
 
     # --- shards ---
 
@@ -300,31 +306,6 @@ def _shown(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-# --- random numbers -------------------------------------------------------------------------------
-
-
-def seed_of(name: str) -> int:
-    """Of a node or a shard: 63 bits of a hash of its name."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _seeder(accelerator: Accelerator) -> Callable[[int], None]:
-    """Seeds all that a node may draw from.  torch.manual_seed takes 100 us, for other devices."""
-    generators = [torch.default_generator]
-    if accelerator.kind == "cuda":
-        torch.cuda.init()
-        generators.append(torch.cuda.default_generators[accelerator.device.index])
-    by_torch = [generator.manual_seed for generator in generators]
-
-    def seed(number: int) -> None:
-        for one in by_torch:
-            one(number)
-        numpy.random.seed(number & 0xFFFFFFFF)
-        random.seed(number)
-
-    return seed
 
 
 # --- who holds what -------------------------------------------------------------------------------

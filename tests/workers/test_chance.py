@@ -1,0 +1,112 @@
+"""What a node draws depends on its number alone; to seed what nobody draws from is left out."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from workers import chance as chances
+from workers.accelerator import Accelerator
+from workers.chance import Chance, seed_of
+
+
+@pytest.fixture(params=["watched", "not watched"])
+def chance(request, monkeypatch):
+    if request.param == "not watched":
+        monkeypatch.setattr(chances, "_moves_are_seen", lambda positions: False)
+    return Chance(Accelerator("cpu"))
+
+
+def quiet(x):
+    return x
+
+
+def by_torch(x):
+    return torch.rand(1).item()
+
+
+def by_all(x):
+    return torch.rand(1).item(), float(numpy.random.rand()), random.random()
+
+
+def normal(x):
+    """Of the two that are made at once, one is left over."""
+    return float(numpy.random.randn()), random.gauss()
+
+
+class Sometimes:
+    """Draws in some calls only, and counts them."""
+
+    def __init__(self, *which):
+        self.which, self.calls = which, []
+
+    def __call__(self, x):
+        self.calls.append(x)
+        return by_all(x) if x in self.which else None
+
+
+def drawn(function, number, x=0):
+    """Alone, in a world that was just seeded."""
+    fresh = Chance(Accelerator("cpu"))
+    fresh.seed(number)
+    return function(x)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_ran_before_the_numbers_are_the_same(seed, chance):
+    dice = random.Random(seed)
+    for _ in range(60):
+        function = dice.choice([quiet, by_torch, by_all, normal])
+        number = dice.randrange(2**63)
+        expected = drawn(function, number)
+        chance.seed(dice.randrange(9))
+        for _ in range(dice.randrange(3)):
+            before = dice.choice([quiet, by_torch, by_all, normal])
+            chance.call(before, dice.randrange(2**63), True, 0)
+        assert chance.call(function, number, True, 0) == expected
+
+
+def test_who_draws_for_the_first_time_later_is_called_again():
+    chance, some = Chance(Accelerator("cpu")), Sometimes(3)
+    got = [chance.call(some, 7, True, x) for x in range(6)]
+    assert some.calls == [0, 1, 2, 3, 3, 4, 5]
+    assert got == [None, None, None, drawn(by_all, 7), None, None]
+
+
+def test_who_may_not_be_called_twice_is_seeded_each_time():
+    chance, some = Chance(Accelerator("cpu")), Sometimes(3)
+    got = [chance.call(some, 7, False, x) for x in range(6)]
+    assert some.calls == list(range(6))
+    assert got[3] == drawn(by_all, 7)
+
+
+@pytest.mark.parametrize("draws", [1, 2, 3, 311, 312, 313, 623, 624, 625, 1248])
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: random.getrandbits(32)])
+def test_a_move_is_seen_however_far(draws, draw):
+    chance = Chance(Accelerator("cpu"))
+    assert chance._is_watched
+    for number in (0, 5):
+        chance.seed(number)
+        assert not chance.moved()
+        for _ in range(draws):
+            draw()
+        assert chance.moved()
+
+
+def test_trying_out_leaves_the_world_as_it_was():
+    numpy.random.seed(1)
+    random.seed(1)
+    expected = float(numpy.random.rand()), random.random()
+    numpy.random.seed(1)
+    random.seed(1)
+    assert chances._moves_are_seen(chances._positions())
+    assert (float(numpy.random.rand()), random.random()) == expected
+
+
+def test_seeds_are_of_63_bits_and_differ():
+    seeds = {seed_of(f"node#{n}") for n in range(1000)}
+    assert len(seeds) == 1000
+    assert max(seeds) < 2**63
