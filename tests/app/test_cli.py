@@ -560,6 +560,8 @@ class TestFollowing:
         playing.join()
         assert result.exit_code == 0, result.output
         told = [line for line in result.stderr.splitlines() if "train is waiting" in line]
+        if "no scheduler has looked at it yet" in told[0]:
+            del told[0]  # we were slower than the watcher: it was true for a moment
         assert told == [
             "train is waiting, place 1 in line: It is held; release it to let it run.",
             "train is waiting, place 1 in line: 1 of 1 cpu device is free: "
