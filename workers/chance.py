@@ -58,36 +58,26 @@ class Chance:
     def moved(self) -> bool:
         """Somebody has drawn from numpy or Python since they were seeded."""
         one, other = self._positions
-        return [one.value, other.value] != self._seen
+        return one.value != self._seen[0] or other.value != self._seen[1]
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        number: int,
-        may_repeat: bool,
-        /,
-        *args: Any,
-        **given: Any,
-    ) -> Any:
-        """What the function returns with all that it may draw from seeded by `number`.
-
-        If it `may_repeat` it is called again where that was not so.
-        """
+    def before(self, function: Callable[..., Any], number: int, may_repeat: bool) -> bool:
+        """Seed what the function may draw from by `number`; was it a guess what that is?"""
         if may_repeat and function in self._quiet:
             for seed in self._torch:
                 seed(number)
-            returned = function(*args, **given)
-            if not self.moved():
-                return returned
-            self._quiet.discard(function)
-            del returned
+            return True
         self.seed(number)
-        returned = function(*args, **given)
-        if self.moved():
-            self.seed(0)  # a normal number may be left over, and would be drawn without a move
-        elif self._is_watched:
-            self._quiet.add(function)
-        return returned
+        return False
+
+    def after(self, function: Callable[..., Any], guessed: bool) -> bool:
+        """Was all that it drew from seeded?  Else it is to be called again."""
+        if not self.moved():
+            if self._is_watched and not guessed:
+                self._quiet.add(function)
+            return True
+        self._quiet.discard(function)
+        self.seed(0)  # a normal number may be left over, and would be drawn without a move
+        return not guessed
 
 
 def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:

@@ -19,14 +19,14 @@ import copy
 import gc
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
 from app.core import taskgraph
-from app.core.taskgraph import INPUT, Program, Tensor, Unit
+from app.core.taskgraph import INPUT, Tensor, Unit
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
 
@@ -59,15 +59,23 @@ class Loaded:
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
         self.chance = Chance(accelerator)
+        self.order(())
+
+    def order(self, names: Sequence[str]) -> None:
+        """The nodes run in this order, or in the one that is found."""
+        self.program = taskgraph.program(self.graph, names)
+        self.calls = [_Call(unit, self.functions[unit.function]) for unit in self.program.units]
 
     def begin(self, inputs: JSON) -> GraphJob:
         """`inputs` by port; they belong to the graph from now on."""
         blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.graph.ports}
-        return GraphJob(self, taskgraph.program(self.graph), {"blocks": blocks})
+        return GraphJob(self, {"blocks": blocks})
 
     def go_on(self, state: JSON) -> GraphJob:
         """From what `GraphJob.state` gave, in whatever process."""
-        return GraphJob(self, taskgraph.program(self.graph, state["order"]), state)
+        if tuple(state["order"]) != self.program.order:  # another version began it
+            self.order(state["order"])
+        return GraphJob(self, state)
 
 
 class GraphJob:
@@ -78,19 +86,15 @@ class GraphJob:
     `owned` may be written to.  `sizes` are the numbers that names in declared shapes stand for.
     """
 
-    def __init__(self, loaded: Loaded, program: Program, state: JSON) -> None:
-        self.program, self.chance = program, loaded.chance
-        number = {name: n for n, name in enumerate(program.blocks)}
-        self.blocks: list[Any] = [None] * len(program.blocks)
-        for name, value in state["blocks"].items():
-            self.blocks[number[name]] = value
+    def __init__(self, loaded: Loaded, state: JSON) -> None:
+        self.program, self.calls, self.chance = loaded.program, loaded.calls, loaded.chance
+        self.blocks: list[Any] = [state["blocks"].get(name) for name in self.program.blocks]
         self.done: int = state.get("done", 0)
         self.shards: int = state.get("shards", 0)
         self.count: int = state.get("count", 0)
         self.items: dict[str, list[Any]] | None = state.get("items")
         self.owned: list[str] = state.get("owned", [])
         self.sizes: dict[str, int] = state.get("sizes", {})
-        self.calls = [_Call(unit, loaded.functions[unit.function]) for unit in program.units]
 
     def state(self) -> JSON:
         names = self.program.blocks
@@ -160,7 +164,7 @@ class GraphJob:
             self._must_fit(call.tensors, given)
         read = given.values() if not call.inout else [given[port] for port in call.only_read]
         before = _versions(read)
-        returned = self._seeded(ctx, call, given, seed)
+        returned = self._returned(ctx, call, given, seed)
         if _versions(read) != before:
             raise BadBlock(
                 "it wrote to a tensor that it was given, and others may read: name the port in"
@@ -175,14 +179,17 @@ class GraphJob:
             self._must_fit(call.tensors, returned)
         return returned  # type: ignore[no-any-return]
 
-    def _seeded(self, ctx: Any, call: _Call, given: JSON, seed: int | None) -> Any:
-        if seed is not None:
-            may_repeat = not call.inout
-            return self.chance.call(call.function, seed, may_repeat, ctx, **given, **call.params)
-        returned = call.function(ctx, **given, **call.params)
-        if self.chance.moved():
-            self.chance.seed(0)
-        return returned
+    def _returned(self, ctx: Any, call: _Call, given: JSON, seed: int | None) -> Any:
+        chance, function = self.chance, call.function
+        if seed is None:
+            returned = function(ctx, **given, **call.params)
+            chance.after(function, guessed=False)
+            return returned
+        while True:
+            guessed = chance.before(function, seed, not call.inout)
+            returned = function(ctx, **given, **call.params)
+            if chance.after(function, guessed):
+                return returned
 
     # --- shards ---
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from app.bundling import bundle_folder
+from examples import programs
 from tests.acceptance.history import overlaps, runs
+from tests.examples import test_programs as plain
 
 pytestmark = pytest.mark.acceptance
 
@@ -129,3 +134,15 @@ def test_a_graph_that_is_moved_ends_with_the_same_bits(system, undisturbed):
     after, before = client.items(f"/v1/tasks/{task_id}/placements")
     assert after["device_id"] != before["device_id"]
     assert after["first_step"] == before["last_step"]
+
+
+@pytest.mark.parametrize("name", ["ensemble", "k-means"])
+def test_an_example_gives_what_plain_code_gives(name, system):
+    client = system.client("alpha")
+    found = bundle_folder(Path(programs.__file__).parent / "graphs")
+    client.upload(found.sha256, found.body)
+    request = {**programs.request(name), "bundle": f"sha256:{found.sha256}"}
+    task = client.wait(client.submit(request)["id"], timeout_s=60)["tasks"][0]
+    assert task["state"] == "done", task
+    for key, value in getattr(plain, name.replace("-", "_"))().items():
+        assert task["result"][key] == pytest.approx(value, rel=1e-6)
