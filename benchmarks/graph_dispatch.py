@@ -1,0 +1,279 @@
+"""What a node of a graph costs beyond its work: OpByOp, chained and fused, beside the peers.
+
+    python -m benchmarks.graph_dispatch [--quick]
+
+As in Pathways (section 5.1): a chain of 128 nodes, each of which adds two tensors of four numbers.
+OpByOp runs one node at a time and waits for each, chained is one call for the chain, fused one node
+that does the work of all.  Ours is a graph in its resident, from its beginning to its result, with
+everything on: safe points between bursts, the wire to the supervisor, seeded nodes, watched inputs.
+How a graph comes there is not counted here (benchmarks.submit_to_first_step).
+
+A chain of nodes that spin for so long gives the efficiency: the time of a plain loop to
+the time of the chain, of each the quickest call, because whoever else uses the cores takes more
+from a call than is to be measured.
+
+Each peer is a process that is asked in turn with ours; the other figures are medians.  Ray
+and Dask have an environment of their own, benchmarks/peers/requirements.txt says how to make it;
+without it they are left out, and said to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks import Target, quick, report
+
+NODES = 128
+SPUN_US = 2000  # by a whole chain: so short that most calls have their core for themselves
+SPINS_US = (10, 30, 100, 300, 1000)
+FEW = {"celery": 2, "dask": 3, "ray-actors": 5}  # calls at once, of who is slow
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / "benchmarks" / "peers" / "dispatch.py"
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+
+Key = tuple[str, float]  # what, spin_us
+Took = tuple[float, float]  # microseconds for each node: of the median call, of the quickest
+
+
+def main() -> int:
+    if "--ours" in sys.argv:
+        return serve()
+    rounds = 3 if quick() else 9
+    took_us, missing = defaultdict[tuple[str, Key], list[Took]](list), {}
+    with running("ours") as ours, running("direct") as direct:
+        for name in ("direct", "dask-threads", "ray-compiled", "ray-actors", "dask", "celery"):
+            why = absent(name)
+            if why:
+                missing[name] = why
+                continue
+            with contextlib.nullcontext(direct) if name == "direct" else running(name) as peer:
+                asked = {"ours": ours, "direct": direct, name: peer}
+                for who, key in turns(name):
+                    for one in who * rounds:
+                        took_us[one, key].append(asked[one].ask(one, key))
+    figures = {
+        who: (statistics.median(one for one, _ in told), min(other for _, other in told))
+        for who, told in took_us.items()
+    }
+    return report("graph_dispatch", targets(figures), shown(figures, missing))
+
+
+def turns(name: str) -> Iterator[tuple[list[str], Key]]:
+    """Who is asked in turn, and what; ours always beside the others."""
+    for what in ("op_by_op", "chain", "fused"):
+        yield ["ours", name], (what, 0.0)
+    for spin_us in SPINS_US if name in ("direct", "ray-compiled") else ():
+        yield list(dict.fromkeys(("direct", "ours", name))), ("chain", spin_us)
+
+
+def targets(figures: dict[tuple[str, Key], Took]) -> list[Target]:
+    chained_us = figures["ours", ("chain", 0.0)][0]
+    found = [
+        Target(name="chained, a node", value=round(chained_us, 2), unit="us", op="<=", bound=10),
+        Target(
+            name="efficiency with nodes of 100 us",
+            value=round(efficiency("ours", 100, figures), 1),
+            unit="%",
+            op=">=",
+            bound=95,
+        ),
+    ]
+    if ("ray-compiled", ("chain", 0.0)) in figures:
+        beside = chained_us / figures["ray-compiled", ("chain", 0.0)][0]
+        found.append(
+            Target(
+                name="chained, to a compiled graph of Ray",
+                value=round(beside, 3),
+                unit="x",
+                op="<=",
+                bound=1,
+            )
+        )
+    return found
+
+
+def efficiency(one: str, spin_us: float, figures: dict[tuple[str, Key], Took]) -> float:
+    return 100 * figures["direct", ("chain", spin_us)][1] / figures[one, ("chain", spin_us)][1]
+
+
+def shown(figures: dict[tuple[str, Key], Took], missing: dict[str, str]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        f"{one}, {what}, us a node": round(us, 2)
+        for (one, (what, spin_us)), (us, _) in sorted(figures.items())
+        if not spin_us
+    }
+    for one in ("ours", "ray-compiled"):
+        for spin_us in SPINS_US:
+            if (one, ("chain", spin_us)) in figures:
+                percent = round(efficiency(one, spin_us, figures), 1)
+                told[f"{one}, efficiency with nodes of {spin_us} us, %"] = percent
+    return {**told, **missing, "load average": round(os.getloadavg()[0], 1)}
+
+
+# --- who is asked -------------------------------------------------------------------------------
+
+
+class Asked:
+    def __init__(self, process: subprocess.Popen[str], said: IO[str]) -> None:
+        self.process, self.said = process, said
+
+    def ask(self, name: str, key: Key) -> Took:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        what, spin_us = key
+        calls = FEW.get(name, 20)
+        nodes = 16 if what == "op_by_op" else NODES
+        if spin_us:
+            nodes = max(8, min(NODES, round(SPUN_US / spin_us)))
+        wanted = {"what": what, "nodes": nodes, "spin_us": spin_us, "calls": calls}
+        self.process.stdin.write(json.dumps(wanted) + "\n")
+        self.process.stdin.flush()
+        if answer := self.process.stdout.readline():
+            median_us, best_us = json.loads(answer)
+            return median_us, best_us
+        self.said.seek(0)
+        raise RuntimeError(f"{name} ended: {self.said.read()[-2000:]}")
+
+
+def absent(name: str) -> str:
+    """Why this peer is not measured; "" if it is."""
+    if name in ("direct", "celery") or PEERS_PYTHON.exists():
+        return ""
+    return f"not installed: see {PEERS.parent.name}/requirements.txt in benchmarks"
+
+
+@contextlib.contextmanager
+def running(name: str) -> Iterator[Asked]:
+    from workers.sandbox import ENVIRONMENT
+
+    with contextlib.ExitStack() as stack:
+        environment = {**os.environ, **ENVIRONMENT}
+        command = [sys.executable, str(PEERS), name]
+        if name == "ours":
+            command = [sys.executable, "-m", "benchmarks.graph_dispatch", "--ours"]
+        elif name == "celery":
+            environment["REDIS_URL"] = stack.enter_context(redis())
+        elif name != "direct":
+            share_torch()
+            command = [str(PEERS_PYTHON), str(PEERS), name]
+        said = stack.enter_context(tempfile.TemporaryFile("w+"))
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env=environment,
+        )
+        try:
+            yield Asked(process, said)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=60)
+
+
+@contextlib.contextmanager
+def redis() -> Iterator[str]:
+    from app.embedded import embedded_redis, temporary_home
+
+    with temporary_home() as home, embedded_redis(home) as url:
+        yield url.replace("unix://", "redis+socket://")  # as Celery says it
+
+
+def share_torch() -> None:
+    """The peers' environment has no torch; it finds ours behind all that it has itself."""
+    import torch
+
+    (theirs,) = PEERS_PYTHON.parent.parent.glob("lib/python*/site-packages")
+    (theirs / "zz_torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+
+
+# --- ours, in a process of its own --------------------------------------------------------------
+
+
+class Ours:
+    """Graphs in a resident that is on its seat; its supervisor only reads."""
+
+    def __init__(self) -> None:
+        from benchmarks.overhead import resident
+
+        self.work = resident(Nothing())
+        self.work.spec["run"] = {"graph": "sha256:of a benchmark"}
+
+    def op_by_op(self, nodes: int, spin_us: float) -> Any:
+        one = self.chain(1, spin_us)
+
+        def call(x: Any) -> Any:
+            for _ in range(nodes):
+                x = one(x)
+            return x
+
+        return call
+
+    def chain(self, nodes: int, spin_us: float) -> Any:
+        return self._graph("add", nodes, {"spin_us": spin_us})
+
+    def fused(self, nodes: int) -> Any:
+        return self._graph("add_many", 1, {"nodes": nodes})
+
+    def _graph(self, function: str, nodes: int, params: dict[str, Any]) -> Any:
+        from benchmarks.peers import dispatch
+        from workers import executor
+        from workers.graph import Loaded
+
+        chain = [
+            {
+                "name": f"n{n}",
+                "function": f"dispatch:{function}",
+                "inputs": {"x": f"n{n - 1}.y" if n else "input:x"},
+                "outputs": ["y"],
+                "params": params,
+            }
+            for n in range(nodes)
+        ]
+        body = {"nodes": chain, "outputs": {"y": f"n{nodes - 1}.y"}}
+        plain = getattr(dispatch, function)
+
+        def as_node(ctx: Any, x: Any, **given: Any) -> Any:
+            return {"y": plain(x, **given)}
+
+        work = self.work
+        loaded = Loaded(body, lambda name: as_node, work.accelerator)
+
+        def call(x: Any) -> Any:
+            work.ctx.result, work.job = None, loaded.begin({"x": x})
+            while work.ctx.result is None:
+                executor.one_step(work)
+            return work.ctx.result["y"]
+
+        return call
+
+
+class Nothing:
+    def step(self, ctx: Any) -> None:
+        pass
+
+
+def serve() -> int:
+    import torch
+
+    from benchmarks.peers import dispatch
+
+    torch.set_num_threads(1)
+    dispatch.serve(Ours())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
