@@ -214,14 +214,17 @@ def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, 
 def _continued(
     session: Session, descriptor: Descriptor, begun: Mapping[str, Checkpoint]
 ) -> tuple[Descriptor, list[Fault]]:
-    """Tasks that go on from a checkpoint have the parameters that its job was made with."""
+    """Tasks that go on from a checkpoint have the parameters and the datablocks that its job was
+    made with: its image may refer to them.
+    """
     faults: list[Fault] = []
     tasks = []
     for n, task in enumerate(descriptor.tasks):
         if task.from_checkpoint is not None and task.name in begun:
             before = session.get_one(Task, begun[task.name].task_id).descriptor
-            faults += _fork_faults(f"/tasks/{n}", task, before)
-            task = replace(task, params=before["params"])
+            lent = _datablocks_of(before)
+            faults += _fork_faults(f"/tasks/{n}", task, before, lent)
+            task = replace(task, params=before["params"], inputs={**task.inputs, **lent})
         elif task.from_checkpoint is not None:
             told = "your tenant has no such checkpoint (any more)"
             faults.append(Fault(f"/tasks/{n}/from_checkpoint", told, "unknown-checkpoint"))
@@ -229,7 +232,15 @@ def _continued(
     return replace(descriptor, tasks=tuple(tasks)), faults
 
 
-def _fork_faults(pointer: str, task: TaskDescriptor, before: JSON) -> Iterator[Fault]:
+def _datablocks_of(before: JSON) -> dict[str, Source]:
+    said = before.get("inputs") or {}
+    sources = {port: descriptors.source_of(source) for port, source in said.items()}
+    return {port: it for port, it in sources.items() if it is not None and it.kind == "datablock"}
+
+
+def _fork_faults(
+    pointer: str, task: TaskDescriptor, before: JSON, lent: Mapping[str, Source]
+) -> Iterator[Fault]:
     """The objects in a checkpoint were made by that job with those parameters, long ago."""
     if task.run.kind == "job" and task.run.entry != before["run"].get("job"):
         told = f"the checkpoint is one of {before['run'].get('job')}"
@@ -240,6 +251,10 @@ def _fork_faults(pointer: str, task: TaskDescriptor, before: JSON) -> Iterator[F
             " change what they set in the job's own code"
         )
         yield Fault(f"{pointer}/params", told, "other-parameters")
+    for port, source in lent.items():
+        if task.inputs.get(port, source) != source:
+            told = f"its job was made with datablock:{source.block} here: leave it out, or say so"
+            yield Fault(f"{pointer}/inputs/{escaped(port)}", told, "other-input")
     if task.world_size != before["world_size"]:
         told = f"the checkpoint has {before['world_size']} ranks"
         yield Fault(f"{pointer}/world_size", told, "other-ranks")

@@ -89,12 +89,14 @@ def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
     if not tasks:
         return []
     bundles = _bundles(session, [task.id for task in tasks])
+    inputs = _inputs(session, tasks)
     return [
         {
             "task": task.id,
             "epoch": task.epoch,
             "tenant": task.tenant_id,
             "bundle": bundles[task.id],
+            "inputs": list(inputs.get(task.id, {}).values()),
             "image": _newest(migration.from_json(task.moving or {})),
         }
         for task in tasks
@@ -139,7 +141,8 @@ def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     )
     found: dict[str, JSON] = defaultdict(dict)
     for id, port, output, outputs in session.execute(query):
-        found[id][port] = outputs[output]
+        kept = outputs[output]
+        found[id][port] = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
     if takers := [task.id for task in tasks if _takes_datablocks(task)]:
         uses = (
             select(DatablockUse.task_id, DatablockUse.port, Datablock)
@@ -149,6 +152,11 @@ def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
         for id, port, row in session.execute(uses):
             found[id][port] = datablocks.as_input(row)
     return found
+
+
+# Without the datablock that it was published as: an edge stays an edge.  Images refer to datablocks
+# that a task declares, and whoever goes on from one elsewhere has those, but no edge of that task.
+_OF_AN_OUTPUT = {"sha256", "size_bytes", "format"}
 
 
 def _takes_datablocks(task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""What is fetched of tasks before they are launched here: their code, and images in host memory.
+"""What is fetched of tasks before they are launched here: code, inputs, and images in host memory.
 
 While a task is being moved here its image is fetched round by round; each round lays only what
 changed over what is there.  When it stops, its last image is fetched while it is still being
@@ -92,7 +92,7 @@ class Coming(threading.Thread):
         self._told.clear()
         entry, image = self.entry, self.entry["image"]
         if image is None:
-            transfer.unpack(entry["bundle"], self.house)
+            self._get_ready(entry)
             self._wait(None)
         elif self._followed:
             self._wait(None)
@@ -107,8 +107,15 @@ class Coming(threading.Thread):
         if not self._over:
             self._told.wait(seconds)
 
-    def _fetch(self, entry: JSON) -> None:
+    def _get_ready(self, entry: JSON) -> None:
+        """Its code and its inputs, on the disk of this host."""
         transfer.unpack(entry["bundle"], self.house)
+        for source in entry["inputs"]:
+            size = source["size_bytes"]
+            self.house.cache.bring(source["sha256"], size, self.house.store)
+
+    def _fetch(self, entry: JSON) -> None:
+        self._get_ready(entry)
         image = entry["image"]
 
         def fetched(held: int, before: Found | None) -> Found:

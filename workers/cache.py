@@ -57,6 +57,11 @@ class Cache:
             log.debug("%s was let go of just now", sha256)  # and is open here all the same
         return Opened(fd=fd, is_fetched=False)
 
+    def bring(self, sha256: str, size_bytes: int, store: Store) -> None:
+        """Have it here before it is asked for, if it can be; raises as `opened` does."""
+        if size_bytes <= self.limit_bytes and not (self.folder / sha256).exists():
+            os.close(self._fetched(sha256, store))
+
     def _fetched(self, sha256: str, store: Store) -> int:
         with store.open(sha256) as file:
             if os.fstat(file.fileno()).st_size <= self.limit_bytes:

@@ -9,6 +9,7 @@ What always holds:
 * the state of the random number generators of torch, numpy and Python belongs to the graph;
 * what belongs to the process is found or made again in the next one (`handles`), and the files of
   the working folder are the job's (`folder`);
+* what a job was lent (datablocks) is referred to by name, as long as nothing was written to it;
 * what cannot be captured (a generator, a socket, a live autograd graph, ...) is refused with its
   path, and nothing is captured half.
 
@@ -39,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from workers import folder, handles, loading, tensors
 from workers.accelerator import Accelerator
 from workers.paths import Refused, Uncapturable, find, named
-from workers.rebuilding import Loading, Surroundings, current, known, rebuilding
+from workers.rebuilding import Loading, Name, Surroundings, current, known, rebuilding
 
 __all__ = ["Captured", "Surroundings", "Uncapturable", "capture", "rebuilt", "return_to"]
 
@@ -118,6 +119,7 @@ def _pickled(
         "shared": [n for n, storage in enumerate(pickler.storages) if storage.is_shared()],
         "groups": handles.groups() if whole else [],
         "files": files,
+        "lent": pickler.lent,
     }
     pickle.dump(header, out, protocol=5)
     out.write(begins.to_bytes(_TRAILER_BYTES, "big"))
@@ -151,7 +153,7 @@ def _must_be_held(pickler: Capture, job: object, root: str) -> None:
 def _table(job: object, root: str, pickler: Capture) -> dict[str, list[Any]]:
     rows, table = pickler.rows, dict[str, list[Any]]()
     for name, part in itertools.islice(named(job, root=root), NAMES_LIMIT):
-        if (row := rows.get(id(part))) is not None:
+        if (row := rows.get(id(part))) is not None and row[0] >= 0:
             number, dtype, shape, stride, offset = row
             said = str(dtype).removeprefix("torch.")
             table[name] = [number, said, shape, stride, offset]
@@ -172,6 +174,7 @@ class Capture(cloudpickle.Pickler):
         self.around, self.weakly = around, weakly
         self.numbers: dict[tuple[int, int], int] = {}
         self.storages: list[torch.UntypedStorage] = []
+        self.lent: list[Name] = []  # number -1, -2, ...: they are in no image
         self.rows: dict[int, tensors.Row] = {}  # id -> where a tensor or an array lies
         self.weak: list[tuple[object, object]] = []
         self.last: object = None
@@ -201,9 +204,15 @@ class Capture(cloudpickle.Pickler):
         key = (storage.data_ptr(), size) if size else (-storage._cdata, 0)
         number = self.numbers.get(key)
         if number is None:
-            number = self.numbers[key] = len(self.storages)
-            self.storages.append(storage)
+            number = self.numbers[key] = self._new_number(storage)
         return number
+
+    def _new_number(self, storage: torch.UntypedStorage) -> int:
+        if (name := self.around.lent.name_of(storage)) is not None:
+            self.lent.append(name)
+            return -len(self.lent)
+        self.storages.append(storage)
+        return len(self.storages) - 1
 
     def must_not_overlap(self) -> None:
         """Two storages over the same memory would be torn apart by the restore."""
@@ -329,7 +338,8 @@ def rebuilt(
     if header["files"] is not None:
         folder.restore(header["files"], storages, around)
     handles.restore_groups(header["groups"])
-    with rebuilding(Loading(storages, _named_here(around), around)):
+    lent = [around.lent.storage(name) for name in reversed(header.get("lent", ()))]
+    with rebuilding(Loading([*storages, *lent], _named_here(around), around)):
         world: dict[str, Any] = pickle.loads(graph[:begins])
     return world
 

@@ -50,7 +50,7 @@ from workers.image import Image
 from workers.layout import Layout, from_json
 from workers.slab import Slab
 from workers.staging import Staging, TooLarge
-from workers.tensorfile import Published, Unpublishable
+from workers.tensorfile import Lent, Published, Unpublishable
 from workers.turns import GangFailed
 from workers.watch import Watch
 from workers.wire import TrustSeen, Wire
@@ -148,6 +148,7 @@ class Work:
     staged_s: float = 0.0  # how long it stood still at safe points because its state was copied
     ctx: Context = None  # type: ignore[assignment]  # filled by load_code
     around: Surroundings = None  # type: ignore[assignment]
+    lent: Lent = field(default_factory=Lent)
     accelerator: Accelerator = None  # type: ignore[assignment]
     outgoing: Outgoing = None  # type: ignore[assignment]
     images: Images = None  # type: ignore[assignment]
@@ -415,6 +416,7 @@ def load_code(work: Work) -> None:
         params=spec["params"],
     )
     work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
+    work.around.lent = work.lent
     seed()
     loading.follow()
     absence.follow()
@@ -433,7 +435,7 @@ def bring_in(work: Work) -> None:
     spec = work.spec
     try:
         for port, source in sorted(spec["inputs"].items()):
-            work.ctx.inputs[port] = _input(work, source["format"])
+            work.ctx.inputs[port] = _input(work, source["format"], source["datablock"])
             if source["datablock"]:
                 work.ctx.blocks[source["datablock"]] = port
     except BaseException as error:
@@ -452,15 +454,19 @@ def bring_in(work: Work) -> None:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
 
 
-def _input(work: Work, format: str) -> Any:
+def _input(work: Work, format: str, block: str) -> Any:
     fd = work.fds.pop(0)
     try:
-        if format:  # of a function no image is ever made, so what it does not look at is not read
-            return tensorfile.given(fd, mapped=work.is_function)
-        image = images.load(fd)
+        if not format:
+            image = images.load(fd)
+            return context_switch.value(image, around=work.around, accelerator=work.accelerator)
+        # What is mapped can only be referred to; of a function no image is ever made.
+        tensors = tensorfile.given(fd, mapped=bool(block) or work.is_function)
     finally:
         os.close(fd)
-    return context_switch.value(image, around=work.around, accelerator=work.accelerator)
+    if block:
+        work.lent.add(block, tensors)
+    return tensorfile.value(tensors)
 
 
 def _restored(work: Work, layout: JSON) -> Any:

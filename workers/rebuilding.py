@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -30,8 +30,30 @@ def known(thing: Thing) -> Thing:
     return thing
 
 
+class Lent(Protocol):
+    """Storages that a job was given and that are in every process of it, so no image holds them."""
+
+    def name_of(self, storage: torch.UntypedStorage) -> Name | None:
+        """None if it is none of them, or if it was ever written to."""
+
+    def storage(self, name: Name) -> torch.UntypedStorage:
+        """Raises LookupError."""
+
+
+Name = tuple[str, str]  # datablock and tensor
+
+
+class NothingLent:
+    def name_of(self, storage: torch.UntypedStorage) -> Name | None:
+        return None
+
+    def storage(self, name: Name) -> torch.UntypedStorage:
+        raise LookupError(f"the image refers to {name[0]}, which is no input of this task")
+
+
 class Surroundings:
-    """What a job may refer to that is not its own: `named` objects, and its code folder.
+    """What a job may refer to that is not its own: `named` objects, `lent` storages, and its code
+    folder.
 
     An image refers to them by name, and a restored job finds those of its new process.  `scratch`
     is the working folder: its files are the job's, and travel with it.
@@ -48,6 +70,7 @@ class Surroundings:
         self.code, self.scratch = code, scratch
         self.scratch_limit_bytes = scratch_limit_bytes
         self.files: dict[str, Any] = {}  # `folder.Read`: what need not be read again
+        self.lent: Lent = NothingLent()
         self.named = {
             "stdin": sys.stdin,
             "stdout": sys.stdout,
@@ -57,7 +80,10 @@ class Surroundings:
 
 
 class Loading:
-    """What the functions that an image calls may look up, while it is being rebuilt."""
+    """What the functions that an image calls may look up, while it is being rebuilt.
+
+    `storages` are the image's, by number, and behind them those that were lent, by negative ones.
+    """
 
     def __init__(
         self, storages: list[torch.UntypedStorage], named: dict[str, object], around: Surroundings

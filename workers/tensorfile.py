@@ -3,6 +3,8 @@
 A value is a dict of tensors by name, or, where there is one only, that tensor.  What is given lies
 in host memory and is the process's own: mapped so that the kernel copies a page when it is first
 written to, or copied as a whole.  Nothing that is done to it reaches the file.
+
+What is mapped out of a datablock is `Lent`: an image of a job refers to it by name.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from app.core import tensorfile
 from app.core.tensorfile import HEAD_BYTES, SAID, Tensor
+from workers.rebuilding import Name
 
 ALONE = "tensor"  # how a tensor that is published without a name is called in its file
 _PIECE_BYTES = 16 * 2**20
@@ -34,17 +37,65 @@ class Unpublishable(Exception):
 # --- in -------------------------------------------------------------------------------------------
 
 
-def given(fd: int, *, mapped: bool) -> Value:
-    """The tensors in the file; raises BadTensorFile.
+def given(fd: int, *, mapped: bool) -> dict[str, torch.Tensor]:
+    """The tensors in the file by their names; raises BadTensorFile.
 
-    Mapped ones cost nothing until they are looked at; copied ones are memory like any other, which
-    an image of a job does not copy again as long as it is not written to.
+    Mapped ones cost nothing until they are looked at; copied ones are memory like any other.
     """
     size = os.fstat(fd).st_size
     found = tensorfile.read(os.pread(fd, HEAD_BYTES, 0), size)
     whole = mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if mapped else None
-    tensors = {tensor.name: _tensor(tensor, fd, whole) for tensor in found.tensors}
+    return {tensor.name: _tensor(tensor, fd, whole) for tensor in found.tensors}
+
+
+def value(tensors: dict[str, torch.Tensor]) -> Value:
+    """As a tenant's code sees them."""
     return next(iter(tensors.values())) if len(tensors) == 1 else tensors
+
+
+class Lent:
+    """Tensors of datablocks, mapped: an image refers to those to which nobody ever wrote."""
+
+    def __init__(self) -> None:
+        self._storages: dict[Name, torch.UntypedStorage] = {}
+        self._names: dict[tuple[int, int], Name] = {}
+
+    def add(self, block: str, tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            self._storages[block, name] = storage
+            if storage.nbytes():
+                self._names[storage.data_ptr(), storage.nbytes()] = (block, name)
+
+    def name_of(self, storage: torch.UntypedStorage) -> Name | None:
+        place = storage.data_ptr(), storage.nbytes()
+        name = self._names.get(place)
+        return name if name is not None and _is_as_it_was_mapped(*place) else None
+
+    def storage(self, name: Name) -> torch.UntypedStorage:
+        try:
+            return self._storages[name]
+        except KeyError:
+            told = f"the image refers to {name[1]!r} of {name[0]}, which is no input of this task"
+            raise LookupError(told) from None
+
+
+def _is_as_it_was_mapped(address: int, size: int) -> bool:
+    """Whether every page is still the file's: one that was written to, by whoever, is none."""
+    first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            body = os.pread(file.fileno(), (last - first + 1) * 8, first * 8)
+    except OSError:  # walls without /proc: nobody can tell
+        return False
+    pages = numpy.frombuffer(body, numpy.uint64)
+    if len(pages) != last - first + 1:
+        return False
+    present, swapped, of_file = (pages >> numpy.uint64(bit) & numpy.uint64(1) for bit in _PAGE_BITS)
+    return not (swapped | (present & (of_file ^ numpy.uint64(1)))).any()
+
+
+_PAGE_BITS = (63, 62, 61)  # see proc(5): present, swapped, of a file or shared
 
 
 def _tensor(tensor: Tensor, fd: int, whole: mmap.mmap | None) -> torch.Tensor:

@@ -32,7 +32,7 @@ from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import DatablockOut, Page, UploadOut
 from app.core import descriptor as descriptors
-from app.db import Db
+from app.db import Db, transaction
 from app.errors import (
     BadInput,
     BadRange,
@@ -114,7 +114,7 @@ async def put_datablock(
     if isinstance(at, Begun) and at.received_bytes == sent.total:
         begun = at
         at = await _in_thread(lambda: uploads.finish(begun))
-    return _progress(at) if isinstance(at, Begun) else _stored(at)
+    return _progress(at) if isinstance(at, Begun) else await run_in_threadpool(_stored, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,10 @@ def _progress(begun: Begun) -> JSONResponse:
 
 
 def _stored(done: Done) -> JSONResponse:
-    shown = _shown(done.row, holders=0).model_dump(mode="json")
+    row = done.row
+    with transaction() as session:
+        holders = datablocks.holders(session, [row.id])[row.id]
+    shown = _shown(row, holders=holders).model_dump(mode="json")
     headers = {"Location": _address(done.row)}
     return JSONResponse(shown, 201 if done.is_new else 200, headers=headers)
 

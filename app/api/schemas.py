@@ -563,7 +563,7 @@ class GraphOut(GraphSummary):
 # --- datablocks ---------------------------------------------------------------------------------
 
 
-class TensorIn(Out):
+class TensorOfBlock(Out):
     """A tensor of a datablock; that of an npy has no name."""
 
     name: str
@@ -597,7 +597,7 @@ class DatablockOut(Out):
     format: Literal["safetensors", "npy"]
     sha256: str = Field(description="of its bytes as they are downloaded")
     size_bytes: int
-    tensors: list[TensorIn] = Field(description="the first hundred")
+    tensors: list[TensorOfBlock] = Field(description="the first hundred")
     tensor_count: int
     task_id: str | None = Field(description="the task that published it, null if it was uploaded")
     output: str = Field(description="which output of that task it is")

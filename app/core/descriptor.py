@@ -303,7 +303,7 @@ def _inputs(fields: Fields) -> dict[str, Source]:
         where = f"inputs/{escaped(port)}"
         if not WORD.fullmatch(port):
             fields.fault(where, f"an input's name is {WORD_RULE}")
-        source = _source(said) if isinstance(said, str) else None
+        source = source_of(said) if isinstance(said, str) else None
         if source is None:
             fields.fault(where, 'an input is "TASK.OUTPUT", "datablock:NAME" or "…:NAME@VERSION"')
         else:
@@ -311,7 +311,8 @@ def _inputs(fields: Fields) -> dict[str, Source]:
     return sources
 
 
-def _source(said: str) -> Source | None:
+def source_of(said: str) -> Source | None:
+    """What an input says, or None if it says nothing that is known."""
     if said.startswith("datablock:"):
         return datablock(said.removeprefix("datablock:"))
     name, _, output = said.rpartition(".")

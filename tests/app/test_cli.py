@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy
 import psycopg
 import pytest
 import yaml
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 from typer.testing import CliRunner, Result
 
 from app import cli
@@ -897,6 +898,19 @@ class TestDatablocks:
         assert back.exit_code == 0, back.output
         assert "there-and-back@1" in back.stderr
         assert (tmp_path / "back").read_bytes() == file.read_bytes()
+
+    def test_who_sends_all_of_it_at_once_hears_the_same_answer(self, service):
+        """As curl does, which does not ask before; what is there already is not waited for."""
+        body = save({"x": numpy.random.default_rng().random(2 * 10**6)})
+        headers = {"Authorization": f"Bearer {service.keys['alpha']['member']}"}
+        digest = hashlib.sha256(body).hexdigest()
+        with httpx2.Client(base_url=service.url, headers=headers, timeout=60) as client:
+            answers = [
+                client.put("/v1/datablocks/at-once", params={"sha256": digest}, content=body)
+                for _ in range(3)
+            ]
+        assert [answer.status_code for answer in answers] == [201, 200, 200]
+        assert {answer.json()["version"] for answer in answers} == {1}
 
     def test_versions_of_one_name_are_listed_when_it_is_named(self, run, file):
         for _ in range(2):

@@ -24,7 +24,7 @@ from sqlalchemy import func, select, update
 from app import datablocks, housekeeping, launch, uploads
 from app.core.tensorfile import HEAD_BYTES
 from app.db import transaction
-from app.models import Datablock, DatablockUse, Device, Task, Upload, UploadPart
+from app.models import Checkpoint, Datablock, DatablockUse, Device, Task, Upload, UploadPart
 from app.settings import settings
 from app.store import BLOBS, UPLOADS, Store, blob
 from app.sweeping import CONDEMNED
@@ -704,6 +704,48 @@ class TestInputs:
         body = taking(publish={"y": "made"})
         answer = red.post("/v1/requests", json=body)
         problem(answer, 422, "validation-error", "/tasks/0/publish/y")
+
+
+class TestForks:
+    """An image refers to the datablocks that its job was given: whoever goes on has the same."""
+
+    @pytest.fixture
+    def fork(self, red, session):
+        """Submits a task that goes on from a checkpoint of one that takes `corpus@1`."""
+        put(red, tensors(1))
+        request = red.post("/v1/requests", json=taking()).json()
+        put(red, tensors(2))
+        task = session.get_one(Task, request["tasks"][0]["id"])
+        task.state = "done"
+        of = {"task_id": task.id, "tenant_id": task.tenant_id, "epoch": 1, "step": 7}
+        id = "ckp_" + "0" * 32
+        session.add(Checkpoint(id=id, sha256="0" * 64, size_bytes=1, took_us=1, **of))
+        session.commit()
+
+        def fork(**more):
+            run = {"name": "train", "run": {"job": "train:Train"}, "from_checkpoint": id, **more}
+            return red.post("/v1/requests", json=descriptor(tasks=[run]))
+
+        return fork
+
+    def test_it_takes_the_same_versions_without_saying_so(self, fork, red):
+        [task] = fork().json()["tasks"]
+        assert task["inputs"] == {"x": "datablock:corpus@1"}
+        [first] = red.get("/v1/datablocks", params={"name": "corpus"}).json()["items"][1:]
+        assert (first["version"], first["holders"]) == (1, 1)
+
+    def test_it_may_say_so_but_nothing_else(self, fork):
+        assert fork(inputs={"x": "datablock:corpus@1"}).status_code == 202
+        answer = fork(inputs={"x": "datablock:corpus@2"})
+        problem(answer, 422, "validation-error", "/tasks/0/inputs/x")
+
+    def test_it_may_take_more(self, fork):
+        [task] = fork(inputs={"y": "datablock:corpus"}).json()["tasks"]
+        assert task["inputs"] == {"x": "datablock:corpus@1", "y": "datablock:corpus@2"}
+
+    def test_of_a_version_that_is_gone_it_is_told(self, fork, red):
+        red.delete("/v1/datablocks/corpus@1")
+        problem(fork(), 422, "validation-error", "/tasks/0/inputs/x")
 
 
 def test_versions_of_one_name_are_made_one_at_a_time(committed, as_committed):

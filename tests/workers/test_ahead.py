@@ -219,8 +219,11 @@ class Device:
         self.happened = threading.Semaphore(0)
         self.lookout = Lookout(self.house, self.happened.release)
 
-    def expect(self, *images: dict[str, Any] | None) -> None:
+    def expect(
+        self, *images: dict[str, Any] | None, inputs: tuple[dict[str, Any], ...] = ()
+    ) -> None:
         entry = {"task": "tsk_a", "epoch": 1, "tenant": "ten_a", "bundle": self.bundle}
+        entry["inputs"] = list(inputs)
         self.lookout.expect([{**entry, "image": image} for image in images], here=[])
 
     def launch(self, *images: dict[str, Any]) -> Launch:
@@ -271,6 +274,20 @@ def test_a_device_says_what_it_has_of_who_comes_and_hands_it_to_the_launch(near,
     assert parts_of(got.slab, layout) == source.slab.parts()
     assert (got.image.step, got.image.sha256) == (3, last["sha256"])
     got.close()
+
+
+def test_inputs_are_here_before_the_image_is(near, signer, device):
+    sha256, size = near.put([b"an input"])
+    large = {"sha256": near.put([b"a large one"])[0], "size_bytes": 2**40}
+    device.expect(
+        Source(near, signer).save(), inputs=({"sha256": sha256, "size_bytes": size}, large)
+    )
+    assert device.happened.acquire(timeout=20)
+    near.place.delete(f"blobs/{sha256[:2]}/{sha256}")
+    opened = device.house.cache.opened(sha256, near)
+    assert not opened.is_fetched
+    os.close(opened.fd)
+    assert not (device.house.cache.folder / large["sha256"]).exists()
 
 
 def test_who_does_not_come_is_forgotten_and_its_memory_given_back(near, signer, device):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from app.core.messages import CAUSES, Failed, Finished, Saved, Started
+from app.core.messages import CAUSES, Failed, Finished, Paused, Saved, Started
 from app.store import Store
 from tests.workers.bundle.blocks import digest
 from tests.workers.conftest import Ground
@@ -140,6 +140,57 @@ def test_a_job_that_holds_on_to_it_goes_on_from_its_image_with_the_same_bits(gro
     ground.cancel(task)
     ground.launch(task, "blocks:Sum", epoch=2, images=[ground.image(saved)], **given)
     assert ground.event(Started, task, epoch=2).step == saved.step
+    assert ground.event(Finished, task, epoch=2).result == alone
+
+
+LARGE = {"x": torch.randn(1000, 1000)}
+
+
+@pytest.mark.parametrize("write_at", [0, 5])
+def test_an_image_holds_what_a_job_wrote_and_only_refers_to_what_it_was_given(write_at, ground):
+    x = block(ground, save(LARGE))
+    given = {"inputs": {"x": x}, "params": {"write_at": write_at, "steps": 150}}
+    alone = done(ground, "blocks:Hold", **given).result
+    assert (alone["tied"], alone["same"], alone["given"]) == (400_000, True, True)
+
+    task = launched(ground, "blocks:Hold", **given)
+    ground.steps(task, 10)
+    ground.save(task)
+    saved = ground.event(Saved, task)
+    assert (saved.size_bytes < 100_000) == (not write_at)
+    ground.cancel(task)
+    ground.launch(task, "blocks:Hold", epoch=2, images=[ground.image(saved)], **given)
+    assert ground.event(Started, task, epoch=2).step == saved.step
+    again = ground.event(Finished, task, epoch=2).result
+    assert {**again, "given": True} == alone
+    assert again["given"] == (not write_at)  # the input itself is as it lies in the store
+
+
+def test_an_image_whose_datablock_is_not_there_says_so(ground):
+    given = {"inputs": {"x": block(ground, save(LARGE))}, "params": {"steps": 150}}
+    task = launched(ground, "blocks:Hold", **given)
+    ground.steps(task, 3)
+    ground.save(task)
+    image = ground.image(ground.event(Saved, task))
+    ground.cancel(task)
+    other = {**given, "inputs": {"x": block(ground, save(LARGE), version=2)}}
+    ground.launch(task, "blocks:Hold", epoch=2, images=[image], **other)
+    event = ground.event(Failed, task, epoch=2)
+    assert event.cause == "image"
+    assert "'x' of corpus@1, which is no input of this task" in event.message
+
+
+def test_paused_it_lies_where_it_was(ground):
+    """Another takes its turn, and its memory is the kernel's to take back: nothing is moved."""
+    given = {"inputs": {"x": block(ground, save(LARGE))}, "params": {"steps": 100}}
+    alone = done(ground, "blocks:Hold", **given).result
+    task = launched(ground, "blocks:Hold", **given)
+    ground.steps(task, 5)
+    ground.pause(task)
+    ground.event(Paused, task)
+    assert ground.event(Saved, task).size_bytes < 100_000
+    done(ground, "blocks:look", inputs=given["inputs"])
+    ground.launch(task, "blocks:Hold", epoch=2, **given)
     assert ground.event(Finished, task, epoch=2).result == alone
 
 

@@ -70,3 +70,26 @@ class Sum:
         if ctx.step == self.steps:
             ctx.finish({"total": self.total, "seen": digest(self.x), "made": self.x[:2] + 1})
         return {"total": self.total}
+
+
+class Hold:
+    """Holds on to a large input in many ways; writes into it at a step, if it is told to."""
+
+    def __init__(self, ctx, *, steps=200, write_at=0, nap_s=0.01):
+        x = ctx.inputs["x"]
+        self.whole, self.part, self.array = x, x[100:200, ::2], x.numpy()
+        self.own = torch.zeros(3)
+        self.steps, self.write_at, self.nap_s = steps, write_at, nap_s
+
+    def step(self, ctx):
+        time.sleep(self.nap_s)
+        self.own += self.part[ctx.step % len(self.part)].sum()
+        if ctx.step == self.write_at:
+            self.part[7] = -1.0
+        if ctx.step == self.steps:
+            parts = {"whole": self.whole, "part": self.part, "own": self.own}
+            tied = self.part.data_ptr() - self.whole.data_ptr()
+            same = self.array.ctypes.data == self.whole.data_ptr()
+            given = digest(ctx.inputs["x"]) == digest(self.whole)
+            seen = {"seen": digest(parts), "tied": tied, "same": same, "given": given}
+            ctx.finish(seen)
