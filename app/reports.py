@@ -1210,6 +1210,8 @@ class Stay:
     started_at: datetime | None
     ended_at: datetime | None
     held_us: int
+    input_bytes: int
+    fetched_bytes: int
     first_step: int | None
     last_step: int | None
     end: str | None
@@ -1234,6 +1236,8 @@ def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
             started_at=row.started_at,
             ended_at=row.ended_at,
             held_us=row.held_us,
+            input_bytes=row.input_bytes,
+            fetched_bytes=row.fetched_bytes,
             first_step=row.first_step,
             last_step=row.last_step,
             end=row.end,
