@@ -167,7 +167,7 @@ def named(session: Session, names: Collection[str]) -> set[str]:
         return set()  # else every output of every task would be looked at, for nothing
     parts = [name for name in names if name.startswith(f"{UPLOADS}/")]
     found = set(session.scalars(select(UploadPart.place).where(UploadPart.place.in_(parts))))
-    digests = {name.rpartition("/")[2] for name in names} - {*parts}
+    digests = {name.rpartition("/")[2] for name in names}
     rows = select(Checkpoint.tenant_id, Checkpoint.sha256).where(Checkpoint.sha256.in_(digests))
     found |= {name(*row) for row in session.execute(rows) for name in (manifest, _blob)}
     bundles = session.scalars(select(Bundle.sha256).where(Bundle.sha256.in_(digests)))

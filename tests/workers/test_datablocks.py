@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load, save
 
 from app.core.messages import CAUSES, Failed, Finished, Paused, Saved, Started
-from app.store import Store
+from app.store import Damaged, OtherBytes, Store, blob
+from tests.s3 import serving
 from tests.workers.bundle.blocks import digest
 from tests.workers.conftest import Ground
 from workers.cache import LEFT_S, Cache
@@ -310,6 +311,49 @@ def test_without_room_for_it_each_task_reads_the_store(grounds):
     for _ in range(2):
         task = done(ground, "blocks:look", inputs={"x": x}).task
         assert ground.event(Started, task).fetched_bytes == x["size_bytes"]
+
+
+# --- a part of what lies in the store -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def anywhere(request, tmp_path):
+    if request.param == "folder":
+        return Store.at(tmp_path / "store")
+    return Store(request.getfixturevalue("s3").bucket())
+
+
+def test_a_part_of_a_blob_is_read_alone_and_the_whole_is_checked(anywhere):
+    body = bytes(range(256)) * 20_000
+    sha256, size = anywhere.put([body])
+
+    def read(start, end, *, whole):
+        return b"".join(anywhere.read(sha256, start, end, whole=whole))
+
+    assert read(0, size, whole=True) == body
+    for start, end in ((0, 1), (7, 3_000_000), (size - 1, size)):
+        assert read(start, end, whole=False) == body[start:end]
+    with pytest.raises(Damaged, match="is not there"):
+        anywhere.read("0" * 64, 0, 1, whole=False)
+    other, _ = anywhere.put([b"other"])
+    anywhere.place.delete(blob(other))
+    anywhere.place.keep([body], lambda: blob(other))  # as if its disk had lost its mind
+    pieces = []
+    with pytest.raises(Damaged, match="hash to"):
+        pieces.extend(anywhere.read(other, 0, size, whole=True))
+    assert 0 < len(b"".join(pieces)) < size
+
+
+def test_nothing_is_kept_under_a_hash_that_it_has_not(anywhere):
+    with pytest.raises(OtherBytes, match="hash to"):
+        anywhere.put([b"some bytes"], promised="0" * 64)
+    assert not anywhere.has("0" * 64)
 
 
 class Far(Store):
