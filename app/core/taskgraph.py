@@ -416,16 +416,16 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
     stuck = [node for node in graph.nodes if node.name not in sound]
     if not stuck:
         return
-    waits, by_name = _waits(graph), {node.name: node for node in graph.nodes}
+    needed, by_name = waits(graph), {node.name: node for node in graph.nodes}
     path = [stuck[0].name]
     while path[-1] not in path[:-1]:
-        path.append(next(other for other in sorted(waits[path[-1]]) if other not in sound))
+        path.append(next(other for other in sorted(needed[path[-1]]) if other not in sound))
     ring = path[path.index(path[-1]) :]
     told = f"a cycle of needs: {' needs '.join(ring)}"
     yield Fault(by_name[ring[0]].where, told, "cycle")
 
 
-def _waits(graph: TaskGraph) -> dict[str, set[str]]:
+def waits(graph: TaskGraph) -> dict[str, set[str]]:
     """The nodes that each waits for."""
     maker = {block: node.name for node in graph.nodes for block in node.writes}
     return {
@@ -464,7 +464,7 @@ class _Sizes:
 
 def _misfits(graph: TaskGraph) -> Iterator[Fault]:
     """Where what is declared of a block and of a port that takes it cannot both be true."""
-    sizes, made = _Sizes(), _declared(graph)
+    sizes, made = _Sizes(), declared(graph)
     for node in graph.nodes:
         for port, taken in node.inputs.items():
             wanted = node.tensors.get(port)
@@ -475,7 +475,7 @@ def _misfits(graph: TaskGraph) -> Iterator[Fault]:
     yield from _too_large(graph, made, sizes)
 
 
-def _declared(graph: TaskGraph) -> dict[str, tuple[Tensor, bool]]:
+def declared(graph: TaskGraph) -> dict[str, tuple[Tensor, bool]]:
     """Of each block of which something is declared: what, and whether it is a list of those."""
     found = {f"{INPUT}{port}": (tensor, False) for port, tensor in graph.inputs.items()}
     for node in graph.nodes:
@@ -540,7 +540,7 @@ def least_bytes(
 
 def largest(graph: TaskGraph) -> tuple[Node, int]:
     """The node that needs most at once, and how many bytes, as far as that is declared."""
-    made = _declared(graph)
+    made = declared(graph)
     return max(((node, least_bytes(node, made)) for node in graph.nodes), key=lambda pair: pair[1])
 
 
@@ -588,10 +588,10 @@ def order(graph: TaskGraph) -> tuple[str, ...]:
 class _Ordering:
     def __init__(self, graph: TaskGraph) -> None:
         self.nodes = graph.nodes
-        number, waits = {node.name: n for n, node in enumerate(graph.nodes)}, _waits(graph)
-        self.waits = {number[name]: len(others) for name, others in waits.items()}
+        number, needed = {node.name: n for n, node in enumerate(graph.nodes)}, waits(graph)
+        self.waits = {number[name]: len(others) for name, others in needed.items()}
         self.followers: list[list[int]] = [[] for _ in graph.nodes]
-        for name, others in waits.items():
+        for name, others in needed.items():
             for other in others:
                 self.followers[number[other]].append(number[name])
         kept = set(graph.outputs.values())
