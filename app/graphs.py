@@ -7,9 +7,12 @@ canonical bytes lie in the store, where the devices fetch them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -17,8 +20,9 @@ from app.core import taskgraph
 from app.core.descriptor import BadDescriptor, Descriptor, Fault, TaskDescriptor
 from app.core.graph import Offer
 from app.core.messages import JSON
+from app.core.spread import EVERYBODY, Copy, Spread, copies, spread
 from app.core.taskgraph import TaskGraph
-from app.models import Graph
+from app.models import Graph, Task
 from app.settings import settings
 from app.store import Store
 
@@ -92,6 +96,77 @@ def too_large(
             told = f"the node {node.name} takes at least {least} bytes at once"
             room = f"the largest {task.devices.kind} device has {offer.memory_bytes}"
             yield Fault(f"/tasks/{n}/run/graph", f"{told}, and {room}", "unsatisfiable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passing:
+    """A copy of a block from one executor to another; None where it is not known, or not yet."""
+
+    block: str
+    source: int
+    target: int
+    planned_bytes: int | None
+    moved_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who runs what of a task's graph, in the one order of all, and what passes between them."""
+
+    task: str
+    graph: str
+    executors: int
+    is_done: bool
+    nodes: Sequence[tuple[str, int | None]]
+    copies: Sequence[Passing]
+
+
+def plans(session: Session, request_id: str) -> list[Plan]:
+    """Of the tasks of a request that run graphs; made anew, and the same each time."""
+    tasks = session.scalars(select(Task).where(Task.request_id == request_id).order_by(Task.id))
+    return [_plan(session, task) for task in tasks if "graph" in task.descriptor["run"]]
+
+
+def _plan(session: Session, task: Task) -> Plan:
+    sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
+    body = session.get_one(Graph, (task.tenant_id, sha256)).body
+    executors = task.descriptor.get("world_size", 1)
+    planned, passing = _spread(json.dumps(body), executors)
+    moved = {_way(one): one["bytes"] for one in task.passed or ()}
+    unmoved = None if task.passed is None else 0
+    return Plan(
+        task=task.name,
+        graph=sha256,
+        executors=executors,
+        is_done=task.passed is not None,
+        nodes=[(name, _executor(planned.seats[name])) for name in planned.order],
+        copies=[
+            Passing(
+                block=copy.block,
+                source=copy.source,
+                target=copy.target,
+                planned_bytes=copy.bytes,
+                moved_bytes=moved.get((copy.block, copy.source, copy.target), unmoved),
+            )
+            for copy in passing
+        ],
+    )
+
+
+@lru_cache(maxsize=64)
+def _spread(body: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
+    """Of the graph with this JSON; a large one takes seconds."""
+    graph = taskgraph.parse(json.loads(body))
+    planned = spread(graph, executors)
+    return planned, copies(graph, planned)
+
+
+def _way(passed: JSON) -> tuple[str, int, int]:
+    return passed["block"], passed["source"], passed["target"]
+
+
+def _executor(seat: int) -> int | None:
+    return None if seat == EVERYBODY else seat
 
 
 def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:

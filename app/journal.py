@@ -737,6 +737,7 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     _close(session, task, placement, "finished")
     _move(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, event.outputs
+    task.passed = event.passed if "graph" in task.descriptor["run"] else None
     task.cause = task.message = task.detail = None  # of an attempt before this one
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
     for output, name in sorted(publish.items()):

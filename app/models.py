@@ -447,6 +447,7 @@ class Task(Base):
     message: Mapped[str | None]
     detail: Mapped[str | None]
     result: Mapped[dict[str, Any] | None] = mapped_column(JSONB)
+    passed: Mapped[list[dict[str, Any]] | None] = mapped_column(JSONB)
     outputs: Mapped[dict[str, Any]] = _json()
     submitted_at: Mapped[datetime] = _now()
     txid: Mapped[int] = _txid()

@@ -30,7 +30,7 @@ from functools import cache
 
 import torch
 
-from workers.ground import DEPTH, GROUPS, SLOT_WORDS, Ground, aligned
+from workers.ground import DEPTH, GROUPS, SLOT_WORDS, Ground, aligned, rounded
 from workers.turns import Turns, Wait, fail
 
 EVERYBODY, NOBODY = -1, -2  # whose contribution a member waits for, where it is not one member's
@@ -485,7 +485,7 @@ class _Arena:
         self._reclaim()
         if self.takes % UNUSED_TAKES == 0:
             self._give_back()
-        size = _rounded(size_bytes)
+        size = rounded(size_bytes)
         pieces = self.free.get(size)
         if pieces:
             offset, _ = pieces.pop()
@@ -520,13 +520,6 @@ class _Arena:
                 if 0 <= since < self.takes - UNUSED_TAKES:
                     self.ground.give_back(offset, size)
                     pieces[index] = (offset, self.takes)
-
-
-def _rounded(size_bytes: int) -> int:
-    """Few sizes, each at most an eighth too large."""
-    size = max(size_bytes, 512)
-    step = 1 << max(size.bit_length() - 4, 6)
-    return -(-size // step) * step
 
 
 def _number(text: str) -> int:

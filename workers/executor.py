@@ -38,6 +38,8 @@ from typing import Any, cast
 import numpy
 import torch
 
+from app.core import taskgraph
+from app.core.spread import Spread, spread
 from workers import absence, context_switch, gang, graph, loading, preset, tensorfile
 from workers import image as images
 from workers import slab as slabs
@@ -47,6 +49,7 @@ from workers.capture import Captured, Surroundings, Uncapturable, capture
 from workers.gang import Member
 from workers.graph import GraphJob, NodeFailed
 from workers.image import Image
+from workers.lane import LaneJob, LoadedLane
 from workers.layout import Layout, from_json
 from workers.slab import Slab
 from workers.staging import Staging, TooLarge
@@ -130,11 +133,14 @@ class Work:
     watch: Watch | None
     spec: JSON = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
+    body: JSON = field(default_factory=dict)  # of a graph,
+    spread: Spread | None = None  # and who runs its nodes, if several do
     entry: Any = None
     job: Any = None
     preset: JSON = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     step: int = 0
+    stands_at: int = 0  # the step of its gang after which all stand at a cut
     metrics: JSON = field(default_factory=dict)
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
@@ -168,6 +174,11 @@ class Work:
     def state(self) -> Any:
         """What its images hold: a job itself, of a graph how far it is."""
         return self.job.state() if isinstance(self.job, GraphJob) else self.job
+
+    @property
+    def ran(self) -> int:
+        """The steps that this process has behind it: of a graph, the nodes that it ran itself."""
+        return self.job.count if isinstance(self.job, GraphJob) else self.step
 
     def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:
         """While it waits for what comes from outside, the other ranks of its gang may run."""
@@ -364,6 +375,8 @@ def execute(
         take_spec(work)
     except Abandoned:
         return 1
+    if work.is_graph:
+        read_graph(work)
     return gang.conduct(work, live) if work.spec["world_size"] > 1 else live(work)
 
 
@@ -383,6 +396,13 @@ def live(work: Work) -> int:
 def take_spec(work: Work) -> None:
     while not work.spec:
         _listen(work, None)
+
+
+def read_graph(work: Work) -> None:
+    """Once for all executors, before they part; which of them runs each node is decided here."""
+    work.body = _read_json(work.fds.pop(0))
+    if (executors := work.spec["world_size"]) > 1:
+        work.spread = spread(taskgraph.parse(work.body), executors)
 
 
 def configure(work: Work) -> None:
@@ -409,11 +429,9 @@ def join(work: Work) -> None:
 
 def load_code(work: Work) -> None:
     spec, code = work.spec, Path(work.spec["code"])
+    rank, ranks = (0, 1) if work.is_graph else (spec["rank"], spec["world_size"])
     work.ctx = Context(
-        device=work.accelerator.device,
-        rank=spec["rank"],
-        world_size=spec["world_size"],
-        params=spec["params"],
+        device=work.accelerator.device, rank=rank, world_size=ranks, params=spec["params"]
     )
     work.around = Surroundings(code=code, scratch=Path(spec["scratch"]), ctx=work.ctx)
     work.around.lent = work.lent
@@ -422,12 +440,23 @@ def load_code(work: Work) -> None:
     absence.follow()
     try:
         if work.is_graph:
-            body = _read_json(work.fds.pop(0))
-            work.entry = load_graph(code, body, work.accelerator)
+            work.entry = _load_graph(work, code)
         else:
             work.entry = load_entry(code, spec["run"].get("job") or spec["run"]["function"])
     except BaseException as error:
         raise _failed(error, cause="bundle") from error
+
+
+def _load_graph(work: Work, code: Path) -> graph.Loaded:
+    if work.spread is None or work.member is None:
+        return load_graph(code, work.body, work.accelerator)
+    _make_room_for(code)
+    return LoadedLane(
+        *(work.body, partial(_entry, code), work.accelerator),
+        spread=work.spread,
+        turns=work.member.rank.turns,
+        around=work.around,
+    )
 
 
 def bring_in(work: Work) -> None:
@@ -553,7 +582,8 @@ def settle(work: Work) -> None:
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
     _report(work)
-    raise Ending("finished", result=said)
+    passed = work.job.passed() if isinstance(work.job, LaneJob) else []
+    raise Ending("finished", result=said, passed=passed)
 
 
 def _must_be_small(result: JSON) -> None:
@@ -573,25 +603,30 @@ def safe_point(work: Work) -> None:
     if work.member is None:
         _safe_point(work)
         return
+    is_ready = False
     try:
-        with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
-            _safe_point(work)
+        while not is_ready:
+            # An executor waits for what its next node reads, and can be stopped where it waits.
+            is_ready = not isinstance(work.job, LaneJob) or work.job.await_next()
+            with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
+                _safe_point(work)
     except (GangFailed, TimeoutError) as error:
         raise _failed(error) from error
 
 
 def _stand_at_cut(work: Work) -> None:
-    """Until all ranks do, and it is known why."""
-    work.say("at_cut")
+    """Until all ranks do, and it is known why, and after which step that is."""
+    work.say("at_cut", ran=work.ran)
     while "on" not in work.wishes:
         _listen(work, None)
     work.wishes -= {"on"}
+    work.step = work.stands_at
 
 
 def _safe_point(work: Work) -> None:
     _listen(work, 0)
     if not work.images.settle():
-        work.wishes.add("save")
+        _save_again(work)
     while True:
         if "cancel" in work.wishes:
             raise Ending("stopped")
@@ -602,6 +637,14 @@ def _safe_point(work: Work) -> None:
         else:
             break
     _save_if_wished(work)
+
+
+def _save_again(work: Work) -> None:
+    """The image on its way was spoiled; of a gang all make another, at the same step."""
+    if work.member is None:
+        work.wishes.add("save")
+    else:
+        work.say("spoiled")
 
 
 def _pause(work: Work) -> None:
@@ -798,6 +841,9 @@ def _take(work: Work, message: JSON) -> None:
             work.turn = message["turn"]
             work.granted_bytes += message["bytes"]
             work.wishes.add("return")
+        case "on":
+            work.stands_at = message["step"]
+            work.wishes.add("on")
         case "kept" if message["what"] == "image":
             work.images.kept(message)
         case "kept":
@@ -810,6 +856,7 @@ def _report(work: Work) -> None:
     work.reported_s = time.monotonic()
     work.say(
         "progress",
+        ran=work.ran,
         metrics=work.metrics,
         memory_bytes=_memory_bytes(work),
         staged_us=int((work.staged_s + work.images.staging.waited_s) * 1e6),

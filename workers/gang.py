@@ -20,6 +20,7 @@ image: its graph says how many storages belong to which rank, and each rank's gr
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import select
@@ -57,15 +58,25 @@ TOGETHER = ("prepared", "paused", "saving")
 
 
 class Member:
-    """One rank's hold on its gang, in its own process."""
+    """One rank's hold on its gang, in its own process.
 
-    def __init__(self, handles: Handles, rank: int) -> None:
-        self.rank = Rank(handles, rank, timeout_s=COLLECTIVE_S)
+    Not `collective`: ranks that are the executors of a graph have no process group.
+    """
+
+    def __init__(self, handles: Handles, rank: int, *, collective: bool = True) -> None:
+        timeout_s = COLLECTIVE_S if collective else math.inf  # one node may take hours
+        self.rank = Rank(
+            handles, rank, timeout_s=timeout_s, squash=collective, apart=not collective
+        )
+        self.collective = collective
         self._is_away = False
 
     def begin(self) -> None:
-        """From here on the default process group is there."""
-        self.rank.begin()
+        """From here on it takes turns, and the default process group is there."""
+        if self.collective:
+            self.rank.begin()
+        else:
+            self.rank.turns.join()
 
     def end(self) -> None:
         self.rank.end()
@@ -214,7 +225,7 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
     work.spec = {**work.spec, "rank": rank, "checkpoint_every_s": 0.0}
     if rank:
         work.spec["outputs"] = []
-    work.member = Member(handles, rank)
+    work.member = Member(handles, rank, collective=not work.is_graph)
 
 
 class _Conductor:
@@ -226,7 +237,8 @@ class _Conductor:
         self.asked_s = 0.0
         self.wished = 0  # so many seats, and not told yet that they have them
         self.is_seated = False
-        self.is_saving = False
+        self.is_saving = False  # from the order on until the image is kept
+        self.saved_step = -1
         self.is_still = False
         self.saved_s = time.monotonic()
         self._poll = select.poll()
@@ -324,10 +336,12 @@ class _Conductor:
             self._look_at_cut()
         elif word == "progress":
             rank.progress = message
-            if rank.number == 0:
+            if rank.number == 0 or self.work.is_graph:
                 self._say_progress()
         elif word == "saving" and message["what"] != "image":
             self.work.say("saving", **_without_head(message))
+        elif word == "spoiled":
+            self._call_off_save()
         elif word in ("still", "moving"):
             rank.is_still = word == "still"
             self._look_whether_still()
@@ -336,9 +350,9 @@ class _Conductor:
             self._look_whether_together(word)
 
     def _look_whether_together(self, word: str) -> None:
-        said = [rank.said.pop(word) for rank in self.ranks] if self._have_all(word) else []
-        if not said:
+        if not self._have_all(word):
             return
+        said = [rank.said.pop(word) for rank in self.ranks]
         match word:
             case "prepared":
                 capabilities = max((each["capabilities"] for each in said), key=_inexact)
@@ -352,7 +366,20 @@ class _Conductor:
                 self._say_saving(said)
 
     def _have_all(self, word: str) -> bool:
-        return all(word in rank.said for rank in self.ranks)
+        """An image is one of the same step: who speaks of an older one will speak again."""
+        if any(word not in rank.said for rank in self.ranks):
+            return False
+        return len({rank.said[word].get("at_step") for rank in self.ranks}) == 1
+
+    def _call_off_save(self) -> None:
+        """The part of one rank is no good, so nobody's is: all make another one."""
+        for rank in self.ranks:
+            rank.said.pop("saving", None)
+        self.is_saving, self.saved_step = False, -1
+        told = "the part of another rank was spoiled"
+        self._tell({"is": "kept", "what": "image", "error": told}, self.ranks)
+        if self.is_seated:
+            self._ask({"is": "save"})
 
     def _look_at_cut(self) -> None:
         """If all stand before the same step they are told why, and to go on from there.
@@ -365,12 +392,13 @@ class _Conductor:
             return
         turns.end_cut(self.board)
         asked, self.asked = self.asked, {}
-        for rank in here:
-            del rank.said["at_cut"]
+        stand = [rank.said.pop("at_cut")["ran"] for rank in here]
         for word, message in asked.items():
             if len(here) == len(self.ranks) or word == "cancel":
                 self._tell(message, here)
-        self._tell({"is": "on"}, here)
+        step = sum(stand) if self.work.is_graph else stand[0]
+        self.is_saving |= "save" in asked and step != self.saved_step
+        self._tell({"is": "on", "step": step}, here)
 
     def _say_saving(self, said: list[JSON]) -> None:
         slab, regions = self.work.slab, [rank.region for rank in self.ranks]
@@ -378,13 +406,18 @@ class _Conductor:
         parts = zip(self.ranks, sizes, strict=True)
         indices = [rank.part.read_index(size) for rank, size in parts]
         size = slab.write_index(joined(slab, indices, regions))
-        step = {each["at_step"] for each in said}
-        assert len(step) == 1, step
-        self.is_saving, self.saved_s = True, time.monotonic()
-        self.work.say("saving", what="image", at_step=step.pop(), index_bytes=size)
+        self.saved_step, self.is_saving = said[0]["at_step"], True
+        self.saved_s = time.monotonic()
+        self.work.say("saving", what="image", at_step=self.saved_step, index_bytes=size)
 
     def _say_progress(self) -> None:
         said = self.ranks[0].progress
+        if self.work.is_graph:  # each executor has metrics of its own
+            said = {
+                "metrics": {
+                    k: v for r in self.ranks for k, v in r.progress.get("metrics", {}).items()
+                }
+            }
         staged_us = max(rank.progress.get("staged_us", 0) for rank in self.ranks)
         own = {"memory_bytes": self._memory_bytes(), "staged_us": staged_us, "step": self._step()}
         self.work.say("progress", **{**_without_head(said), **own})
@@ -436,10 +469,16 @@ class _Conductor:
             return {**word, "message": f"rank {number}: {word['message']}"}
         if any(word is None for word in words):
             return None
-        return dict(words[0] or {})
+        passed = [
+            [block, source, target, size]
+            for target, word in enumerate(words)
+            for block, source, size in (word or {}).get("passed", ())
+        ]
+        return {**(words[0] or {}), "passed": passed}
 
     def _step(self) -> int:
-        return min(rank.progress.get("step", 0) for rank in self.ranks)
+        ran = [rank.progress.get("ran", 0) for rank in self.ranks]
+        return sum(ran) if self.work.is_graph else min(ran)
 
     def _same_step(self, said: list[JSON]) -> int:
         steps = {each["step"] for each in said}

@@ -19,7 +19,7 @@ import copy
 import gc
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -64,7 +64,7 @@ class Loaded:
     def order(self, names: Sequence[str]) -> None:
         """The nodes run in this order, or in the one that is found."""
         self.program = taskgraph.program(self.graph, names)
-        self.calls = [_Call(unit, self.functions[unit.function]) for unit in self.program.units]
+        self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
 
     def begin(self, inputs: JSON) -> GraphJob:
         """`inputs` by port; they belong to the graph from now on."""
@@ -85,6 +85,9 @@ class GraphJob:
     that it maps over, by port, without those that nobody needs any more; what lies in a list of
     `owned` may be written to.  `sizes` are the numbers that names in declared shapes stand for.
     """
+
+    first = 0  # the number of its first shard
+    total = 0  # the shards of all
 
     def __init__(self, loaded: Loaded, state: JSON) -> None:
         self.program, self.calls, self.chance = loaded.program, loaded.calls, loaded.chance
@@ -138,16 +141,16 @@ class GraphJob:
             except BaseException as error:
                 raise NodeFailed(call.name, call.unit.function) from error
             self.done += 1
-            if _clock() >= until_s or ctx.result is not None:
+            if not self._goes_on(ctx, until_s):
                 break
         if self.done == len(calls) and ctx.result is None:
             ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})
 
-    def _run(self, ctx: Any, call: _Call) -> None:
-        blocks = self.blocks
-        given = {port: blocks[n] for port, n in call.takes}
-        if call.lists:
-            given.update((port, [blocks[n] for n in many]) for port, many in call.lists)
+    def _goes_on(self, ctx: Any, until_s: float) -> bool:
+        return _clock() < until_s and ctx.result is None
+
+    def _run(self, ctx: Any, call: Call) -> None:
+        blocks, given = self.blocks, self._given(call)
         for port, n in call.inout:
             if n not in call.only_here or self._is_shared(n):
                 given[port] = copy.deepcopy(given[port])
@@ -158,7 +161,14 @@ class GraphJob:
             blocks[n] = None
         self.count += 1
 
-    def _called(self, ctx: Any, call: _Call, given: JSON, seed: int | None) -> JSON:
+    def _given(self, call: Call) -> JSON:
+        blocks = self.blocks
+        given = {port: blocks[n] for port, n in call.takes}
+        if call.lists:
+            given.update((port, [blocks[n] for n in many]) for port, many in call.lists)
+        return given
+
+    def _called(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> JSON:
         """What the function returns: exactly the blocks that it should."""
         if call.tensors:
             self._must_fit(call.tensors, given)
@@ -179,7 +189,7 @@ class GraphJob:
             self._must_fit(call.tensors, returned)
         return returned  # type: ignore[no-any-return]
 
-    def _returned(self, ctx: Any, call: _Call, given: JSON, seed: int | None) -> Any:
+    def _returned(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> Any:
         chance, function = self.chance, call.function
         if seed is None:
             returned = function(ctx, **given, **call.params)
@@ -193,20 +203,20 @@ class GraphJob:
 
     # --- shards ---
 
-    def _map(self, ctx: Any, call: _Call, until_s: float) -> bool:
+    def _map(self, ctx: Any, call: Call, until_s: float) -> bool:
         """Shards, as long as there is time; have all run?"""
         if self.items is None:
             self._open(call)
         assert self.items is not None
         blocks, items, total = self.blocks, self.items, len(self.items[call.map[0]])
+        for_all = self._given(call)
         while self.shards < total:
-            given = {port: blocks[n] for port, n in call.takes if port not in items}
-            given |= {p: [blocks[n] for n in many] for p, many in call.lists if p not in items}
-            given |= {port: listed[self.shards] for port, listed in items.items()}
+            given = for_all | {port: listed[self.shards] for port, listed in items.items()}
             for port, _ in call.inout:
                 if port not in self.owned:
                     given[port] = copy.deepcopy(given[port])
-            seed = None if call.seed is None else seed_of(f"{call.name}#{self.shards}")
+            shard = self.first + self.shards
+            seed = None if call.seed is None else seed_of(f"{call.name}#{shard}")
             returned = self._called(ctx, call, given, seed)
             for name, n in call.gives:
                 blocks[n].append(returned[name])
@@ -214,25 +224,21 @@ class GraphJob:
                 listed[self.shards] = None
             self.shards += 1
             self.count += 1
-            if self.shards < total and (_clock() >= until_s or ctx.result is not None):
+            if self.shards < total and not self._goes_on(ctx, until_s):
                 return False
         for n in call.frees:
             blocks[n] = None
         self.items, self.owned, self.shards = None, [], 0
         return True
 
-    def _open(self, call: _Call) -> None:
+    def _open(self, call: Call) -> None:
         """The lists to map over; where nobody else reads one, each item goes after its shard."""
-        lists = {port: self.blocks[n] for port, n in call.takes if port in call.map}
-        lists |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
-        for port, value in lists.items():
-            if not isinstance(value, list | tuple):
-                told = f"{port!r} is a {type(value).__name__}, and the node maps over it"
-                raise BadBlock(f"{told}: give it a list")
-        if len({len(value) for value in lists.values()}) > 1:
-            told = ", ".join(f"{len(value)} of {port!r}" for port, value in lists.items())
+        mapped = self._mapped(call)
+        if len({total for _, total in mapped.values()}) > 1:
+            told = ", ".join(f"{total} of {port!r}" for port, (_, total) in mapped.items())
             raise BadBlock(f"it maps over lists in step, and they have {told} items")
-        lists = {port: list(value) for port, value in lists.items()}
+        lists = {port: items for port, (items, _) in mapped.items()}
+        _, self.total = mapped[call.map[0]]
         self.owned = [p for p, n in call.inout if p in lists and self._may_write(p, n, lists, call)]
         for port, n in call.takes:
             if port in lists and n in call.only_here:
@@ -241,7 +247,13 @@ class GraphJob:
             self.blocks[n] = []
         self.items = lists
 
-    def _may_write(self, port: str, n: int, lists: JSON, call: _Call) -> bool:
+    def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
+        """By port the items to map over, and how many the whole list has."""
+        found = {port: items_of(port, self.blocks[n]) for port, n in call.takes if port in call.map}
+        found |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
+        return {port: (items, len(items)) for port, items in found.items()}
+
+    def _may_write(self, port: str, n: int, lists: JSON, call: Call) -> bool:
         """To the items of a list: nobody else holds any of them, nor a part of one."""
         if n not in call.only_here or self._is_shared(n):
             return False
@@ -270,7 +282,7 @@ class GraphJob:
         return all(same) and str(value.dtype) == f"torch.{declared.dtype}"
 
 
-class _Call:
+class Call:
     """A unit, with everything that is the same each time looked up.
 
     `takes` are ports with a block, `lists` those with several.  `only_here` are blocks that one
@@ -296,12 +308,19 @@ class _Call:
         self.seed = seed_of(unit.name) if unit.draws else None
 
 
+def items_of(port: str, value: object) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        told = f"{port!r} is a {type(value).__name__}, and the node maps over it"
+        raise BadBlock(f"{told}: give it a list")
+    return list(value)
+
+
 def _versions(values: Iterable[Any]) -> list[int]:
     """They grow with each write to a tensor; those of inference tensors are not counted."""
     return [v._version for v in values if type(v) is torch.Tensor and not v.is_inference()]
 
 
-def _not_the_outputs(call: _Call, returned: object) -> str:
+def _not_the_outputs(call: Call, returned: object) -> str:
     wanted = ", ".join(sorted(call.names)) or "nothing"
     if not isinstance(returned, dict):
         return f"it returned a {type(returned).__name__}; a node returns a dict of {wanted}"
@@ -342,6 +361,11 @@ def parts_of(value: object) -> frozenset[object]:
             found.add(id(part))
             ahead += gc.get_referents(part)
     return frozenset(found)
+
+
+def memory_of(value: object) -> Iterator[int]:
+    """The addresses of the storages among them."""
+    return (part[1] for part in parts_of(value) if isinstance(part, tuple))
 
 
 def _may_change(part: object) -> bool:

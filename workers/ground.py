@@ -179,6 +179,10 @@ class Ground:
             raise MemoryError(f"a gang's land of {LAND_BYTES} bytes is used up")
         return start
 
+    def land_words(self) -> memoryview:
+        """The land as words of 64 bits."""
+        return memoryview(self._land).cast("q")
+
     def at(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Bytes of the land as a tensor, shared with all ranks."""
         return self.land[offset : offset + size_bytes]
@@ -186,6 +190,10 @@ class Ground:
     def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
         """The same, as a storage of its own: `uses` tells who else looks at it."""
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
+
+    def is_land(self, address: int) -> bool:
+        """Whether memory of this process is that of the land."""
+        return 0 <= address - self.land.data_ptr() < LAND_BYTES
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         return self._land[offset : offset + size_bytes]
@@ -213,3 +221,10 @@ def uses(tensor: torch.Tensor) -> int:
 
 def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def rounded(size_bytes: int) -> int:
+    """Few sizes, each at most an eighth too large, so that land that was given back fits again."""
+    size = max(size_bytes, 512)
+    step = 1 << max(size.bit_length() - 4, 6)
+    return -(-size // step) * step

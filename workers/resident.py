@@ -364,6 +364,10 @@ class Nonsense(Exception):
     """A resident said what no resident of ours says."""
 
 
+COPIES_LIMIT = 100_000  # of blocks, between executors
+_COPY = ("block", "source", "target", "bytes")
+
+
 def number(message: JSON, name: str) -> int:
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
@@ -408,6 +412,21 @@ def clean(value: Any, depth: int = 0) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         return str(value)
     return value
+
+
+def passed(message: JSON) -> list[JSON]:
+    """What passed between the executors of a graph, as in core.messages.Finished."""
+    said = message.get("passed", [])
+    if not isinstance(said, list) or len(said) > COPIES_LIMIT:
+        raise Nonsense("passed is no short list")
+    found = []
+    for one in said:
+        if not isinstance(one, list) or len(one) != len(_COPY):
+            raise Nonsense(f"what passed is {one!r:.100}")
+        copy = dict(zip(_COPY, one, strict=True))
+        numbers = {name: number(copy, name) for name in _COPY[1:]}
+        found.append({"block": text(copy, "block")[:200], **numbers})
+    return found
 
 
 def failed(message: JSON) -> JSON:

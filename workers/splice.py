@@ -104,11 +104,14 @@ class Rank:
         slice_s: float = 1.0,
         timeout_s: float = TIMEOUT_S,
         device: torch.device | None = None,
+        apart: bool = False,
     ) -> None:
         self.stow = Stow(device or torch.device("cpu")) if swap else None
         leave = self.stow.leave if self.stow else None
         enter = self.stow.enter if self.stow else None
-        self.turns = Turns(Ground(handles), rank, slice_s=slice_s, leave=leave, enter=enter)
+        self.turns = Turns(
+            Ground(handles), rank, slice_s=slice_s, leave=leave, enter=enter, apart=apart
+        )
         self.exchange = Exchange(self.turns, timeout_s=timeout_s)
         self.squash = Squash(self.exchange) if squash else None
         self.timeout_s = timeout_s

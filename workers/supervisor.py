@@ -880,7 +880,8 @@ class Supervisor(threading.Thread):
             resident.verdict = {"is": messages.Stopped}
         else:
             result = residents.table(message, "result")
-            resident.verdict = {"is": messages.Finished, "result": result}
+            passed = residents.passed(message)
+            resident.verdict = {"is": messages.Finished, "result": result, "passed": passed}
 
     # --- residents: end ---
 

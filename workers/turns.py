@@ -68,6 +68,7 @@ class Wait(IntEnum):
     STORE = 4
     MESSAGE = 5  # from any rank to this one
     BOUNDARY = 6
+    BLOCK = 7  # number: of a graph's block, or of a part of it
 
 
 #: A tensor whose content need not go to the host: its copy there, or None where it is about to be
@@ -125,12 +126,14 @@ def wish(ground: Ground, seats: int) -> None:
         raise ValueError(f"{ground.ranks} ranks take 1 to {ground.ranks} seats, not {seats}")
     with ground.locked():
         ground.words[WISH] = seats
+    _ring_all(ground)
 
 
 def call_to_cut(ground: Ground) -> None:
     """Ask that all ranks come to stand before the same step (`Turns.is_cut`)."""
     with ground.locked():
         ground.words[CUT] = 1
+    _ring_all(ground)
 
 
 def end_cut(ground: Ground) -> None:
@@ -146,6 +149,10 @@ def fail(ground: Ground, text: str) -> None:
     """End the gang: every rank gets this text at its next call, or at once if it waits."""
     with ground.locked():
         _fail(ground, text)
+    _ring_all(ground)
+
+
+def _ring_all(ground: Ground) -> None:
     for rank in range(ground.ranks):
         ground.ring(rank)
 
@@ -167,8 +174,13 @@ class Turns:
         slice_s: float = 1.0,
         leave: Callable[[list[Spared]], None] | None = None,
         enter: Callable[[], None] | None = None,
+        apart: bool = False,
     ) -> None:
+        """`apart`: the steps of one rank have nothing to do with those of another, so each may
+        stop before any of its own, and where it waits for a block.
+        """
         self.ground, self.rank, self.slice_s = ground, rank, slice_s
+        self.apart = apart
         self.words, self.me = ground.words, ground.rank(rank)
         self.leave, self.enter = leave, enter
         self.log: deque[Turn] = deque(maxlen=LOG_LENGTH)
@@ -293,7 +305,7 @@ class Turns:
                 words[BOUNDARY] = self._first_unbegun(step)
             if words[CUT] and not words[CUT_AT]:
                 words[CUT_AT] = self._first_unbegun(step)
-            is_here = words[BOUNDARY] == step
+            is_here = words[BOUNDARY] == step or self._parks()
             if not is_here:
                 words[self.me + STEP] = step  # begun: what others name from now on lies behind it
         if is_here:
@@ -301,7 +313,7 @@ class Turns:
             text = f"the boundary before step {step}, where the seats change"
             self.wait(
                 Wait.BOUNDARY,
-                until=lambda: self.generation != generation,
+                until=lambda: self.generation != generation or (self.apart and self._is_cut_now()),
                 text=text,
                 timeout_s=timeout_s,
             )
@@ -314,7 +326,18 @@ class Turns:
 
     def is_cut(self, step: int) -> bool:
         """All ranks stop before this step, until `end_cut`: each comes here after `boundary`."""
-        return self.words[CUT_AT] == step
+        return self._is_cut_now() if self.apart else self.words[CUT_AT] == step
+
+    def is_called(self) -> bool:
+        """Whether ranks that are `apart` are to stop wherever they are."""
+        return self.apart and (self._is_cut_now() or self._parks())
+
+    def _is_cut_now(self) -> bool:
+        return self.words[CUT] > 0
+
+    def _parks(self) -> bool:
+        """Stop for a change of seats; who stands at a cut cannot come, so that goes before."""
+        return self.apart and self.words[WISH] > 0 and not self._is_cut_now()
 
     def _yield_seat(self) -> None:
         """The slice is used up: to the end of the row, if anybody stands there."""
@@ -339,7 +362,9 @@ class Turns:
         for rank in bells:
             self.ground.ring(rank)
 
-    def ready(self, kind: Wait, about: int = 0, number: int = 0, part: int | None = None) -> None:
+    def ready(
+        self, kind: Wait, about: int = 0, number: int | None = 0, part: int | None = None
+    ) -> None:
         """What these waited for has come."""
         for rank in range(self.ground.ranks):
             at = self.ground.rank(rank)
@@ -347,7 +372,7 @@ class Turns:
                 self.words[at + STATE] == State.WAITING
                 and self.words[at + KIND] == kind
                 and self.words[at + ABOUT] == about
-                and self.words[at + NUMBER] == number
+                and (number is None or self.words[at + NUMBER] == number)
                 and (part is None or self.words[at + PART] == part)
             ):
                 self.words[at + STATE] = State.READY
@@ -414,12 +439,25 @@ class Turns:
             if self.words[self.me + STATE] == State.RUNNING:
                 break
             self._must_be_alive()
+            self._stop_waiting_if_called()
             if self.words[self.me + STATE] == State.READY:
                 self._take_idle_seat()
             if time.monotonic() > end_s and self.words[self.me + STATE] == State.WAITING:
                 self._too_late(timeout_s)
         self._begun_ns = time.monotonic_ns()
         self._move_in()
+
+    def _stop_waiting_if_called(self) -> None:
+        words, me = self.words, self.me
+        if not self.apart or words[me + STATE] != State.WAITING:
+            return
+        is_called = self.is_called() if words[me + KIND] == Wait.BLOCK else self._is_cut_now()
+        if not is_called:
+            return
+        with self.board():
+            if words[me + STATE] == State.WAITING:
+                words[me + STATE] = State.READY
+                self._seat_next(self.seat)
 
     def _take_idle_seat(self) -> None:
         """Who holds our seat sleeps, in a lock or a socket perhaps, and may be waiting for us."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
 from fastapi import Header, Query
@@ -13,7 +14,7 @@ from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from app import intake, wishes
+from app import graphs, intake, wishes
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.descriptor_schema import DescriptorIn
@@ -24,6 +25,7 @@ from app.api.schemas import (
     Page,
     RequestOut,
     RequestPatch,
+    RequestPlan,
     RequestState,
     RequestSummary,
     Validated,
@@ -114,6 +116,31 @@ def _states(text: str | None) -> list[str]:
         known = ", ".join(get_args(RequestState))
         raise BadInput.at("?state", f"{unknown[0]!r} is none of {known}", "state")
     return states
+
+
+@router.get(
+    "/requests/{id}/plan", response_model=RequestPlan, summary="Who runs what of its graphs"
+)
+def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
+    """Which executor runs each node, what passes between them, and, once done, what did.
+
+    An executor is a process of the task with a device, or a share of one, of its own.
+    """
+    visible_request(session, caller, id)
+    return {"graphs": [_plan(plan) for plan in graphs.plans(session, id)]}
+
+
+def _plan(plan: graphs.Plan) -> dict[str, Any]:
+    moved = sum(copy.moved_bytes or 0 for copy in plan.copies)
+    return {
+        "task": plan.task,
+        "graph": plan.graph,
+        "executors": plan.executors,
+        "nodes": [{"node": node, "executor": executor} for node, executor in plan.nodes],
+        "copies": [asdict(copy) for copy in plan.copies],
+        "planned_bytes": sum(copy.planned_bytes or 0 for copy in plan.copies),
+        "moved_bytes": moved if plan.is_done else None,
+    }
 
 
 @router.get("/requests", response_model=Page[RequestSummary], summary="List requests, newest first")

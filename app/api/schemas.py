@@ -560,6 +560,52 @@ class GraphOut(GraphSummary):
     body: dict[str, Any]
 
 
+class NodePlace(Out):
+    node: str
+    executor: int | None = Field(description="null: it maps, and each executor runs some shards")
+
+
+class CopyOut(Out):
+    """A block, or one executor's part of a list, that passes to another executor."""
+
+    block: str
+    source: int = Field(description="the executor that made it")
+    target: int
+    planned_bytes: int | None = Field(description="null where no size is declared")
+    moved_bytes: int | None = Field(description="null until the task is done; heads included")
+
+
+class GraphPlan(Out):
+    task: str
+    graph: str = Field(description="its SHA-256")
+    executors: int
+    nodes: list[NodePlace] = Field(description="in the order in which all executors run them")
+    copies: list[CopyOut]
+    planned_bytes: int = Field(description="of the copies whose size is declared")
+    moved_bytes: int | None = Field(description="of all copies; null until the task is done")
+
+
+class RequestPlan(Out):
+    model_config = example(
+        graphs=[
+            {
+                "task": "whole",
+                "graph": _SHA256,
+                "executors": 2,
+                "nodes": [{"node": "encode", "executor": 0}, {"node": "vote", "executor": 1}],
+                "copies": [
+                    {
+                        **{"block": "encode.h", "source": 0, "target": 1},
+                        **{"planned_bytes": 4096, "moved_bytes": 4160},
+                    }
+                ],
+                **{"planned_bytes": 4096, "moved_bytes": 4160},
+            }
+        ]
+    )
+    graphs: list[GraphPlan] = Field(description="of its tasks that run one, as they were sent")
+
+
 # --- datablocks ---------------------------------------------------------------------------------
 
 

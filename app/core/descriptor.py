@@ -23,6 +23,7 @@ JSON = dict[str, Any]
 TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
+ONE_DEVICE = ("function", "command")  # of these ranks stay where they are, if nothing else is said
 
 MAX_TASKS = 1000
 MAX_FAULTS = 100  # more are counted, not listed
@@ -215,8 +216,9 @@ def _tasks(fields: Fields) -> tuple[TaskDescriptor, ...]:
 def _task(fields: Fields) -> TaskDescriptor:
     fields.require("name", "run")
     name = fields.text("name", "", NAME, NAME_RULE)
-    world_size = fields.integer("world_size", 1, least=1, most=100_000)
     run = _run(fields.inside("run"))
+    usual = _executors(fields.body) if run.kind == "graph" else 1
+    world_size = fields.integer("world_size", usual, least=1, most=100_000)
     task = TaskDescriptor(
         name=name,
         type=fields.text("type", "default", NAME, NAME_RULE),
@@ -228,7 +230,7 @@ def _task(fields: Fields) -> TaskDescriptor:
         start=_start(fields.inside("start")),
         world_size=world_size,
         devices=_devices(
-            fields.inside("devices"), world_size, world_size if run.kind == "job" else 1
+            fields.inside("devices"), world_size, 1 if run.kind in ONE_DEVICE else world_size
         ),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
         retry_max=_retry(fields.inside("retry")),
@@ -353,6 +355,13 @@ def _start(fields: Fields) -> Start:
     )
     fields.close()
     return start
+
+
+def _executors(body: JSON) -> int:
+    """Of a graph that says no more: as many as the devices that it may have."""
+    devices = body.get("devices")
+    most = devices.get("max") if isinstance(devices, dict) else None
+    return most if isinstance(most, int) and 1 <= most <= 100_000 else 1
 
 
 def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:

@@ -145,8 +145,8 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
         yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
     if task.world_size > 1 and task.devices.kind != "cpu":
         yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
-    if task.world_size > 1 and task.run.kind == "graph":
-        yield "world_size", "a graph has one rank so far; a job may have several"
-    if task.devices.max > 1 and task.run.kind != "job":
-        told = "ranks change seats between steps, and only a job has steps; leave it at 1"
+    if task.devices.max > 1 and task.run.kind not in ("job", "graph"):
+        told = (
+            "ranks change seats between steps, and only jobs and graphs have steps; leave it at 1"
+        )
         yield "devices/max", told

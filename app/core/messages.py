@@ -154,8 +154,13 @@ class Paused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
+    """`passed` are the copies of blocks between the executors of a graph:
+    {"block", "source", "target", "bytes"}.
+    """
+
     result: JSON
     outputs: JSON  # name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published
+    passed: list[JSON] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

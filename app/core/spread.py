@@ -10,10 +10,6 @@ knows all of it and nobody is asked between two nodes.
 * What the task is given lies everywhere.  The graph's outputs end at the first executor.
 * Each executor runs its nodes strictly in the order, which is a linear extension of what waits for
   what: so the first node that has not ended waits for nobody, and something can always go on.
-
-*Steps.*  A place in the order has a number that all executors give it without a word: a node is a
-step, one that maps as many as its longest part.  So a cut is a number: everything before it has run
-everywhere, and nothing behind it.
 """
 
 from __future__ import annotations
@@ -240,10 +236,8 @@ class _Lanes:
         node = self.nodes[unit.name]
         own = _own_parts(node)
         for block in _needed(node, executor, self.n):
-            if block.startswith(INPUT):
-                continue
             n = self.number[block]
-            holders = self._holders(n)
+            holders = (executor,) if block.startswith(INPUT) else self._holders(n)
             yield from (
                 (n, e) for e in holders if len(holders) == 1 or e == executor or block not in own
             )
@@ -308,14 +302,9 @@ def _maker(block: str) -> str:
     return "" if block.startswith(INPUT) else block.rpartition(".")[0]
 
 
-# --- dealing out, and counting --------------------------------------------------------------------
+# --- dealing out ---------------------------------------------------------------------------------
 
 
 def part(total: int, executor: int, executors: int) -> range:
     """The items of a list that an executor runs the shards of."""
     return range(total * executor // executors, total * (executor + 1) // executors)
-
-
-def steps_of(total: int, executors: int) -> int:
-    """How many steps a node takes that maps over `total` items."""
-    return max(1, -(-total // executors))

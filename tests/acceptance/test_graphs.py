@@ -55,7 +55,7 @@ def graph(nap_s=0.03):
     return {"nodes": nodes, "outputs": {"parameters": "finish.parameters", "merged": "merge.y"}}
 
 
-def submit(client, name, sent):
+def submit(client, name, sent, **more):
     """A function makes the data, the graph works on it, and another function reads its output."""
     tasks = [
         {
@@ -70,6 +70,7 @@ def submit(client, name, sent):
             "inputs": {"data": "data.x"},
             "outputs": ["merged"],
             "checkpoint": {"every_s": 0.5, "keep": 2},
+            **more,
         },
     ]
     return client.submit({"name": name, "bundle": client.bundle, "tasks": tasks})["id"]
@@ -134,6 +135,42 @@ def test_a_graph_that_is_moved_ends_with_the_same_bits(system, undisturbed):
     after, before = client.items(f"/v1/tasks/{task_id}/placements")
     assert after["device_id"] != before["device_id"]
     assert after["first_step"] == before["last_step"]
+
+
+def test_a_graph_is_lent_a_second_device_and_gives_the_same_bits(system, undisturbed):
+    client = system.client("beta")
+    id = submit(client, "graph-wide", graph(nap_s=0.06), devices={"max": 2})
+    task = done(client, id)
+    assert task["result"] == undisturbed["result"]
+    assert task["step"] == COUNT
+    stays = client.items(f"/v1/tasks/{task['id']}/placements")
+    assert len({stay["device_id"] for stay in stays}) == 2, stays
+    (plan,) = client.get(f"/v1/requests/{id}/plan")["graphs"]
+    assert plan["executors"] == 2
+    assert {place["executor"] for place in plan["nodes"]} == {None, 0}
+    ways = {(c["block"], c["source"], c["target"]): c["moved_bytes"] for c in plan["copies"]}
+    assert ways.keys() == {("noisy.y", 1, 0)}
+    assert plan["moved_bytes"] == sum(ways.values()) > 0
+    system.check_ledger()
+
+
+def test_a_killed_executor_costs_what_ran_since_the_last_checkpoint(system, undisturbed):
+    client = system.client("gamma")
+    more = {"devices": {"max": 2}, "retry": {"max": 1}}
+    id = submit(client, "graph-executor-killed", graph(nap_s=0.06), **more)
+
+    def is_saved(request):
+        task = request["tasks"][1]
+        saved = [item["step"] for item in client.items(f"/v1/tasks/{task['id']}/checkpoints")]
+        return saved and task["step"] > max(5, *saved)
+
+    client.wait_until(id, is_saved, timeout_s=60)
+    system.kill("resident")
+    task = done(client, id)
+    assert task["result"] == undisturbed["result"]
+    assert task["attempts"] == 1, task
+    assert overlaps(runs(client.log_text(task["id"]))) == []
+    system.check_ledger()
 
 
 @pytest.mark.parametrize("name", ["ensemble", "k-means"])

@@ -134,7 +134,7 @@ class TestSubmit:
             ({"outputs": ["y", "z"]}, "/tasks/1/outputs/1", "unbound"),
             ({"run": {"graph": {}}}, "/tasks/1/run/graph/nodes", "missing"),
             ({"run": {"graph": "sha256:0"}}, "/tasks/1/run/graph", "invalid"),
-            ({"world_size": 2}, "/tasks/1/world_size", "unsatisfiable"),
+            ({"devices": {"min": 2, "max": 2}}, "/tasks/1/devices/min", "unsatisfiable"),
         ],
     )
     def test_what_does_not_fit_its_task_is_refused(self, change, pointer, code, client):

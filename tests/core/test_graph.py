@@ -136,12 +136,12 @@ def test_a_graph_is_sound_exactly_if_all_its_tasks_can_be_ordered(
         (
             {"world_size": 2, "devices": {"max": 2}, "run": {"function": "m:f"}},
             "devices/max",
-            "only a job has steps",
+            "only jobs and graphs have steps",
         ),
         (
             {"world_size": 2, "devices": {"max": 2}, "run": {"command": ["x"]}},
             "devices/max",
-            "only a job has steps",
+            "only jobs and graphs have steps",
         ),
     ],
 )

@@ -366,7 +366,7 @@ def test_a_disturbed_graph_ends_with_the_same_bits(
         if epoch == 7:
             break
         time.sleep(dice.uniform(0, 0.05))
-        images = _paused_and_saved(ground, "t1", epoch)
+        images = paused_and_saved(ground, "t1", epoch)
         if dice.random() < 0.6:
             ground.drop.append(["t1", epoch])
             ground.until(lambda: not ground.supervisor.residents)
@@ -376,7 +376,7 @@ def test_a_disturbed_graph_ends_with_the_same_bits(
     assert {"fresh", "resident", "image"} >= set(resumed) > {"fresh"}
 
 
-def _paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, object]]:
+def paused_and_saved(ground: Ground, task: str, epoch: int) -> list[dict[str, object]]:
     ground.pause(task, epoch)
     paused = ground.event(Paused, task, epoch)
 

@@ -1,0 +1,309 @@
+"""One executor's lane of a graph over several: its own nodes in the order of all.
+
+The executors are the ranks of a gang, in processes of their own, and each knows the whole plan
+(`app.core.spread`): nobody is asked between two nodes.  An executor runs its nodes strictly in the
+order, waits where what one reads has not been posted yet, and posts what others read (`passing`).
+
+*The image* of an executor holds the blocks that it made and that somebody still needs.  What it has
+of others' is not in it: they post it again.  So all may be stopped anywhere, each before whichever
+node comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from app.core.spread import EVERYBODY, Spread, Stop, lanes, part
+from app.core.taskgraph import INPUT
+from workers import graph
+from workers.accelerator import Accelerator
+from workers.capture import Surroundings
+from workers.graph import Call, GraphJob, Loaded, NodeFailed, items_of, memory_of
+from workers.passing import Held, Passing
+from workers.turns import Turns
+
+JSON = dict[str, Any]
+
+
+class LoadedLane(Loaded):
+    """A graph and the functions of it, ready for one executor to begin, or to go on."""
+
+    def __init__(
+        self,
+        body: JSON,
+        find: Callable[[str], Callable[..., Any]],
+        accelerator: Accelerator,
+        *,
+        spread: Spread,
+        turns: Turns,
+        around: Surroundings,
+    ) -> None:
+        self.turns, self.around, self.accelerator = turns, around, accelerator
+        super().__init__(body, find, accelerator)
+        self.lay(spread)
+
+    def lay(self, spread: Spread) -> None:
+        """The nodes run in this order, at these executors."""
+        self.spread = spread
+        self.order(spread.order)
+        self.lane = lanes(self.graph, spread, self.program)[self.turns.rank]
+        self.calls = [self._call(stop) for stop in self.lane.stops]
+        units = self.program.units
+        self.maker = {n: spread.seats[unit.name] for unit in units for _, n in unit.outputs}
+
+    def _call(self, stop: Stop) -> Call:
+        unit = replace(self.program.units[stop.at], frees=stop.frees)
+        call = Call(unit, self.functions[unit.function])
+        call.only_here -= {n for n, _ in stop.takes}
+        return call
+
+    def begin(self, inputs: JSON) -> LaneJob:
+        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.graph.ports}
+        return LaneJob(self, {"blocks": blocks})
+
+    def go_on(self, state: JSON) -> LaneJob:
+        before = Spread(**state["spread"])
+        if before != self.spread:  # another version began it
+            self.lay(before)
+        return LaneJob(self, state)
+
+
+class LaneJob(GraphJob):
+    """`done` stops of the lane are over.
+
+    `held` are the blocks that were made here, or given to the task, and that are read here still;
+    `taken` those of others.  `totals` are the lengths of lists of which a part is here.
+    """
+
+    def __init__(self, loaded: LoadedLane, state: JSON) -> None:
+        super().__init__(loaded, state)
+        self.spread, self.lane, self.maker = loaded.spread, loaded.lane, loaded.maker
+        self.me, self.end = loaded.lane.executor, len(self.program.units)
+        self.total = state.get("total", 0)
+        self.totals: dict[int, int] = dict(state.get("totals", {}))
+        self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
+        self.taken: dict[Held, Any] = {}
+        self.result: JSON | None = None  # with which a node of ours finished the graph early
+        self.passing = Passing(
+            loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
+        )
+        self._set_first()
+        if "spread" in state:
+            self.passing.passed_bytes = dict(state["passed"])
+            self._post_again(state["result"])
+
+    def _post_again(self, result: JSON | None) -> None:
+        """What others had of us in the processes before; and let go of what we have done with."""
+        over = self.lane.stops[: self.done]
+        for n in (n for stop in over for n in stop.gives if n in self.held):
+            self.blocks[n] = self.passing.post(n, self.blocks[n], len(self.lane.readers[n]))
+        for held in (held for stop in over for held in stop.drops):
+            self._let_go(held)
+        if result is not None:
+            self._finish_early(result, self._next_at())
+
+    def state(self) -> JSON:
+        names = self.program.blocks
+        self.passing.reclaim()
+        given = {n: value for n, value in self.passing.values().items() if n < len(names)}
+        values = given | {n: self.blocks[n] for n in self.held}
+        return {
+            "spread": asdict(self.spread),
+            "done": self.done,
+            "shards": self.shards,
+            "count": self.count,
+            "items": self.items,
+            "owned": self.owned,
+            "sizes": self.sizes,
+            "total": self.total,
+            "totals": self.totals,
+            "result": self.result,
+            "passed": self.passing.passed_bytes,
+            "blocks": {names[n]: value for n, value in values.items()},
+        }
+
+    def passed(self) -> list[list[Any]]:
+        """What was taken from others: [block, whose, bytes]."""
+        names, taken = self.program.blocks, self.passing.passed_bytes
+        return [[names[n], e, size] for (n, e), size in taken.items() if n < len(names)]
+
+    # --- where it is ---
+
+    def _next_at(self) -> int:
+        stops = self.lane.stops
+        return stops[self.done].at if self.done < len(stops) else self.end
+
+    @property
+    def _is_at_end(self) -> bool:
+        """No node of ours will run any more."""
+        if self.result is not None or self._next_at() == self.end:
+            return True
+        early = self.passing.early
+        return early is not None and self._next_at() > early[0]
+
+    # --- before a step ---
+
+    def await_next(self) -> bool:
+        """Wait until the next node can run; False if before that all are to stop."""
+        passing = self.passing
+        while not self._is_ready():
+            if passing.turns.is_called():
+                return False
+            early = passing.early
+            if self._is_at_end:
+                passing.tell_passed(self.end if self.result is not None else self._next_at())
+            passing.wait(
+                self._missing(),
+                lambda: self._is_ready() or passing.early != early,  # noqa: B023
+                self._waits_for(),
+            )
+        return True
+
+    def _is_ready(self) -> bool:
+        if self.passing.is_over:
+            return True
+        if not self._is_at_end:
+            return self._missing() is None
+        early = self.passing.early
+        return self.me == 0 and self.passing.all_passed(self.end - 1 if early is None else early[0])
+
+    def _missing(self) -> Held | None:
+        """What its next node reads and nobody has posted."""
+        if self._is_at_end:
+            return None
+        takes = self.lane.stops[self.done].takes
+        return next(
+            (h for h in takes if h not in self.taken and not self.passing.is_there(h)), None
+        )
+
+    def _waits_for(self) -> str:
+        missing = self._missing()
+        if missing is None:
+            return "the end of the graph"
+        return f"{self.program.blocks[missing[0]]} of executor {missing[1]}"
+
+    # --- a step ---
+
+    def step(self, ctx: Any) -> None:
+        """Nodes until BURST_S has passed, as long as none has to wait; one at least."""
+        if self.passing.is_over or self._is_at_end:
+            self._end(ctx)
+            return
+        until_s = graph._clock() + graph.BURST_S
+        while self._one(ctx, until_s) and self._goes_on(ctx, until_s):
+            if self._is_at_end or self._missing() is not None:
+                break
+        if ctx.result is not None:
+            result, ctx.result = ctx.result, None
+            self._finish_early(result, self.lane.stops[self.done].at)
+
+    def _one(self, ctx: Any, until_s: float) -> bool:
+        """The next node, or shards of it; is it over?"""
+        stop, call = self.lane.stops[self.done], self.calls[self.done]
+        for held in stop.takes:
+            if held not in self.taken:
+                self.taken[held] = self.passing.take(held)
+        try:
+            if not call.map:
+                self._run(ctx, call)
+            elif not self._map(ctx, call, until_s):
+                return False
+        except BaseException as error:
+            raise NodeFailed(call.name, call.unit.function) from error
+        if ctx.result is None:
+            self._did(stop, call)
+        return ctx.result is None
+
+    def _did(self, stop: Stop, call: Call) -> None:
+        self.held.update(n for _, n in call.gives)
+        self.held.difference_update(stop.frees)
+        for n in stop.gives:
+            self.blocks[n] = self.passing.post(n, self.blocks[n], len(self.lane.readers[n]))
+        for held in stop.drops:
+            self._let_go(held)
+        self.done += 1
+
+    def _let_go(self, held: Held) -> None:
+        """Of others' block, or of our own that others may still need."""
+        n, whose = held
+        if whose == self.me:
+            self.held.discard(n)
+            self.blocks[n] = None
+        self.taken.pop(held, None)
+        if whose != self.me or n in self.passing.posted:
+            self.passing.drop(held)
+
+    def _finish_early(self, result: JSON, at: int) -> None:
+        self.result = result
+        self.passing.post(len(self.program.blocks), result, 1)
+        self.passing.end_early(at)
+
+    def _end(self, ctx: Any) -> None:
+        """The first executor has the outputs; the others have nothing more to do."""
+        if self.me:
+            ctx.finish({})
+            return
+        early = self.passing.early
+        if early is not None:
+            ctx.finish(self.passing.take((len(self.program.blocks), early[1])))
+        else:
+            self.taken |= {h: self.passing.take(h) for h in self.lane.takes if h not in self.taken}
+            ctx.finish({port: self._value(n) for port, n in self.program.outputs.items()})
+        self.passing.end()
+
+    # --- values ---
+
+    def _value(self, n: int) -> Any:
+        """A block as a whole, whoever made it."""
+        maker = self.maker.get(n, self.me)
+        if maker != EVERYBODY:
+            return self.blocks[n] if maker == self.me else self.taken[n, maker]
+        parts = (
+            self.blocks[n] if e == self.me else self.taken[n, e]
+            for e in range(self.spread.executors)
+        )
+        return [item for each in parts for item in each]
+
+    def _given(self, call: Call) -> JSON:
+        given = {port: self._value(n) for port, n in call.takes if port not in call.map}
+        for port, many in call.lists:
+            if port not in call.map:
+                given[port] = [self._value(n) for n in many]
+        return given
+
+    def _open(self, call: Call) -> None:
+        super()._open(call)
+        self._set_first()
+        lists = {n for port, n in call.takes if port in call.map}
+        self.held -= lists & call.only_here
+        self.held.update(n for _, n in call.gives)
+        self.totals |= dict.fromkeys((n for _, n in call.gives), self.total)
+
+    def _set_first(self) -> None:
+        self.first = part(self.total, self.me, self.spread.executors).start
+
+    def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
+        """The items of this executor's part; of a list that was dealt out before, they are here."""
+        taken = {n for n, _ in self.lane.stops[self.done].takes}
+        found = dict[str, tuple[list[Any], int]]()
+        for port, n in call.takes:
+            if port in call.map and n in self.totals and n not in taken:
+                found[port] = list(self.blocks[n]), self.totals[n]
+            elif port in call.map:
+                items = items_of(port, self._value(n))
+                found[port] = [items[i] for i in self._part(len(items))], len(items)
+        for port, many in call.lists:
+            if port in call.map:
+                found[port] = [self._value(many[i]) for i in self._part(len(many))], len(many)
+        return found
+
+    def _part(self, total: int) -> range:
+        return part(total, self.me, self.spread.executors)
+
+    def _is_shared(self, n: int) -> bool:
+        """Also if it lies in the land: others may read it there."""
+        return any(
+            map(self.passing.ground.is_land, memory_of(self.blocks[n]))
+        ) or super()._is_shared(n)

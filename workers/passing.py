@@ -1,0 +1,350 @@
+"""Blocks that pass between the executors of a graph: made by one, mapped by others, copied once.
+
+A table in the gang's land says of each block, and of each executor's part of a list, where it lies.
+Who made it posts it: what it holds is copied into land of the maker's own, once, however many read
+it, and not at all where it was made there (`empty`).  Who reads it maps it where it lies.  The
+maker takes the land back when all have let go of it, and nobody still holds a view.
+
+Beside blocks the table holds what ends a graph: that it is over, and the first place in the order
+at which a node finished it early.
+
+What always holds: a block is posted once in the life of a ground, and nobody writes to it from then
+on; what it needs is announced under the board's lock, so nobody sleeps through it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.accelerator import Accelerator
+from workers.capture import Surroundings, capture, rebuilt
+from workers.ground import aligned, rounded
+from workers.turns import Turns, Wait
+
+_TABLE = 24  # the word of the board's head that says where in the land it lies
+_OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for each executor
+_OFFSET, _DROPPED, _ENTRY = 0, 1, 2  # words of a block, and how many they are
+_HEAD = 8  # words before a block's bytes: how they are to be read
+_TENSOR, _VALUE = 1, 2
+_DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    )
+)
+_NUMBER = {dtype: n for n, dtype in enumerate(_DTYPES)}
+_MOST_SIZES = 4  # of a tensor whose sizes stand in the head
+SPIN_S = 50e-6
+CORES = os.cpu_count() or 1
+KEPT_BYTES = 1 << 28  # of land that is free, and faulted in, for blocks to come
+
+Held = tuple[int, int]  # block, whose
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A block of this executor's own; `left` have still to let go of it."""
+
+    offset: int
+    size: int
+    storages: list[torch.UntypedStorage]
+    readers: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What `empty` gave, as long as it is not posted."""
+
+    offset: int
+    size: int
+    storage: torch.UntypedStorage
+
+
+class Passing:
+    """One executor's side of the table, for a graph of so many `blocks`."""
+
+    def __init__(
+        self, turns: Turns, blocks: int, around: Surroundings, accelerator: Accelerator
+    ) -> None:
+        self.turns, self.ground = turns, turns.ground
+        self.around, self.accelerator = around, accelerator
+        self.me, self.executors = turns.rank, turns.ground.ranks
+        self.entries = _PASSED + self.executors
+        self.words = self.ground.land_words()
+        self.table = self._table(blocks)
+        self.posted: dict[int, _Posted] = {}
+        self.mapped: dict[Held, list[torch.UntypedStorage]] = {}
+        self.dropping: list[Held] = []
+        self.passed_bytes: dict[Held, int] = {}  # taken from others
+        self._free: dict[int, list[int]] = {}
+        self._free_bytes = 0
+        self._made: dict[int, _Made] = {}  # by address
+
+    def _table(self, blocks: int) -> int:
+        words = self.ground.words
+        with self.ground.locked():
+            if not words[_TABLE]:
+                size = 8 * (self.entries + _ENTRY * blocks * self.executors)
+                words[_TABLE] = self.ground.take_land(size)
+            return words[_TABLE] // 8
+
+    def _entry(self, held: Held) -> int:
+        return self.table + self.entries + _ENTRY * (held[0] * self.executors + held[1])
+
+    # --- how far all are ---
+
+    def is_there(self, held: Held) -> bool:
+        return bool(self.words[self._entry(held)])
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.words[self.table + _OVER])
+
+    def end(self) -> None:
+        with self.turns.board():
+            self.words[self.table + _OVER] = 1
+            self.turns.ready(Wait.BLOCK, number=None)
+
+    @property
+    def early(self) -> Held | None:
+        """The first place in the order at which a node finished the graph, and who ran it."""
+        found = self.words[self.table + _EARLY] - 1
+        return divmod(found, self.executors) if found >= 0 else None
+
+    def end_early(self, at: int) -> None:
+        """A node at this place did; what lies before it in the order still runs."""
+        found = at * self.executors + self.me + 1
+        with self.turns.board():
+            word = self.table + _EARLY
+            self.words[word] = min(found, self.words[word] or found)
+            self.turns.ready(Wait.BLOCK, number=None)
+
+    def tell_passed(self, at: int) -> None:
+        """Everything of ours before this place has run."""
+        word = self.table + _PASSED + self.me
+        if self.words[word] != at:
+            with self.turns.board():
+                self.words[word] = at
+                self.turns.ready(Wait.BLOCK, number=None)
+
+    def all_passed(self, at: int) -> bool:
+        """Has everybody else run what lies up to this place?"""
+        first = self.table + _PASSED
+        return all(self.words[first + e] > at for e in range(self.executors) if e != self.me)
+
+    def wait(self, held: Held | None, until: Callable[[], bool], text: str) -> None:
+        """Others run on our seat until then, or until all are called to stop.
+
+        None: it is no block that is waited for.
+        """
+        self.reclaim()
+        number = 0 if held is None else self._entry(held)
+
+        def is_enough() -> bool:
+            return until() or self.turns.is_called()
+
+        while not (is_enough() or self._is_soon(is_enough)):
+            self.turns.wait(
+                Wait.BLOCK, number=number, until=is_enough, text=text, timeout_s=math.inf
+            )
+
+    def _is_soon(self, until: Callable[[], bool]) -> bool:
+        """Who sits alone looks for a moment before it goes to sleep: waking up takes as long."""
+        if CORES == 1 or len(self.turns.on_my_seat()) > 1:
+            return False
+        end_s = time.perf_counter() + SPIN_S
+        while not (came := until()) and time.perf_counter() < end_s:
+            pass
+        return came
+
+    # --- giving ---
+
+    def post(self, block: int, value: Any, readers: int) -> Any:
+        """Let so many others have it; returns the same value as it lies in the land."""
+        self.reclaim()
+        posted = self._written(value, readers)
+        self.posted[block] = posted
+        with self.turns.board():
+            entry = self._entry((block, self.me))
+            self.words[entry] = posted.offset
+            self.turns.ready(Wait.BLOCK, number=entry)
+        return posted.value
+
+    def _written(self, value: Any, readers: int) -> _Posted:
+        offset, size = (self._tensor if _is_plain(value) else self._graph)(value)
+        storages = self._lying(offset)
+        return _Posted(offset, size, storages, readers, self._value(offset, storages))
+
+    def _tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
+        size = 8 * _HEAD + tensor.numel() * tensor.element_size()
+        made = self._made.pop(tensor.data_ptr(), None)
+        if made is not None and made.storage.nbytes() == size - 8 * _HEAD:
+            offset = made.offset
+        else:
+            offset = self._taken(size)
+            if tensor.numel():
+                place = self.ground.at(offset + 8 * _HEAD, size - 8 * _HEAD)
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._say(offset, _TENSOR, _NUMBER[tensor.dtype], size, tensor.dim(), *tensor.shape)
+        return offset, size
+
+    def _graph(self, value: Any) -> tuple[int, int]:
+        captured = capture(
+            value, around=self.around, accelerator=self.accelerator, root="block", whole=False
+        )
+        about = [(storage.nbytes(), storage.device.type) for storage in captured.storages]
+        graph = pickle.dumps((about, bytes(captured.graph)), protocol=5)
+        start = aligned(8 * _HEAD + len(graph))
+        size = start + sum(aligned(length) for length, _ in about)
+        offset = self._taken(size)
+        self._say(offset, _VALUE, len(graph), size)
+        self.ground.write(offset + 8 * _HEAD, graph)
+        place = offset + start
+        for storage in captured.storages:
+            if storage.nbytes():
+                self.ground.at(place, storage.nbytes()).copy_(flat(storage))
+            place += aligned(storage.nbytes())
+        return offset, size
+
+    def _say(self, offset: int, *words: int) -> None:
+        for at, word in enumerate(words, offset // 8):
+            self.words[at] = word
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor that will be given: it need not be copied then."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        offset = self._taken(8 * _HEAD + size)
+        made = self.ground.apart(offset + 8 * _HEAD, size)
+        self._made[made.data_ptr()] = _Made(offset, 8 * _HEAD + size, made.untyped_storage())
+        return made.view(dtype).view(shape)
+
+    # --- taking ---
+
+    def take(self, held: Held) -> Any:
+        """Where it lies; it has been posted."""
+        offset = self.words[self._entry(held)]
+        storages = self.mapped[held] = self._lying(offset)
+        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + self.words[offset // 8 + 2]
+        return self._value(offset, storages)
+
+    def _lying(self, offset: int) -> list[torch.UntypedStorage]:
+        """The storages of a block, where they lie in the land."""
+        kind, about, size = self.words[offset // 8 : offset // 8 + 3].tolist()
+        start = offset + 8 * _HEAD
+        if kind == _TENSOR:
+            return [self._storage(start, size - 8 * _HEAD)]
+        lengths, _ = pickle.loads(self.ground.read(start, about))
+        start, found = offset + aligned(8 * _HEAD + about), []
+        for length, _ in lengths:
+            found.append(self._storage(start, length))
+            start += aligned(length)
+        return found
+
+    def _storage(self, start: int, size: int) -> torch.UntypedStorage:
+        if not size:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        return self.ground.apart(start, size).untyped_storage()
+
+    def _value(self, offset: int, storages: list[torch.UntypedStorage]) -> Any:
+        kind, about, _, rank, *shape = self.words[offset // 8 : offset // 8 + _HEAD].tolist()
+        if kind == _TENSOR:
+            whole = torch.empty(0, dtype=_DTYPES[about])
+            return whole.set_(storages[0], 0, shape[:rank])  # type: ignore[call-overload]
+        lengths, graph = pickle.loads(self.ground.read(offset + 8 * _HEAD, about))
+        there = self.accelerator.device
+        lying = [
+            storage if kind == "cpu" else storage.to(device=there)
+            for storage, (_, kind) in zip(storages, lengths, strict=True)
+        ]
+        return rebuilt(memoryview(graph), lying, around=self.around)["job"]
+
+    # --- letting go ---
+
+    def drop(self, held: Held) -> None:
+        """We need it no longer: at once, or as soon as nothing here looks at its memory."""
+        self.dropping.append(held)
+
+    def reclaim(self) -> None:
+        """Tell the makers what nobody here looks at any more; use our own land again."""
+        if self.dropping:
+            self.dropping = [held for held in self.dropping if not self._is_dropped(held)]
+        for at in [at for at, made in self._made.items() if not _is_seen(made.storage)]:
+            made = self._made.pop(at)
+            self._give_back(made.offset, made.size)
+
+    def _is_dropped(self, held: Held) -> bool:
+        if held[1] == self.me:
+            return self._is_taken_back(held[0])
+        if any(_is_seen(storage) for storage in self.mapped.get(held, ())):
+            return False
+        self.mapped.pop(held, None)
+        with self.ground.locked():
+            self.words[self._entry(held) + _DROPPED] += 1
+        return True
+
+    def _is_taken_back(self, block: int) -> bool:
+        posted = self.posted[block]
+        posted.value = None
+        all_dropped = self.words[self._entry((block, self.me)) + _DROPPED] >= posted.readers
+        if not all_dropped or any(map(_is_seen, posted.storages)):
+            return False
+        self._give_back(posted.offset, posted.size)
+        del self.posted[block]
+        return True
+
+    def values(self) -> Mapping[int, Any]:
+        """What was posted and is still needed elsewhere, or may be."""
+        return {n: self._value(p.offset, p.storages) for n, p in self.posted.items()}
+
+    # --- land ---
+
+    def _taken(self, size: int) -> int:
+        length = rounded(size)
+        if pieces := self._free.get(length):
+            self._free_bytes -= length
+            return pieces.pop()
+        with self.ground.locked():
+            return self.ground.take_land(length)
+
+    def _give_back(self, offset: int, size: int) -> None:
+        length = rounded(size)
+        if self._free_bytes + length > KEPT_BYTES:
+            self.ground.give_back(offset, length)
+            return
+        self._free.setdefault(length, []).append(offset)
+        self._free_bytes += length
+
+
+def flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _is_plain(value: Any) -> bool:
+    """A tensor of which a few words say everything."""
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not (value.requires_grad or value.is_conj() or value.is_neg())
+        and value.dim() <= _MOST_SIZES
+        and value.dtype in _NUMBER
+    )
+
+
+def _is_seen(storage: torch.UntypedStorage) -> bool:
+    """Whether anybody but our own list still looks at it."""
+    return bool(storage.nbytes()) and int(torch._C._storage_Use_Count(storage._cdata)) > 1
