@@ -469,12 +469,8 @@ class _Conductor:
             return {**word, "message": f"rank {number}: {word['message']}"}
         if any(word is None for word in words):
             return None
-        passed = [
-            [block, source, target, size]
-            for target, word in enumerate(words)
-            for block, source, size in (word or {}).get("passed", ())
-        ]
-        return {**(words[0] or {}), "passed": passed}
+        said = [word for word in words if word is not None]
+        return {**said[0], **_together(said)} if self.work.is_graph else dict(said[0])
 
     def _step(self) -> int:
         ran = [rank.progress.get("ran", 0) for rank in self.ranks]
@@ -487,6 +483,18 @@ class _Conductor:
 
     def _memory_bytes(self) -> int:
         return sum(rank.progress.get("memory_bytes", 0) for rank in self.ranks)
+
+
+def _together(said: list[JSON]) -> JSON:
+    """Of the executors of a graph, each of which has run a part of it."""
+    return {
+        "step": sum(word["step"] for word in said),
+        "passed": [
+            [block, source, target, size]
+            for target, word in enumerate(said)
+            for block, source, size in word.get("passed", ())
+        ],
+    }
 
 
 def _inexact(capabilities: list[str]) -> bool:
