@@ -326,29 +326,40 @@ def logs(
     ctx: typer.Context,
     id: Which,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="until it ends")] = False,
+    grep: Annotated[
+        str | None, typer.Option("--grep", "-g", help="only lines that hold this text")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=1, help="begin with the last so many lines")
+    ] = None,
     output: Format = Output.table,
 ) -> None:
-    """What a request or task printed."""
+    """What a request or task printed, wherever it ran and however often it was launched."""
+    which = {"grep": grep, "tail": tail}
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
-        path, task = f"/v1/requests/{id}/logs", None
+        path = f"/v1/requests/{id}/logs"
         if kind == "tasks":
             found = client.get(f"/v1/tasks/{id}")
-            path, task = f"/v1/requests/{found['request_id']}/logs", found["name"]
+            path, which["task"] = f"/v1/requests/{found['request_id']}/logs", found["name"]
         printed = False
-        for line in _lines(client, path, task, follow):
+        for line in _lines(client, path, which, follow):
             show_line(line, output, partial(telling.log_line, line))
             printed = True
-        if not printed and (value := client.get(f"/v1/{kind}/{id}"))["state"] in telling.ENDED:
-            err().print(telling.silent(value))
+        if printed or grep:
+            return
+        value = client.get(f"/v1/{kind}/{id}")
+        err().print(
+            telling.silent(value) if value["state"] in telling.ENDED else telling.quiet(value)
+        )
 
 
-def _lines(client: Client, path: str, task: str | None, follow: bool) -> Iterator[JSON]:
+def _lines(client: Client, path: str, which: JSON, follow: bool) -> Iterator[JSON]:
+    given = {name: value for name, value in which.items() if value is not None}
     if not follow:
-        yield from client.items(path, task=task)
+        yield from client.items(path, **{"limit": 200, **given})
         return
-    params = {} if task is None else {"task": task}
-    for event in client.stream(path, **params):
+    for event in client.stream(path, **given):
         if event.type != "end":
             yield event.data
 

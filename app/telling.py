@@ -286,6 +286,12 @@ def silent(value: JSON) -> Text:
     return text.append(f"  roundhouse show {value['id']}")
 
 
+def quiet(value: JSON) -> Text:
+    """Of one that has printed nothing so far."""
+    text = words(f"{value['name']} is {value['state']} and has printed nothing yet.")
+    return text.append(f"  roundhouse why {value['id']}")
+
+
 def _cause(task: JSON, of: str = "") -> Text:
     first = (task["message"] or "").partition("\n")[0]
     text = words(f"{task['name']}: {task['cause']}: {first}", "red")

@@ -20,7 +20,7 @@ from fastapi import Header, Query
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
-from sqlalchemy import Text, bindparam, cast, func, literal_column, select, tuple_
+from sqlalchemy import Select, Text, bindparam, cast, func, literal_column, select, tuple_
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -33,11 +33,12 @@ from app.api.schemas import EventOut, LogLineOut, Page
 from app.changes import LONGEST_WAIT_S, Subscription, changes
 from app.core.lifecycle import ENDED
 from app.db import Db, transaction
-from app.errors import BadInput, NotFound
+from app.errors import NotFound
 from app.models import Event, LogLine, Request, Task, Xid8
 
 READ_AT_ONCE = 500  # rows in one read of a stream
 SOONEST_S, LATEST_S = 0.05, 1.0  # how soon rows above the line are looked for again
+MAX_TAIL = 10_000  # lines
 RETRY_MS = 1000  # how soon a browser connects again
 
 router = v1_router("requests", 404)
@@ -59,9 +60,14 @@ _ALSO_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": _EVENT_STREA
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Rows in order; `settled` is False if there may be more that cannot be told yet."""
+    """Rows in order, of which there may be more if there are `more`, all behind the cursor `after`.
+
+    `settled` is False if there may be some that cannot be told yet.
+    """
 
     items: list[Any]
+    after: str | None
+    more: bool = False
     settled: bool = True
 
 
@@ -128,7 +134,8 @@ def read_events(session: Session, request_id: str, after: str | None, limit: int
         for row in rows
         if row.settled
     ]
-    return Read(items, settled=len(items) == len(rows))
+    last = items[-1].cursor if items else after
+    return Read(items, last, more=len(items) == limit, settled=len(items) == len(rows))
 
 
 def _events_above(request_id: str) -> Any:
@@ -152,7 +159,33 @@ def _event_key(cursor: str) -> list[int]:
 # --- logs ---------------------------------------------------------------------------------------
 
 OfTask = Annotated[str | None, Query(alias="task", description="only this task: its name or id")]
-Tail = Annotated[int | None, Query(ge=1, le=cursors.MAX_LIMIT, description="only the last lines")]
+Tail = Annotated[int | None, Query(ge=1, le=MAX_TAIL, description="only so many of the last lines")]
+Grep = Annotated[
+    str, Query(max_length=500, description="only lines that hold this text, as it is written")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Which lines of a request are meant: those of these tasks (id -> name) that hold `text`."""
+
+    tasks: dict[str, str]
+    text: str = ""
+
+    def query(self) -> Select[tuple[LogLine]]:
+        found = select(LogLine).where(LogLine.task_id.in_(self.tasks))
+        return found.where(func.strpos(LogLine.text, self.text) > 0) if self.text else found
+
+    def shown(self, line: LogLine) -> LogLineOut:
+        return LogLineOut(
+            cursor=cursors.seal(line.id),
+            at=line.at,
+            task_id=line.task_id,
+            task=self.tasks[line.task_id],
+            epoch=line.epoch,
+            stream=line.stream,
+            text=line.text,
+        )
 
 
 @router.get(
@@ -167,20 +200,24 @@ def list_logs(
     caller: Authed,
     session: Db,
     task: OfTask = None,
+    grep: Grep = "",
     tail: Tail = None,
     last_event_id: LastEventId = None,
 ) -> Any:
-    """With `Accept: text/event-stream` the same as `…/logs/stream`."""
+    """Of all its launches, wherever they were.  `tail` says where the first page begins, and counts
+    the lines that `grep` leaves.
+
+    With `Accept: text/event-stream` the same as `…/logs/stream`.
+    """
     visible_request(session, caller, id)
-    names = _tasks(session, id, task)
+    lines = Lines(_tasks(session, id, task), grep)
     if "text/event-stream" in paging.http.headers.get("accept", ""):
-        after = _last_seen(last_event_id) or paging.cursor or _before(session, names, tail)
-        return _log_stream(id, names, after)
-    if tail is not None:
-        if paging.cursor is not None:
-            raise BadInput.at("?tail", "give either tail or cursor", "both")
-        paging = replace(paging, cursor=_before(session, names, tail), limit=tail)
-    found = read_logs(session, names, paging.cursor, paging.most).items
+        after = _last_seen(last_event_id) or paging.cursor or _before(session, lines, tail)
+        return _log_stream(id, lines, after)
+    if tail is not None and paging.cursor is None:
+        first, limit = _before(session, lines, tail), min(tail, cursors.MAX_LIMIT)
+        paging = replace(paging, cursor=first, limit=limit)
+    found = _list_lines(session, lines, paging.cursor, paging.most)
     return paging.cut(found, [item.cursor for item in found]).page()
 
 
@@ -195,23 +232,24 @@ def stream_logs(
     caller: Authed,
     session: Db,
     task: OfTask = None,
+    grep: Grep = "",
     tail: Tail = None,
     last_event_id: LastEventId = None,
     cursor: Cursor = None,
 ) -> StreamingResponse:
     """Server-sent events named `log`, from the first line on, or the last ones with `tail`."""
     visible_request(session, caller, id)
-    names = _tasks(session, id, task)
-    after = _last_seen(last_event_id) or cursor or _before(session, names, tail)
-    return _log_stream(id, names, after)
+    lines = Lines(_tasks(session, id, task), grep)
+    after = _last_seen(last_event_id) or cursor or _before(session, lines, tail)
+    return _log_stream(id, lines, after)
 
 
-def _log_stream(request_id: str, names: dict[str, str], after: str | None) -> StreamingResponse:
+def _log_stream(request_id: str, lines: Lines, after: str | None) -> StreamingResponse:
     if after is not None:
         cursors.opened_numbers(after)
 
     def read(session: Session, _: str, after: str | None, limit: int) -> Read:
-        return read_logs(session, names, after, limit)
+        return _read_lines(session, lines, after, limit)
 
     return _stream(request_id, after, read, lambda _: "log")
 
@@ -228,32 +266,33 @@ def _tasks(session: Session, request_id: str, wanted: str | None) -> dict[str, s
     return found
 
 
-def _before(session: Session, names: dict[str, str], tail: int | None) -> str | None:
+def _before(session: Session, lines: Lines, tail: int | None) -> str | None:
     """The cursor after which the last `tail` lines lie."""
     if tail is None:
         return None
-    query = select(LogLine.id).where(LogLine.task_id.in_(names)).order_by(LogLine.id.desc())
+    query = lines.query().with_only_columns(LogLine.id).order_by(LogLine.id.desc())
     last = session.scalar(query.offset(tail).limit(1))
     return None if last is None else cursors.seal(last)
 
 
-def read_logs(session: Session, names: dict[str, str], after: str | None, limit: int) -> Read:
-    query = select(LogLine).where(LogLine.task_id.in_(names)).order_by(LogLine.id).limit(limit)
+def _list_lines(session: Session, lines: Lines, after: str | None, limit: int) -> list[LogLineOut]:
+    query = _above(lines.query(), after).limit(limit)
+    return [lines.shown(line) for line in session.scalars(query)]
+
+
+def _read_lines(session: Session, lines: Lines, after: str | None, limit: int) -> Read:
+    """A stream goes on after every line that it has looked at, also if it told none of them."""
+    query = _above(replace(lines, text="").query(), after).limit(limit)
+    rows = session.scalars(query).all()
+    items = [lines.shown(line) for line in rows if lines.text in line.text]
+    last = cursors.seal(rows[-1].id) if rows else after
+    return Read(items, last, more=len(rows) == limit)
+
+
+def _above(query: Select[tuple[LogLine]], after: str | None) -> Select[tuple[LogLine]]:
     if after is not None:
         query = query.where(LogLine.id > cursors.opened_numbers(after)[0])
-    items = [
-        LogLineOut(
-            cursor=cursors.seal(line.id),
-            at=line.at,
-            task_id=line.task_id,
-            task=names[line.task_id],
-            epoch=line.epoch,
-            stream=line.stream,
-            text=line.text,
-        )
-        for line in session.scalars(query)
-    ]
-    return Read(items)
+    return query.order_by(LogLine.id)
 
 
 def _last_seen(event_id: str | None, parts: int = 1) -> str | None:
@@ -287,9 +326,9 @@ async def _events(
         while not changes.closing:
             state, found = await run_in_threadpool(_read, request_id, after, read)
             for item in found.items:
-                after = item.cursor
-                yield _event(type_of(item), item, after)
-            if len(found.items) == READ_AT_ONCE:
+                yield _event(type_of(item), item, item.cursor)
+            after = found.after
+            if found.more:
                 continue
             if found.settled and state in ENDED:
                 yield format_sse_event(event="end", data_str=f'{{"state": "{state}"}}')

@@ -485,6 +485,22 @@ class TestFollowing:
         as_json = [json.loads(line) for line in run("logs", submitted, "-o", "json").stdout.splitlines()]  # fmt: skip  # noqa: E501
         assert [line["text"] for line in as_json] == lines
 
+    def test_logs_can_be_searched_and_begun_at_their_end(self, run, service, submitted):
+        service.prints(submitted, *(f"step {n}" for n in range(300)))
+        assert run("logs", submitted, "--grep", "p 29").stdout.splitlines() == [
+            f"step {n}" for n in (29, *range(290, 300))
+        ]
+        last = [f"step {n}" for n in range(60, 300)]
+        assert run("logs", "--tail", 240, submitted).stdout.splitlines() == last
+        service.ends(submitted, "done")
+        told = run("logs", "-f", "-g", "p 29", "-n", 2, service.task_of(submitted))
+        assert told.stdout.splitlines() == ["step 298", "step 299"]
+
+    def test_what_has_printed_nothing_yet_is_told_so(self, run, submitted):
+        told = run("logs", submitted)
+        assert (told.exit_code, told.stdout) == (0, "")
+        assert f"printed nothing yet.  roundhouse why {submitted}" in told.stderr
+
     def test_logs_f_ends_when_the_request_has_ended(self, run, service, submitted):
         def play() -> None:
             for n in range(3):

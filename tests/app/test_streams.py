@@ -231,12 +231,38 @@ class TestLogs:
         assert texts(task="train", limit=1) == ["a"]
         with server.client() as client:
             problem(client.get(path, params={"task": "other"}), 404, "not-found")
-            problem(
-                client.get(path, params={"tail": 1, "cursor": "MQ"}),
-                422,
-                "validation-error",
-                "?tail",
-            )
+
+    def test_a_tail_longer_than_a_page_goes_on_with_the_next_link(self, server, request_id):
+        log(request_id, *(f"line {n}" for n in range(300)))
+        with server.client() as client:
+            first = client.get(f"/v1/requests/{request_id}/logs", params={"tail": 250})
+            rest = client.get(first.links["next"]["url"])
+        texts = [item["text"] for page in (first, rest) for item in page.json()["items"]]
+        assert texts == [f"line {n}" for n in range(50, 300)]
+        assert rest.json()["next_cursor"] is None
+
+    def test_grep_leaves_the_lines_that_hold_the_text_as_it_is_written(self, server, request_id):
+        log(request_id, "loss 0.5", "Loss 0.4", "100% of a_b", "loss 0.3", "100 of axb")
+        path = f"/v1/requests/{request_id}/logs"
+
+        def texts(**params: Any) -> list[str]:
+            with server.client() as client:
+                found = client.get(path, params=params).raise_for_status().json()
+            return [item["text"] for item in found["items"]]
+
+        assert texts(grep="loss") == ["loss 0.5", "loss 0.3"]
+        assert texts(grep="loss", tail=1) == ["loss 0.3"]
+        assert texts(grep="100% of a_b") == ["100% of a_b"]
+        assert texts(grep="oss 0.", limit=2) == ["loss 0.5", "Loss 0.4"]
+
+    def test_a_stream_that_greps_looks_at_no_line_twice(self, server, request_id):
+        log(request_id, *(["dull"] * 700), "loss 0.5")
+        with stream(server, f"/v1/requests/{request_id}/logs/stream?grep=loss") as lines:
+            assert next(lines)[2]["text"] == "loss 0.5"
+            log(request_id, "dull", "loss 0.4")
+            assert next(lines)[2]["text"] == "loss 0.4"
+            end(request_id)
+            assert [name for name, _, _ in lines] == ["end"]
 
     def test_a_stream_tells_new_lines_and_goes_on_after_the_last_event_id(self, server, request_id):
         log(request_id, "a")
