@@ -188,7 +188,11 @@ def _descriptor_in(folder: Path) -> Path:
     for name in DESCRIPTOR_NAMES:
         if (folder / name).exists():
             return folder / name
-    raise Unreadable(f"{folder}: holds none of {', '.join(DESCRIPTOR_NAMES)}; or give --job")
+    raise Unreadable(
+        f"{folder}: holds no {DESCRIPTOR_NAMES[0]}, which says what to run. Write one, or say it:\n"
+        f"  roundhouse submit {folder} --job module:Class\n"
+        f"  roundhouse submit {folder} -- python script.py"
+    )
 
 
 class _Loader(yaml.SafeLoader):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 from typer.core import TyperGroup
@@ -36,6 +35,8 @@ from app.terminal import Output, err, facts, out, show, show_line, table
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
 INTERRUPTED = 130
+HERE, WORK, DATA = "The service, and you", "Work", "Data"  # under which `--help` lists the verbs
+SHARES, ADMIN = "Shares and devices", "Administration"
 SILENT_S = 5.0  # so long no event comes before a watcher is told why
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,9 @@ def _fail(code: int, told: Text) -> NoReturn:
 app = typer.Typer(
     cls=_Verbs,
     help="Roundhouse: share a few accelerators between several teams.",
+    epilog="Exit codes: 0 ok, 1 the job failed, 2 usage, 3 no access, 4 refused, 5 not found,"
+    " 6 no answer, 130 interrupted.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -126,14 +128,17 @@ def _once(ctx: typer.Context) -> Client:
 # --- the service and who you are ------------------------------------------------------------------
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    rich_help_panel=HERE,
+)
 def up(ctx: typer.Context) -> None:
     """Run the whole system on this machine, until Ctrl-C (options: those of python -m app.up)."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "app.up", *ctx.args])
 
 
-@app.command("login")
+@app.command("login", rich_help_panel=HERE)
 def log_in(
     ctx: typer.Context,
     url: Annotated[str, typer.Option(help="address of the service")] = "",
@@ -150,7 +155,7 @@ def log_in(
     err().print(f"You are {me['user']} of {me['tenant']} ({me['role']}); kept in {file}.")
 
 
-@app.command()
+@app.command(rich_help_panel=HERE)
 def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
     """Who the service takes you for."""
     who = login.found(ctx.obj)
@@ -162,21 +167,25 @@ def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
 # --- submit ---------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def submit(
     ctx: typer.Context,
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE|FOLDER]", help="a descriptor, or a folder that holds one"),
+        typer.Argument(metavar="FILE|FOLDER", help="a descriptor, or the folder of the code"),
     ] = None,
-    job: Annotated[str, typer.Option(help="without a file: the class, as module:Class")] = "",
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND", help="what to run in the folder: -- python x.py"),
+    ] = None,
+    job: Annotated[str, typer.Option(help="what to run in the folder: module:Class")] = "",
     bundle: Annotated[Path | None, typer.Option(help="folder or archive of the code")] = None,
     param: Annotated[
         list[str] | None, typer.Option("--param", "-p", help="name=value for the job; repeatable")
     ] = None,
     name: Annotated[str, typer.Option(help="of the request")] = "",
     ranks: Annotated[
-        int, typer.Option(min=1, help="with --job: ranks that share the devices it gets")
+        int, typer.Option(min=1, help="of a job or command: so many share the devices it gets")
     ] = 1,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="tell events until it ends")] = False,
     check: Annotated[bool, typer.Option("--check", help="only check it, submit nothing")] = False,
@@ -185,8 +194,20 @@ def submit(
     ] = "",
     output: Format = Output.table,
 ) -> None:
-    """Submit work: a descriptor in YAML or JSON, or one job of a folder of code."""
-    descriptor = _descriptor(source, job, param or [], name, ranks)
+    """Submit work: a descriptor in YAML or JSON, or a job or command of a folder of code.
+
+    \b
+    roundhouse submit request.yaml
+    roundhouse submit folder                  (with a roundhouse.yaml in it)
+    roundhouse submit folder --job train:Train -p lr=0.1
+    roundhouse submit folder -- python train.py --lr 0.1
+    """
+    run = _run(source, job, command or [], bundle)
+    descriptor = _descriptor(source, run, ranks)
+    if name:
+        descriptor["name"] = name
+    if param:
+        _set_params(descriptor, param)
     code = _code(descriptor, source, bundle)
     key = key or str(uuid.uuid4())
     with _client(ctx) as client:
@@ -208,26 +229,31 @@ def submit(
             show(request, output, lambda: telling.accepted(request))
             return
         err().print(telling.accepted(request))
-        with _Waits(partial(_client, ctx), request["id"]) as waits:
-            _watch(client, request["id"], output, waits)
+        _watch(ctx, client, request["id"], output)
 
 
-def _descriptor(source: Path | None, job: str, params: list[str], name: str, ranks: int) -> JSON:
-    if (source is None) == (not job):
-        raise typer.BadParameter("give either a descriptor (FILE or FOLDER) or --job module:Class")
-    if ranks > 1 and not job:
-        raise typer.BadParameter("--ranks is for --job; a descriptor says world_size for each task")
-    descriptor = read(source) if source is not None else _one_job(job, ranks)
-    if name:
-        descriptor["name"] = name
-    if params:
-        _set_params(descriptor, params)
-    return descriptor
+def _run(source: Path | None, job: str, command: list[str], bundle: Path | None) -> JSON | None:
+    """What runs, if that is said here and not in a descriptor."""
+    if job and command:
+        raise typer.BadParameter("give either --job or a command, not both")
+    if not job and not command:
+        return None
+    if source is not None and not source.is_dir():
+        raise typer.BadParameter(f"with --job or a command, {source} is to be a folder of code")
+    if source is not None and bundle is not None:
+        raise typer.BadParameter(f"the code is either {source} or --bundle {bundle}, not both")
+    return {"job": job} if job else {"command": command}
 
 
-def _one_job(job: str, ranks: int) -> JSON:
-    task = {"name": "train", "type": "train", "run": {"job": job}, "world_size": ranks}
-    return {"tasks": [task]}
+def _descriptor(source: Path | None, run: JSON | None, ranks: int) -> JSON:
+    if run is not None:
+        kind = "train" if "job" in run else "command"
+        return {"tasks": [{"name": kind, "type": "train", "run": run, "world_size": ranks}]}
+    if source is None:
+        raise typer.BadParameter("say what to submit: a descriptor, or a folder of code")
+    if ranks > 1:
+        raise typer.BadParameter("a descriptor says world_size for each task; --ranks is without")
+    return read(source)
 
 
 def _set_params(descriptor: JSON, params: list[str]) -> None:
@@ -270,7 +296,7 @@ def _upload(client: Client, code: Bundle) -> None:
 # --- look -----------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def ps(
     ctx: typer.Context,
     all_: Annotated[bool, typer.Option("--all", "-a", help="also what has ended")] = False,
@@ -288,7 +314,7 @@ def ps(
         err().print(f"There are more than {limit}; ask for more with --limit.")
 
 
-@app.command("show")
+@app.command("show", rich_help_panel=WORK)
 def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     """Show a request with its tasks, or one task with where it ran."""
     with _client(ctx) as client:
@@ -301,7 +327,7 @@ def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> No
     show({**value, "placements": stays}, output, lambda: telling.task(value, stays))
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def why(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
     """Why it waits, and what would let it start."""
     with _client(ctx) as client:
@@ -321,7 +347,7 @@ def _open_tasks(client: Client, request_id: str) -> list[JSON]:
     return [task for task in tasks if task["state"] not in telling.ENDED] or tasks
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def logs(
     ctx: typer.Context,
     id: Which,
@@ -410,12 +436,22 @@ class _Waits:
             err().print(line)
 
 
-def _watch(client: Client, request_id: str, output: Output, waits: _Waits) -> None:
+@app.command(rich_help_panel=WORK)
+def watch(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """Tell what happens to a request until it ends; exits with 1 if it does not end well."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        request_id = client.get(f"/v1/tasks/{id}")["request_id"] if kind == "tasks" else id
+        _watch(ctx, client, request_id, output)
+
+
+def _watch(ctx: typer.Context, client: Client, request_id: str, output: Output) -> None:
     """Tells events until the request has ended; exits with JOB_FAILED if it did not end well."""
-    for event in client.stream(f"/v1/requests/{request_id}/events"):
-        waits.heard()
-        if event.type != "end":
-            show_line(event.data, output, partial(telling.event, event.data))
+    with _Waits(partial(_client, ctx), request_id) as waits:
+        for event in client.stream(f"/v1/requests/{request_id}/events"):
+            waits.heard()
+            if event.type != "end":
+                show_line(event.data, output, partial(telling.event, event.data))
     request = client.get(f"/v1/requests/{request_id}")
     err().print(telling.ended(request))
     if request["state"] != "done":
@@ -425,7 +461,7 @@ def _watch(client: Client, request_id: str, output: Output, waits: _Waits) -> No
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def checkpoints(
     ctx: typer.Context,
     task: Annotated[str, typer.Argument(help="its id (tsk_...)")],
@@ -437,7 +473,7 @@ def checkpoints(
     show(found, output, lambda: table(found, telling.CHECKPOINTS))
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def export(
     ctx: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="its id (ckp_...)")],
@@ -456,7 +492,7 @@ def export(
 BLOCK = "datablock:"
 
 
-@app.command()
+@app.command(rich_help_panel=DATA)
 def cp(
     ctx: typer.Context,
     source: Annotated[str, typer.Argument(help="a file, or datablock:NAME[@VERSION]")],
@@ -487,7 +523,7 @@ def _put(client: Client, name: str, file: Path, sent: Callable[[int], None]) -> 
         raise Unreadable(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-@app.command()
+@app.command(rich_help_panel=DATA)
 def datablocks(
     ctx: typer.Context,
     name: Annotated[str | None, typer.Argument(help="all versions of this one")] = None,
@@ -504,25 +540,25 @@ def datablocks(
 # --- change ---------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def cancel(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
     """End it at its next safe point; what it computed is gone."""
     _wish(ctx, ids, {"requests": "cancel", "tasks": "cancel"}, output)
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def pause(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
     """Give its device to others; it loses no step and waits until it is resumed."""
     _wish(ctx, ids, {"requests": "hold", "tasks": "pause"}, output)
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
     """Let it go on, where it was paused."""
     _wish(ctx, ids, {"requests": "release", "tasks": "resume"}, output)
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def migrate(
     ctx: typer.Context,
     id: Which,
@@ -533,7 +569,7 @@ def migrate(
     _wish_tasks(ctx, id, "migrate", {"to": to}, output)
 
 
-@app.command()
+@app.command(rich_help_panel=WORK)
 def resize(
     ctx: typer.Context,
     id: Which,
@@ -550,7 +586,7 @@ def _wish_tasks(ctx: typer.Context, id: str, verb: str, body: JSON, output: Outp
         kind, id = _resolve(client, id)
         tasks = [id] if kind == "tasks" else [task["id"] for task in _open_tasks(client, id)]
         wished = [client.post(f"/v1/tasks/{task}/{verb}", body) for task in tasks]
-    show(wished, output, lambda: table(wished, telling.WISHED))
+    show(wished, output, lambda: table(wished, telling.WISHED_TASKS))
 
 
 def _wish(ctx: typer.Context, ids: list[str], verbs: dict[str, str], output: Output) -> None:
@@ -585,7 +621,7 @@ def _resolve(client: Client, given: str) -> tuple[str, str]:
 # --- shares and devices ---------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(rich_help_panel=SHARES)
 def usage(
     ctx: typer.Context,
     by: Annotated[str, typer.Option(help="of tenant, user, kind, bucket; with commas")] = (
@@ -605,7 +641,15 @@ def usage(
     show(report["items"], output, lambda: table(report["items"], columns))
 
 
-@app.command()
+@app.command(rich_help_panel=SHARES)
+def share(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Your share now: what you may hold, what you hold and borrow, and why."""
+    with _client(ctx) as client:
+        fair = client.get("/v1/fair-share")
+    show(fair, output, lambda: telling.shares(fair))
+
+
+@app.command(rich_help_panel=SHARES)
 def devices(ctx: typer.Context, output: Format = Output.table) -> None:
     """The devices: which are up, which are free, what runs there."""
     with _client(ctx) as client:
@@ -613,33 +657,37 @@ def devices(ctx: typer.Context, output: Format = Output.table) -> None:
     show(found, output, lambda: table(found, telling.DEVICES))
 
 
-@app.command()
+@app.command(rich_help_panel=SHARES)
 def top(
     ctx: typer.Context,
     every_s: Annotated[float, typer.Option("--every", min=0.2, help="seconds")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="print it, and end")] = False,
+    output: Annotated[
+        Output, typer.Option("--output", "-o", help="json and yaml print it once")
+    ] = Output.table,
 ) -> None:
     """Who has what right now, live, until Ctrl-C: shares, devices, what runs."""
     screen = out()
     with _client(ctx) as client:
-        if once or not screen.is_terminal:
-            screen.print(_standing(client))
+        if once or output != Output.table or not screen.is_terminal:
+            now = _standing(client)
+            show(now, output, lambda: telling.standing(**now))
             return
         with suppress(KeyboardInterrupt), Live(console=screen, screen=True) as live:
             while True:
-                live.update(_standing(client), refresh=True)
+                live.update(telling.standing(**_standing(client)), refresh=True)
                 time.sleep(every_s)
 
 
-def _standing(client: Client) -> RenderableType:
-    return telling.standing(
-        client.get("/v1/fair-share"),
-        list(client.items("/v1/devices")),
-        client.get("/v1/requests", state="running", limit=20)["items"],
-    )
+def _standing(client: Client) -> JSON:
+    return {
+        "fair": client.get("/v1/fair-share"),
+        "devices": list(client.items("/v1/devices")),
+        "running": client.get("/v1/requests", state="running", limit=20)["items"],
+    }
 
 
-@app.command()
+@app.command(rich_help_panel=SHARES)
 def presets(ctx: typer.Context, output: Format = Output.table) -> None:
     """What is configured on a device for each type of task."""
     with _client(ctx) as client:
@@ -650,13 +698,13 @@ def presets(ctx: typer.Context, output: Format = Output.table) -> None:
 _Place = Annotated[str, typer.Argument(metavar="HOST|DEVICE", help="like gpu7, or gpu7.0")]
 
 
-@app.command()
+@app.command(rich_help_panel=SHARES)
 def drain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
     """Take a host or a device out of service: what runs there goes on elsewhere."""
     _serve(ctx, place, output, {"hosts": "drain", "devices": "cordon"})
 
 
-@app.command()
+@app.command(rich_help_panel=SHARES)
 def undrain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
     """Let a host or a device take work again."""
     _serve(ctx, place, output, {"hosts": "uncordon", "devices": "uncordon"})
@@ -672,7 +720,7 @@ def _serve(ctx: typer.Context, place: str, output: Output, verbs: dict[str, str]
     show(found, output, lambda: table(found, telling.DEVICES))
 
 
-@app.command()
+@app.command(rich_help_panel=HERE)
 def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
     """Is the service there, does it know you, can it work?  Exits with 6 if anything is wrong."""
     who = login.found(ctx.obj)
@@ -698,7 +746,7 @@ def _known(client: Client, who: login.Login) -> JSON:
 
 # --- what if --------------------------------------------------------------------------------------
 
-app.command()(simulating.simulate)
+app.command(rich_help_panel=SHARES)(simulating.simulate)
 
 # --- tenants and users ----------------------------------------------------------------------------
 
@@ -707,7 +755,7 @@ _Kinds = list[str] | None
 _A_BOUND = "a number, or none"
 
 
-@app.command()
+@app.command(rich_help_panel=ADMIN)
 def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
     """The tenants that you see: weight, guarantee, limit, tier."""
     with _client(ctx) as client:
@@ -715,7 +763,7 @@ def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
     show(found, output, lambda: table(telling.as_tree(found), telling.TENANTS))
 
 
-@app.command()
+@app.command(rich_help_panel=ADMIN)
 def tenant(
     ctx: typer.Context,
     which: Annotated[str, typer.Argument(metavar="TENANT", help="its name or id")],
@@ -746,7 +794,15 @@ def tenant(
     show(found, output, lambda: telling.tenant(found))
 
 
-@app.command()
+@app.command(rich_help_panel=ADMIN)
+def users(ctx: typer.Context, output: Format = Output.table) -> None:
+    """The users that you see, people and service accounts."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/users"))
+    show(found, output, lambda: table(found, telling.USERS))
+
+
+@app.command(rich_help_panel=ADMIN)
 def user(
     ctx: typer.Context,
     which: Annotated[str, typer.Argument(metavar="USER", help="name or id")],
@@ -763,7 +819,7 @@ def user(
 # --- webhooks -------------------------------------------------------------------------------------
 
 webhook = typer.Typer(cls=_Verbs, help="Addresses told when requests end.", no_args_is_help=True)
-app.add_typer(webhook, name="webhook")
+app.add_typer(webhook, name="webhook", rich_help_panel=ADMIN)
 
 _WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="its id")]
 
@@ -844,8 +900,8 @@ def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
 
 key = typer.Typer(cls=_Verbs, help="API keys: make, rotate, revoke.", no_args_is_help=True)
 account = typer.Typer(cls=_Verbs, help="Service accounts: users that are programs.")
-app.add_typer(key, name="key")
-app.add_typer(account, name="account")
+app.add_typer(key, name="key", rich_help_panel=ADMIN)
+app.add_typer(account, name="account", rich_help_panel=ADMIN)
 
 _KeyId = Annotated[str, typer.Argument(metavar="KEY", help="its id: rh_ID_...")]
 

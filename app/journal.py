@@ -280,8 +280,10 @@ def order_round(session: Session, task: Task, moving: Moving) -> None:
 def break_off(session: Session, task: Task, because: str) -> None:
     """Its move has failed: it stays what it is, and where it is."""
     to = task.move_to if task.move_to != ANYWHERE else "another device"
-    stays = f"it goes on on {task.seat}" if task.seat else "it goes on when its turn comes"
-    told = f"It is not moved to {to}: {because}. No step is lost; {stays}."
+    told = f"It is not moved to {to}: {because}."
+    if task.cancel_asked_at is None:
+        stays = f"on {task.seat}" if task.seat else "when its turn comes"
+        told += f" No step is lost; it goes on {stays}."
     tell(session, task, "task.move_failed", told, to=task.move_to)
     task.move_to = task.moving = None
 

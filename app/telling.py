@@ -45,6 +45,8 @@ WISHED = [
     Column("ASKED", lambda x: _asked(x) or _too_late(x)),
 ]
 
+WISHED_TASKS = [*WISHED, Column("DEVICES", lambda t: _width(t))]
+
 
 def accepted(request: JSON) -> Text:
     text = words(f"Accepted as {request['id']}: {request['name']}, {request['state']}.")
@@ -61,7 +63,8 @@ def ended(request: JSON) -> RenderableType:
         state(request["state"]),
         f": {seconds(held)} of device time, {counts}.",
     )
-    return Group(told, *(failure(task) for task in request["tasks"] if task["state"] == "failed"))
+    failed = [task for task in request["tasks"] if task["state"] == "failed"]
+    return Group(told, *_results(request["tasks"]), *map(failure, failed))
 
 
 def request(value: JSON) -> RenderableType:
@@ -114,7 +117,14 @@ def _asked(changed: JSON) -> str:
         return "cancel"
     if holders := {task["hold"] for task in tasks} - {""}:
         return f"held by {', '.join(sorted(holders))}"
+    if places := {to for task in tasks if (to := _where_to(task))}:
+        return f"move to {', '.join(sorted(places))}"
     return ""
+
+
+def _width(task: JSON) -> str:
+    least, most = task["devices_min"], task["devices_max"]
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 def _too_late(changed: JSON) -> str:
@@ -466,6 +476,15 @@ KEYS = [
     Column("SCOPES", lambda k: "all" if k["scopes"] is None else ", ".join(k["scopes"])),
     Column("STATE", lambda k: _key_state(k)),
     Column("USED", lambda k: ago(k["last_used_at"])),
+]
+
+USERS = [
+    Column("ID", lambda u: u["id"]),
+    Column("NAME", lambda u: u["name"]),
+    Column("TENANT", lambda u: u["tenant_id"]),
+    Column("WEIGHT", lambda u: u["weight"], right=True),
+    Column("IS", lambda u: "a program" if u["service"] else "a person"),
+    Column("MADE", lambda u: ago(u["created_at"])),
 ]
 
 ACCOUNTS = [

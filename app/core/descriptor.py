@@ -252,7 +252,7 @@ def _run(fields: Fields) -> Run:
         fields.fault("", f"give exactly one of {', '.join(RUNS)}; this gives {said}")
     rule = 'of the form "module:Name"'
     entries = {kind: fields.text(kind, "", ENTRY, rule) for kind in ("job", "function")}
-    argv = fields.texts("command", None, "") if "command" in fields.body else ()
+    argv = fields.texts("command", None, "")
     graph = _graph(fields)
     if fields.body.get("command") == []:
         fields.fault("command", "a command needs at least one word", "missing")

@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -191,6 +192,39 @@ def run(
     settings.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def operations() -> list[tuple[str, re.Pattern[str], set[str]]]:
+    """Of docs/openapi.json: (method, its path, names of its query parameters)."""
+    document = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    return [
+        (
+            method.upper(),
+            re.compile(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(path))),
+            {each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"},
+        )
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+@pytest.fixture(autouse=True)
+def every_call_is_one_that_the_document_declares(
+    operations: list[tuple[str, re.Pattern[str], set[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = httpx2.Client.send
+
+    def checked(client: httpx2.Client, request: httpx2.Request, **how: Any) -> httpx2.Response:
+        [names] = [
+            names
+            for method, path, names in operations
+            if method == request.method and path.fullmatch(request.url.path)
+        ]
+        assert set(request.url.params.keys()) <= names, str(request.url)
+        return send(client, request, **how)
+
+    monkeypatch.setattr(httpx2.Client, "send", checked)
+
+
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     folder = tmp_path / "code"
@@ -267,6 +301,22 @@ class TestSubmit:
         )
         assert params == {"steps": 200, "lr": 0.001, "opt": "adamw"}
 
+    def test_a_folder_and_what_runs_in_it(self, run, code, service):
+        said = {
+            ("--job", "train:Train", "-p", "lr=1"): {"job": "train:Train"},
+            ("--ranks", 2, "--", "python", "-u", "train.py", "--lr", "0.1"): {
+                "command": ["python", "-u", "train.py", "--lr", "0.1"]
+            },
+        }
+        for words, wanted in said.items():
+            result = run("submit", code, "-o", "json", *words)
+            assert result.exit_code == 0, result.output
+            [(found,)] = service.sql(
+                "select descriptor->'run' from tasks where request_id = %s",
+                json.loads(result.stdout)["id"],
+            )
+            assert found == wanted
+
     def test_a_file_whose_bundle_lies_beside_it_wherever_one_stands(
         self, run, code, tmp_path, monkeypatch
     ):
@@ -342,8 +392,11 @@ class TestSubmit:
         [
             (("--job", "train:Trian"), 2, "/tasks/0/run/job: "),
             (("--job", "train:Train", "-p", "steps"), 2, "is not name=value"),
-            ((), 2, "give either a descriptor"),
-            (("nowhere.yaml", "--job", "a:B"), 2, "give either a descriptor"),
+            ((), 2, "say what to submit"),
+            (("nowhere.yaml", "--job", "a:B"), 2, "nowhere.yaml is to be a folder"),
+            ((".", "--job", "a:B"), 2, "the code is either"),
+            ((".", "--job", "a:B", "--", "python", "x.py"), 2, "either --job or a command"),
+            (("code",), 2, "--job module:Class"),
             (("nowhere.yaml",), 2, "nowhere.yaml: cannot be read"),
             (("--job", "train:Train", "--bundle", "nowhere"), 2, "no such folder"),
             (("--job", "train:Train", "--name", "Not A Name"), 2, "/name: "),
@@ -461,6 +514,18 @@ class TestLooking:
         assert "all others" in told.stdout
         assert run("usage", "--by", "colour").exit_code == 2
 
+    def test_share_says_what_the_api_says(self, run):
+        fair = json.loads(run("share", "-o", "json").stdout)
+        assert [tenant["tenant"] for tenant in fair["tenants"]] == ["alpha"]
+        assert fair["verdict"] in run("share").stdout
+
+    def test_a_shell_can_complete_the_verbs(self):
+        words = {"COMP_WORDS": "roundhouse wat", "COMP_CWORD": "1"}
+        asked = {**os.environ, **words, "_ROUNDHOUSE_COMPLETE": "complete_bash"}
+        command = Path(sys.executable).with_name("roundhouse")
+        said = subprocess.run([command], env=asked, capture_output=True, text=True, check=True)
+        assert said.stdout.split() == ["watch"]
+
     @pytest.mark.parametrize("verb", ["show", "why", "logs", "cancel", "pause", "resume"])
     @pytest.mark.parametrize("id", ["nobodys", "req_00", "tsk_00"])
     def test_what_is_not_there_is_not_found(self, run, verb, id):
@@ -556,6 +621,10 @@ class TestFollowing:
         assert "Started on local.0." in result.stdout
         assert "Paused after step 7" in result.stdout
         assert f"{name} is {state}: 2.5 s of device time, 1 pause, no lost steps." in result.stderr
+        [(request,)] = service.sql("select id from requests where name = %s", name)
+        for id in (request, service.task_of(request)):
+            again = run("watch", id)
+            assert (again.exit_code, again.stdout) == (code_, result.stdout)
 
     def test_watching_tells_why_it_waits_once_and_again_when_that_changes(
         self, run, service, code, monkeypatch
@@ -636,6 +705,11 @@ class TestWishes:
         assert "its 4 ranks take 1 to 4 devices, not 5" in too_many.stderr
         assert "it has one rank" in run("resize", submitted, "2").stderr
 
+    def test_what_was_asked_is_told(self, run, service, submitted):
+        task = service.task_of(submitted)
+        service.sql("update tasks set move_to = 'local.1' where id = %s", task)
+        assert "move to local.1" in run("pause", task).stdout + run("resume", task).stdout
+
     def test_ranks_are_for_a_job_without_a_file(self, run, code):
         assert run("submit", code, "--ranks", "2").exit_code == 2
 
@@ -646,6 +720,8 @@ class TestOperating:
         assert result.exit_code == 0
         for told in ("WEIGHT", "alpha", "local.0", "SUBMITTED"):
             assert told in result.stdout
+        now = yaml.safe_load(run("top", "-o", "yaml").stdout)
+        assert [device["id"] for device in now["devices"]] == ["local.0"]
 
     def test_what_is_drained_takes_no_work_until_it_is_let(self, run):
         for place in ("local.0", "local"):
@@ -678,6 +754,13 @@ class TestOperating:
 
 
 class TestTenants:
+    def test_users_are_listed_people_and_programs(self, run):
+        assert run("--as", "alpha:tenant_admin", "account", "add", "nightly").exit_code == 0
+        told = run("--as", "alpha:tenant_admin", "users").stdout
+        [row] = [line for line in told.splitlines() if "nightly" in line]
+        assert "a program" in row
+        assert "a person" in told
+
     def test_they_are_listed_as_a_tree_and_each_sees_its_own(self, run):
         lines = run("--as", "platform", "tenants").stdout.splitlines()
         assert lines[0].split()[:2] == ["TENANT", "WEIGHT"]

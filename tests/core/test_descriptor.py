@@ -356,6 +356,11 @@ def test_an_unknown_field_says_what_was_meant() -> None:
     assert fault.detail == "unknown field 'worldsize'; did you mean 'world_size'?"
 
 
+def test_a_misspelt_command_is_told_its_name() -> None:
+    found = {fault.pointer: fault.detail for fault in faults(one(run={"comand": ["ls"]}))}
+    assert found["/tasks/0/run/comand"] == "unknown field 'comand'; did you mean 'command'?"
+
+
 def test_a_name_that_is_given_twice_is_told_at_the_second() -> None:
     body = one()
     body["tasks"] *= 2
