@@ -1258,8 +1258,8 @@ class Said:
     text: str
 
 
-def log_tail(session: Session, request: str, *, limit: int = 200) -> list[Said]:
-    """The last lines of all of a request's tasks, oldest first."""
+def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200) -> list[Said]:
+    """The last lines of all of a request's tasks that hold `grep`, oldest first."""
     query = (
         select(LogLine, Task.name)
         .join(Task, Task.id == LogLine.task_id)
@@ -1267,6 +1267,8 @@ def log_tail(session: Session, request: str, *, limit: int = 200) -> list[Said]:
         .order_by(LogLine.id.desc())
         .limit(limit)
     )
+    if grep:
+        query = query.where(func.strpos(LogLine.text, grep) > 0)
     return [
         Said(id=row.id, task=name, epoch=row.epoch, at=row.at, stream=row.stream, text=row.text)
         for row, name in reversed(session.execute(query).all())

@@ -12,7 +12,7 @@ Log lines need no such line: one island writes those of a request, one transacti
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -55,6 +55,7 @@ _EVENT_STREAM = {
 _STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events", "content": _EVENT_STREAM}
 }
+_PLAIN = {"text/plain": {"schema": {"type": "string"}, "example": "loss 0.31\nloss 0.30\n"}}
 _ALSO_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": _EVENT_STREAM}}
 
 
@@ -219,6 +220,36 @@ def list_logs(
         paging = replace(paging, cursor=first, limit=limit)
     found = _list_lines(session, lines, paging.cursor, paging.most)
     return paging.cut(found, [item.cursor for item in found]).page()
+
+
+@router.get(
+    "/requests/{id}/logs/text",
+    summary="All that its jobs printed, as a file",
+    response_class=StreamingResponse,
+    responses={200: {"description": "the lines as they were printed", "content": _PLAIN}},
+)
+def download_logs(
+    id: str, caller: Authed, session: Db, task: OfTask = None, grep: Grep = ""
+) -> StreamingResponse:
+    """Of all its launches, wherever they were, oldest first."""
+    request = visible_request(session, caller, id)
+    lines = Lines(_tasks(session, id, task), grep)
+    name = f'attachment; filename="{request.name}.log"'
+    return StreamingResponse(
+        _printed(lines), media_type="text/plain", headers={"Content-Disposition": name}
+    )
+
+
+def _printed(lines: Lines) -> Iterator[str]:
+    """Batch by batch, with no connection held while the caller reads."""
+    after = None
+    while True:
+        with transaction() as session:
+            found = _list_lines(session, lines, after, READ_AT_ONCE)
+        yield "".join(f"{line.text}\n" for line in found)
+        if len(found) < READ_AT_ONCE:
+            return
+        after = found[-1].cursor
 
 
 @router.get(

@@ -396,7 +396,9 @@ def list_requests(
 
 
 @router.get("/ui/requests/{id}")
-def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Response:
+def show_request(
+    request: Request, session: Db, caller: Visitor, id: str, grep: str = ""
+) -> Response:
     asked_for = visible_request(session, caller, id)
     found = reports.request(session, None, id)
     now = reports.clock(session)
@@ -418,7 +420,8 @@ def show_request(request: Request, session: Db, caller: Visitor, id: str) -> Res
         curves=drawing.curve_charts(reports.curves(session, id)),
         stays=stays,
         line=drawing.time_line(stays, now=now),
-        log=reports.log_tail(session, id),
+        grep=grep,
+        log=reports.log_tail(session, id, grep=grep),
         happened=drawing.folded(reports.events(session, None, request=id, limit=100)),
     )
 

@@ -51,6 +51,7 @@ GET    /v1/requests/{req}/plan          401  200  200  200  200  404  404  200  
 GET    /v1/requests/{req}/events        401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/events/stream 401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/logs          401  200  200  200  200  404  404  200  work:read
+GET    /v1/requests/{req}/logs/text     401  200  200  200  200  404  404  200  work:read
 GET    /v1/requests/{req}/logs/stream   401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks                        401  200  200  200  200  200  200  200  work:read
 GET    /v1/tasks/{tsk}                  401  200  200  200  200  404  404  200  work:read

@@ -255,6 +255,18 @@ class TestLogs:
         assert texts(grep="100% of a_b") == ["100% of a_b"]
         assert texts(grep="oss 0.", limit=2) == ["loss 0.5", "Loss 0.4"]
 
+    def test_all_of_it_comes_as_a_file(self, server, request_id):
+        log(request_id, *(f"line {n}" for n in range(1200)), "lösung", "")
+        path = f"/v1/requests/{request_id}/logs/text"
+        with server.client() as client:
+            answer = client.get(path).raise_for_status()
+            assert answer.text.splitlines() == [f"line {n}" for n in range(1200)] + ["lösung", ""]
+            assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+            assert answer.headers["content-disposition"].endswith('.log"')
+            assert client.get(path, params={"grep": "ö"}).text == "lösung\n"
+        with server.client("blue.member") as client:
+            problem(client.get(path), 404, "not-found")
+
     def test_a_stream_that_greps_looks_at_no_line_twice(self, server, request_id):
         log(request_id, *(["dull"] * 700), "loss 0.5")
         with stream(server, f"/v1/requests/{request_id}/logs/stream?grep=loss") as lines:

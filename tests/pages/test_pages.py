@@ -202,6 +202,28 @@ class TestRequestPage:
         expect(visit.page.locator(".wrong")).to_contain_text("ValueError: no data")
         expect(visit.page.get_by_text("line 12, in <module>")).to_be_visible()
 
+    def test_its_log_can_be_searched_and_taken_along(self, visit, service):
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        log = visit.page.get_by_role("log")
+        visit.page.get_by_label("Lines with").fill("step 3")
+        visit.page.get_by_role("button", name="Search").click()
+        expect(log.locator(".line")).to_have_count(5)  # 30, 32, 34, 36, 38
+        expect(visit.page.get_by_label("Lines with")).to_have_value("step 3")
+        visit.live()
+        with service.change() as session:
+            line = {"task_id": service.tracked.id, "epoch": 1, "line": 1001, "stream": "stdout"}
+            session.add(LogLine(**line, text="step 3000"))
+            journal.tell(session, session.get_one(Task, service.tracked.id), "task.test", "-")
+        expect(log.locator(".line")).to_have_count(6)
+        with visit.page.expect_download() as downloading:
+            visit.page.get_by_role("link", name="all of them").click()
+        lines = downloading.value.path().read_text().splitlines()
+        assert [line.split()[1] for line in lines] == ["30", "32", "34", "36", "38", "3000"]
+        visit.page.get_by_label("Lines with").fill("nowhere")
+        visit.page.keyboard.press("Enter")
+        expect(visit.page.get_by_text("No line holds “nowhere”.")).to_be_visible()
+
     def test_an_ended_request_says_why_above_its_log(self, visit, service):
         with service.change() as session:
             task = session.get_one(Task, service.waiting[1].id)

@@ -158,3 +158,7 @@ document.addEventListener("htmx:before:swap", () => {
 document.addEventListener("htmx:after:swap", () => { draw(); toEnd(); announce(); });
 draw();
 toEnd();
+
+// Where the list of pages is wider than the screen, this one is in sight.
+const here = document.querySelector(".top nav [aria-current]");
+if (here) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.offsetLeft - 48;
