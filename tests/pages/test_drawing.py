@@ -95,7 +95,7 @@ def stay(task, device, begun_s, ended_s, *, guest=False):
     return Stay(
         task=task, epoch=1, device=device, guest=guest, launched_at=at, started_at=at,
         ended_at=None if ended_s is None else NOON + timedelta(seconds=ended_s),
-        held_us=0, first_step=0, last_step=None, end=None,
+        held_us=0, first_step=0, last_step=None, end=None, input_bytes=0, fetched_bytes=0,
     )  # fmt: skip
 
 
