@@ -147,6 +147,7 @@ _DOCS = """<!doctype html>
 <title>Roundhouse API</title>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="/static/vendor/swagger/swagger-ui.css">
+<link rel="stylesheet" href="/static/docs.css">
 </head>
 <body>
 <div id="docs"></div>

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import html
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -288,18 +290,37 @@ def list_problem_types() -> str:
 
 
 @router.get("/problems/{name}", response_class=HTMLResponse)
-def show_problem_type(name: str) -> str:
+def show_problem_type(request: Request, name: str) -> str:
     if name not in MEANINGS:
         raise errors.NotFound("problem type", name)
-    means, do = (html.escape(text) for text in MEANINGS[name])
+    means, do = (_linked(request.app, html.escape(text)) for text in MEANINGS[name])
     return _page(name, f"<h2>What it means</h2><p>{means}</p><h2>What to do</h2><p>{do}</p>")
+
+
+_CALL = re.compile(r"(GET|PUT|POST|PATCH|DELETE) (/v1/[^\s,.;)]+)")
+
+
+def _linked(app: FastAPI, text: str) -> str:
+    """Every call that it names leads to its place on the page of the API."""
+    paths = app.openapi()["paths"]
+
+    def link(call: re.Match[str]) -> str:
+        for path, operations in paths.items():
+            operation = operations.get(call[1].lower())
+            if operation and re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), call[2]):
+                tag = quote(operation["tags"][0])
+                return f'<a href="/docs#/{tag}/{operation["operationId"]}">{call[0]}</a>'
+        raise LookupError(f"no operation is {call[0]}")
+
+    return _CALL.sub(link, text)
 
 
 def _page(title: str, body: str) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title} · Roundhouse</title>'
         '<meta name="viewport" content="width=device-width">'
-        f'<main><p><a href="/problems">Problems</a> · <a href="/docs">API</a></p>'
+        '<link rel="stylesheet" href="/static/roundhouse.css"><script src="/static/theme.js">'
+        '</script><main><p><a href="/problems">Problems</a> · <a href="/docs">API</a></p>'
         f"<h1>{title}</h1>{body}</main></html>"
     )
 

@@ -31,6 +31,27 @@ def test_axe_finds_nothing(visit, service):
     assert {path: said for path, said in found.items() if said} == {}
 
 
+@pytest.mark.parametrize("visit", LOOKS.values(), ids=LOOKS, indirect=True)
+def test_axe_finds_nothing_on_the_pages_of_the_api(visit):
+    """All that can be opened there in an operation with a body, and where one says who one is."""
+    found = {}
+    for path in ("/problems", "/problems/gone"):
+        visit.go(path)
+        found[path] = _violations(visit)
+    visit.go("/docs#/tenants/changeTenant")
+    page = visit.page
+    page.locator("#operations-tenants-changeTenant.is-open .try-out__btn").click()
+    page.locator(".btn.execute").wait_for()
+    found["an operation"] = _violations(visit)
+    page.get_by_role("button", name="Execute").click()
+    page.locator(".live-responses-table").first.wait_for()
+    found["what it answered"] = _violations(visit)
+    page.get_by_role("button", name="Authorize").first.click()
+    page.locator(".modal-ux").wait_for()
+    found["who one is"] = _violations(visit)
+    assert {path: said for path, said in found.items() if said} == {}
+
+
 def _violations(visit) -> list[str]:
     return [
         f"{violation['id']}: {node['html'][:120]}"

@@ -175,6 +175,31 @@ class TestLive:
         assert visit.page.request.get(service.url + path).status == 404
 
 
+class TestTheApisPage:
+    def test_a_problem_leads_to_the_operation_that_it_names(self, visit):
+        visit.go("/problems/unsatisfiable")
+        visit.page.get_by_role("link", name="GET /v1/devices").click()
+        operation = visit.page.locator("#operations-devices-listDevices")
+        expect(operation).to_have_class(re.compile("is-open"))
+        expect(operation).to_be_in_viewport()
+
+    def test_one_says_once_who_one_is_and_examples_run_as_they_stand(self, visit, service):
+        page = visit.page
+        visit.go("/docs#/requests/validateRequest")
+        page.get_by_role("button", name="Authorize").first.click()
+        page.get_by_role("dialog").get_by_role("textbox").first.fill(service.keys["a"])
+        page.get_by_role("dialog").get_by_role("button", name="Apply credentials").first.click()
+        page.get_by_role("button", name="Close").first.click()
+        page.reload()  # who one is stays in this browser
+        operation = page.locator("#operations-shares-getFairShare")
+        visit.go("/docs#/shares/getFairShare")
+        page.reload()
+        operation.get_by_role("button", name="Try it out").click()
+        operation.get_by_role("button", name="Execute").click()
+        answered = operation.locator(".live-responses-table .response-col_status").last
+        expect(answered).to_contain_text("200")
+
+
 class TestRequestPage:
     def test_it_shows_task_metrics_places_log_and_events(self, visit, service):
         visit.sign_in("a")
