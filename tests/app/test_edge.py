@@ -105,7 +105,7 @@ class TestMeta:
         page = as_("").get("/docs")
         links = re.findall(r'(?:src|href)="([^"]+)"', page.text)
         files = [link for link in links if link.startswith("/")]
-        assert len(files) == 3
+        assert len(files) == 4
         assert all(link.startswith(("/", "data:")) for link in links)
         for file in files:
             assert as_("").get(file).status_code == 200, file
