@@ -458,6 +458,41 @@ def _watch(ctx: typer.Context, client: Client, request_id: str, output: Output) 
         raise typer.Exit(JOB_FAILED)
 
 
+# --- outputs ---
+
+
+@app.command(rich_help_panel=WORK)
+def outputs(
+    ctx: typer.Context,
+    id: Which,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="download those that are files into this folder")
+    ] = None,
+    output: Format = Output.table,
+) -> None:
+    """List what its tasks gave: outputs, and the files in a command's folder `artifacts`."""
+    with _client(ctx) as client:
+        kind, id = _resolve(client, id)
+        found = client.get(f"/v1/{kind}/{id}")
+        given = telling.outputs(found["tasks"] if kind == "requests" else [found])
+        if to is not None:
+            _download(client, [each for each in given if each["file"]], to)
+    show(given, output, lambda: table(given, telling.OUTPUTS))
+    if not given:
+        err().print(f"{found['name']} is {found['state']} and has given nothing.")
+
+
+def _download(client: Client, given: list[JSON], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in given:
+            file = folder / each["file"]
+            client.fetch(f"/v1/tasks/{each['task_id']}/outputs/{each['name']}", file)
+            err().print(f"{file}: {each['size_bytes']} bytes")
+    except OSError as error:
+        raise Unreadable(f"{folder} cannot be written to: {error.strerror or error}") from error
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 

@@ -1152,6 +1152,7 @@ class TaskView:
     message: str | None
     detail: str | None
     result: dict[str, Any] | None
+    outputs: dict[str, dict[str, Any]]
     capabilities: tuple[str, ...]
     started_at: datetime | None
     ended_at: datetime | None
@@ -1189,6 +1190,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             message=task.message,
             detail=task.detail,
             result=task.result,
+            outputs=task.outputs,
             capabilities=tuple(task.capabilities),
             started_at=task.first_started_at,
             ended_at=task.ended_at,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from app.bundling import IGNORE_FILE, Bundle
 from app.client import JSON, Problem, Unreachable
+from app.core.messages import ARTIFACTS
 from app.terminal import Column, ago, cell, clock, facts, seconds, size, state, table, words
 
 ENDED = frozenset({"done", "failed", "cancelled"})
@@ -152,6 +153,37 @@ TASKS = [
     Column("LOST", lambda t: t["lost_steps"], right=True),
     Column("METRICS", lambda t: t["metrics"]),
 ]
+
+OUTPUTS = [
+    Column("TASK", lambda o: o["task"]),
+    Column("OUTPUT", lambda o: o["name"]),
+    Column("SIZE", lambda o: size(o["size_bytes"]), right=True),
+    Column("FILE", lambda o: o["file"] or "for tasks only; publish it to have a file"),
+    Column("DATABLOCK", lambda o: o["datablock"]),
+]
+
+
+def outputs(tasks: Iterable[JSON]) -> list[JSON]:
+    """Each with the name of the `file` that it is downloaded as; None for what is in no format."""
+    return [
+        {
+            "task": task["name"],
+            "task_id": task["id"],
+            "name": name,
+            "size_bytes": kept["size_bytes"],
+            "file": _file_name(f"{task['name']}-{name}", kept.get("format")),
+            "datablock": kept.get("datablock"),
+        }
+        for task in tasks
+        for name, kept in sorted(task["outputs"].items())
+    ]
+
+
+def _file_name(name: str, format: str | None) -> str | None:
+    if name.endswith(f"-{ARTIFACTS}"):
+        return name
+    return f"{name}.{format}" if format else None
+
 
 CHECKPOINTS = [
     Column("ID", lambda c: c["id"]),

@@ -38,11 +38,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.core.messages import ARTIFACTS
 from workers import command_folder, command_gang, sandbox
 from workers import slab as slabs
 from workers.command_folder import INTERNAL, Folder, Kept, TooLarge
 from workers.command_gang import Gang
-from workers.command_io import File, Progress, bring_in, output_of
+from workers.command_io import File, Progress, artifacts_of, bring_in, output_of
 from workers.cuda_checkpoint import Devices, NotDone
 from workers.executor import REPORT_S, SAVES_APART_S, Abandoned, Ending
 from workers.freezing import Tree, WontStop
@@ -412,7 +413,16 @@ class Stub:
         for name in self.spec["outputs"]:
             body = output_of(name, folder, step=self.step, publish=name in publish)
             self._put(name, body)
+        self._put_artifacts(folder)
         raise Ending("finished", result={"exit_status": 0})
+
+    def _put_artifacts(self, folder: Path) -> None:
+        try:
+            artifacts = artifacts_of(folder, folder / INTERNAL / ARTIFACTS)
+        except OSError as error:
+            raise _failed("exit", f"Its artifacts could not be packed: {error}") from error
+        if artifacts is not None:
+            self._put(ARTIFACTS, artifacts)
 
     def _put(self, name: str, body: Image | File) -> None:
         """Into the store, and wait until it is there."""

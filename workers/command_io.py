@@ -4,7 +4,8 @@ An input lies in the folder ROUNDHOUSE_INPUTS: PORT, the bytes of a file that an
 PORT.pt, what a job or a function gave, as `torch.load` reads it; or PORT.safetensors or PORT.npy, a
 datablock or what was published as one.  An output NAME is the file NAME, or NAME with any ending,
 in the working folder; for whoever takes it as an input it is its bytes.  One that is published is
-safetensors or npy.  Progress is lines of JSON, each an object, written to ROUNDHOUSE_METRICS.
+safetensors or npy.  What lies in the folder `artifacts` there is kept besides, as a zip.  Progress
+is lines of JSON, each an object, written to ROUNDHOUSE_METRICS.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -97,7 +99,7 @@ def _lay_down(image: Image, path: Path, write: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of tensors in the working folder, as it lies there."""
+    """A file in the working folder, as it lies there."""
 
     path: Path
     size_bytes: int
@@ -139,6 +141,31 @@ def _tensors(path: Path) -> File:
             told = f"{path.name} is published, and no safetensors or npy file: {error}"
             raise Ending("failed", cause="exception", message=told, detail="") from error
     return File(path, size)
+
+
+def artifacts_of(folder: Path, zipped: Path) -> File | None:
+    """The plain files below `artifacts` in the working folder, as the new file `zipped`.
+
+    None if there are none; raises OSError.
+    """
+    found = sorted(_plain_files(folder / "artifacts"))
+    if not found:
+        return None
+    how = {"compression": zipfile.ZIP_DEFLATED, "compresslevel": 1, "strict_timestamps": False}
+    with zipfile.ZipFile(zipped, "x", **how) as archive:  # type: ignore[arg-type]
+        for path in found:
+            name = str(path.relative_to(folder / "artifacts"))
+            archive.write(path, name.encode("utf-8", "backslashreplace").decode())
+    return File(zipped, zipped.stat().st_size)
+
+
+def _plain_files(folder: Path) -> Iterator[Path]:
+    if folder.is_symlink():
+        return
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            if path.is_file() and not path.is_symlink():
+                yield path
 
 
 def _opened(path: Path) -> IO[bytes]:

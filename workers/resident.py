@@ -279,6 +279,10 @@ class Resident:
     def is_command(self) -> bool:
         return "command" in self.stay.launch.run
 
+    def may_give(self, output: str) -> bool:
+        declared = output in self.stay.launch.outputs
+        return declared or (self.is_command and output == messages.ARTIFACTS)
+
     @property
     def is_kept(self) -> bool:
         """Of its state, all that can be kept is durable: of a command, its working folder."""

@@ -784,7 +784,7 @@ class Supervisor(threading.Thread):
     def _says_saving(self, resident: Resident, message: JSON) -> None:
         what, step = residents.text(message, "what"), residents.number(message, "at_step")
         launch = resident.stay.launch
-        is_output = what.startswith("output:") and what[7:] in launch.outputs
+        is_output = what.startswith("output:") and resident.may_give(what[7:])
         if resident.is_saving or not (what == "image" or is_output):
             raise Nonsense(f"it saves {what!r:.100}")
         resident.is_saving, began_us = True, now_us()

@@ -25,26 +25,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from app import audit, datablocks, uploads
+from app.api import downloads
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
+from app.api.downloads import Download
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import DatablockOut, Page, UploadOut
 from app.core import descriptor as descriptors
 from app.db import Db, transaction
-from app.errors import (
-    BadInput,
-    BadRange,
-    Conflict,
-    Forbidden,
-    Gone,
-    NotFound,
-    Unavailable,
-)
+from app.errors import BadInput, Conflict, Forbidden, NotFound, Unavailable
 from app.models import Datablock
-from app.settings import settings
-from app.store import Damaged, Store
 from app.uploads import PART_BYTES, Begun, Done, Wanted
 
 router = v1_router("datablocks")
@@ -66,9 +58,7 @@ ContentRange = Annotated[
     Header(description="`bytes FROM-TO/TOTAL`, or `bytes */TOTAL` to ask how far it is"),
 ]
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-_BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-_BODY = {"required": False, "description": "safetensors or npy", "content": _BINARY}
+_BODY = {"required": False, "description": "safetensors or npy", "content": downloads.BINARY}
 
 
 # --- up -----------------------------------------------------------------------------------------
@@ -216,53 +206,21 @@ def _shown(row: Datablock, *, holders: int) -> DatablockOut:
 
 # --- down ---------------------------------------------------------------------------------------
 
-_FILE = {"description": "the file as it was uploaded or published", "content": _BINARY}
-_PART = {"description": "the part of it that `Range` names", "content": _BINARY}
-
 
 @router.get(
     "/datablocks/{name}",
     response_class=StreamingResponse,
     summary="Download a datablock",
-    responses={
-        200: _FILE,
-        206: _PART,
-        304: {"description": "it is what `If-None-Match` names"},
-        **declared(404, 410, 416),
-    },
+    responses=downloads.ANSWERS,
 )
-def get_datablock(
-    name: AnyVersion,
-    caller: Authed,
-    session: Db,
-    range: Annotated[str | None, Header(description="one range, `bytes=FROM-TO`")] = None,
-    if_range: Annotated[str | None, Header(description="its `ETag`: else all of it")] = None,
-    if_none_match: Annotated[str | None, Header()] = None,
-) -> Response:
+def get_datablock(name: AnyVersion, caller: Authed, session: Db, asked: Download) -> Response:
     """The newest version, if none is named; `Content-Location` says which one it is.
 
     The `ETag` is the SHA-256 of the whole.  All of it is checked on the way: if it turns out to be
     damaged the answer ends before its `Content-Length`.  Check a file put together from ranges.
     """
     row = _named(session, caller, name)
-    headers = _headers(row)
-    if if_none_match is not None and headers["ETag"] in if_none_match.split(", "):
-        return Response(status_code=304, headers=headers)
-    part = range if if_range in (None, headers["ETag"]) else None
-    start, end = _asked(part, row.size_bytes)
-    whole = (start, end) == (0, row.size_bytes)
-    try:
-        pieces = _store().read(row.sha256, start, end, whole=whole)
-    except Damaged as error:
-        raise Gone(str(error)) from error
-    except OSError as error:
-        raise Unavailable(str(error)) from error
-    headers["Content-Length"] = str(end - start)
-    if not whole:
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{row.size_bytes}"
-    return StreamingResponse(
-        pieces, 200 if whole else 206, headers, media_type="application/octet-stream"
-    )
+    return downloads.answer(row.sha256, row.size_bytes, _headers(row), asked)
 
 
 @router.head(
@@ -279,32 +237,8 @@ def head_datablock(name: AnyVersion, caller: Authed, session: Db) -> Response:
 
 
 def _headers(row: Datablock) -> dict[str, str]:
-    return {
-        "ETag": f'"{row.sha256}"',
-        "Accept-Ranges": "bytes",
-        "Content-Location": _address(row),
-        "Content-Disposition": f'attachment; filename="{row.name}@{row.version}.{row.format}"',
-    }
-
-
-def _asked(range: str | None, size: int) -> tuple[int, int]:
-    """From where to where; all of it for what is no range that is understood (RFC 9110, 14.2).
-
-    Raises BadRange.
-    """
-    found = _RANGE.fullmatch(range or "")
-    if found is None or found.groups() == ("", ""):
-        return 0, size
-    first, last = found.groups()
-    if not first:
-        start, end = max(0, size - int(last)), size
-    else:
-        start, end = int(first), min(size, int(last) + 1) if last else size
-        if last and int(last) < int(first):
-            return 0, size
-    if start >= end:
-        raise BadRange(size)
-    return start, end
+    filename = f"{row.name}@{row.version}.{row.format}"
+    return {**downloads.headers_of(row.sha256, filename), "Content-Location": _address(row)}
 
 
 def _named(session: Session, caller: Caller, name: str) -> Datablock:
@@ -314,10 +248,6 @@ def _named(session: Session, caller: Caller, name: str) -> Datablock:
     if row is None:
         raise NotFound("datablock", name)
     return row
-
-
-def _store() -> Store:
-    return Store.at(settings().store_address)
 
 
 # --- all of them --------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Added is what a route cannot say of itself: that an error has one media type and no other, what a
 page of a list looks like, and an example for every part of a path, which is that of the thing it
-names.
+names, unless the part has one of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def completed(document: JSON) -> JSON:
         for operation in operations.values():
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path":
-                    parameter["example"] = _named(document, path, parameter["name"])
+                    own = parameter["schema"].get("examples")
+                    parameter["example"] = (
+                        own[0] if own else _named(document, path, parameter["name"])
+                    )
     return document
 
 

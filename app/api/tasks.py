@@ -7,13 +7,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
-from fastapi import Body, Query
+from fastapi import Body, Path, Query, Response
+from fastapi.responses import StreamingResponse
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased
 
 from app import lending, why, wishes
+from app.api import downloads
 from app.api.auth import Authed
 from app.api.cursors import Paged, PagedBy200
+from app.api.downloads import Download
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.reach import of_caller, task_to_act_on, visible_task
@@ -29,9 +32,10 @@ from app.api.schemas import (
     TaskState,
 )
 from app.core import migration
+from app.core.messages import ARTIFACTS
 from app.core.migration import ANYWHERE
 from app.db import Db
-from app.errors import BadInput
+from app.errors import BadInput, Conflict, NotFound
 from app.models import Checkpoint, Device, Host, Metric, Need, Placement, Task
 from app.timespent import time_spent
 
@@ -68,6 +72,35 @@ def _states(text: str) -> list[str]:
 def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
     """How it stands, what it asked for, and how it ended."""
     return task_outs(session, [visible_task(session, caller, id)])[0]
+
+
+OutputName = Annotated[
+    str, Path(pattern=r"^([A-Za-z_][A-Za-z0-9_]{0,62}|artifacts\.zip)$", examples=[ARTIFACTS])
+]
+
+
+@router.get(
+    "/tasks/{id}/outputs/{name}",
+    response_class=StreamingResponse,
+    summary="Download an output, or its artifacts",
+    responses={**downloads.ANSWERS, **declared(409)},
+)
+def get_output(id: str, name: OutputName, caller: Authed, session: Db, asked: Download) -> Response:
+    """What was published is the file of tensors that became a datablock.  `artifacts.zip` are the
+    files that a command left in the folder `artifacts` of its working folder.
+
+    Other outputs are kept as they lay in memory, for tasks to take: publish what is to be a file.
+    """
+    task = visible_task(session, caller, id)
+    kept = task.outputs.get(name)
+    if kept is None:
+        raise NotFound("output", name)
+    if name != ARTIFACTS and "format" not in kept:
+        told = f"{name} is kept as it lay in memory, for tasks to take; publish it to have a file"
+        raise Conflict(told)
+    filename = f"{task.name}-{name}" + ("" if name == ARTIFACTS else f".{kept['format']}")
+    headers = downloads.headers_of(kept["sha256"], filename)
+    return downloads.answer(kept["sha256"], kept["size_bytes"], headers, asked)
 
 
 @router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")

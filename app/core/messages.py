@@ -154,12 +154,13 @@ class Paused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """`passed` are the copies of blocks between the executors of a graph:
-    {"block", "source", "target", "bytes"}.
+    """`outputs`: name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published; of
+    a command also ARTIFACTS, if it left any.  `passed` are the copies of blocks between the
+    executors of a graph: {"block", "source", "target", "bytes"}.
     """
 
     result: JSON
-    outputs: JSON  # name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published
+    outputs: JSON
     passed: list[JSON] = field(default_factory=list)
 
 
@@ -176,6 +177,9 @@ class Failed(Event):
 class Stopped(Event):
     """Cancelled as ordered; nothing of it is left on the device."""
 
+
+#: The files that a command left in its folder `artifacts`; no declared output can be called so.
+ARTIFACTS = "artifacts.zip"
 
 #: Why an attempt failed -> whether another attempt may help (`retry.max` permitting).
 CAUSES = {

@@ -973,6 +973,30 @@ class TestWebhooks:
 # --- datablocks ---
 
 
+class TestOutputs:
+    def test_they_are_listed_and_what_is_a_file_is_downloaded(self, run, service, submitted):
+        assert "has given nothing" in run("outputs", submitted).stderr
+        sha256, size = Store.at(service.home / "store").put([os.urandom(3000)])
+        kept = {"sha256": sha256, "size_bytes": size}
+        named = {**kept, "format": "npy", "datablock": "m@1"}
+        given = {"artifacts.zip": kept, "model": named, "state": kept}
+        service.ends(submitted, "done", outputs=json.dumps(given))
+        listed = run("outputs", submitted)
+        assert listed.exit_code == 0, listed.output
+        assert "for tasks only" in listed.stdout
+        for id in (submitted, service.task_of(submitted)):
+            told = run("outputs", id, "--to", "got", "-o", "json")
+            assert [each["file"] for each in json.loads(told.stdout)] == [
+                *("train-artifacts.zip", "train-model.npy", None)
+            ]
+        assert {file.name for file in Path("got").iterdir()} == {
+            *("train-artifacts.zip", "train-model.npy")
+        }
+        assert hashlib.sha256(Path("got/train-model.npy").read_bytes()).hexdigest() == sha256
+        Path("taken").touch()
+        assert run("outputs", submitted, "--to", "taken").exit_code == 2
+
+
 class TestDatablocks:
     @pytest.fixture
     def file(self, tmp_path):

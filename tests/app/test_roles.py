@@ -35,8 +35,9 @@ WHO = (
 )  # fmt: skip
 
 # {req}, {tsk}: a running request of red.member and its task; {key}: a key of red.member; {ckp}: a
-# checkpoint of that task, whose bytes are lost; {whk}, {msg}: a webhook of red and a message to it;
-# {graph}: one that red has sent; {blk}: a datablock of red.member, its bytes lost likewise
+# checkpoint of that task, whose bytes are lost, as are those of its output y; {whk}, {msg}: a
+# webhook of red and a message to it; {graph}: one that red has sent; {blk}: a datablock of
+# red.member, its bytes lost likewise
 TABLE = """
 #                                       the answers to WHO, in its order         scope
 POST   /v1/requests                     401  403  202  202  202  422  422  403  work:write
@@ -55,6 +56,7 @@ GET    /v1/requests/{req}/logs/text     401  200  200  200  200  404  404  200  
 GET    /v1/requests/{req}/logs/stream   401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks                        401  200  200  200  200  200  200  200  work:read
 GET    /v1/tasks/{tsk}                  401  200  200  200  200  404  404  200  work:read
+GET    /v1/tasks/{tsk}/outputs/y        401  410  410  410  410  404  404  410  work:read
 GET    /v1/tasks/{tsk}/explain          401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks/{tsk}/metrics          401  200  200  200  200  404  404  200  work:read
 GET    /v1/tasks/{tsk}/checkpoints      401  200  200  200  200  404  404  200  work:read
@@ -162,7 +164,7 @@ SCOPE_OF = {(method, path): scope for method, path, *_, scope in _LINES}
 
 def _shape(path: str) -> str:
     """The path with whatever names one thing as {}."""
-    things = {"ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu", "0"}
+    things = {"ten_red", "usr_red.member", "isle", "h", "h.0", "train", "cpu", "0", "y"}
     parts = path.split("/")
     return "/".join("{}" if part in things or part.startswith("{") else part for part in parts)
 
@@ -238,6 +240,7 @@ def _settle(session, submitted, *, ended):
     task = session.get_one(Task, submitted["tasks"][0]["id"])
     task.state, task.capabilities = "running", ["move"]
     task.descriptor = {**task.descriptor, "world_size": 2}
+    task.outputs = {"y": {"sha256": "0" * 64, "size_bytes": 9, "format": "npy"}}
     whose = {"task_id": task.id, "tenant_id": task.tenant_id, "sha256": "0" * 64}
     session.add(
         Datablock(

@@ -8,6 +8,8 @@ import pytest
 from sqlalchemy import select, update
 
 from app.models import Checkpoint, Event, Metric, Placement, Task
+from app.settings import settings
+from app.store import Store
 from tests.app.conftest import descriptor, problem
 
 
@@ -37,6 +39,34 @@ class TestShow:
             "KeyError",
             "Trace…",
         )
+
+
+class TestOutputs:
+    BODY = b"PK not really"
+
+    @pytest.fixture
+    def kept(self, session, url):
+        sha256, size = Store.at(settings().store_address).put([self.BODY])
+        kept = {"sha256": sha256, "size_bytes": size}
+        given = {"artifacts.zip": kept, "opaque": kept, "model": {**kept, "format": "npy"}}
+        set_task(session, outputs=given)
+        return kept
+
+    def test_artifacts_and_what_was_published_are_files(self, red, url, kept):
+        for name, file in (("artifacts.zip", "artifacts.zip"), ("model", "model.npy")):
+            answer = red.get(f"{url}/outputs/{name}")
+            assert answer.content == self.BODY
+            assert answer.headers["etag"] == f'"{kept["sha256"]}"'
+            assert answer.headers["content-disposition"].endswith(f'train-{file}"')
+        part = red.get(f"{url}/outputs/model", headers={"Range": "bytes=3-5"})
+        assert (part.status_code, part.content) == (206, b"not")
+        behind = {"Range": "bytes=99-"}
+        problem(red.get(f"{url}/outputs/model", headers=behind), 416, "range-not-satisfiable")
+
+    def test_what_lay_in_memory_is_no_file(self, red, url, kept):
+        found = problem(red.get(f"{url}/outputs/opaque"), 409, "conflict-state")
+        assert "publish it" in found["detail"]
+        problem(red.get(f"{url}/outputs/other"), 404, "not-found")
 
 
 class TestList:

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import psutil
 import pytest
 
-from app.core.messages import Failed, Finished, Paused, Saved, Started, Stopped
+from app.core.messages import ARTIFACTS, Failed, Finished, Paused, Saved, Started, Stopped
 from tests.workers.conftest import ROOT, Ground
 from workers import supervisor
 
@@ -63,6 +64,16 @@ def test_a_command_runs_to_its_end_in_a_copy_of_its_bundle(ground):
     started = ground.event(Started, "t1")
     assert (started.resumed, started.capabilities) == ("fresh", ["pause", "restart"])
     assert finished.outputs["result"]["size_bytes"] > 64
+
+
+def test_what_it_leaves_in_the_folder_artifacts_is_kept(ground):
+    leave = "mkdir -p artifacts/deep; echo 42 > artifacts/deep/a; ln -s /etc/passwd artifacts/no"
+    ground.launch("t1", shell(leave))
+    kept = ground.event(Finished, "t1").outputs[ARTIFACTS]
+    with ground.store.open(kept["sha256"]) as body, zipfile.ZipFile(body) as archive:
+        assert {each: archive.read(each) for each in archive.namelist()} == {"deep/a": b"42\n"}
+    ground.launch("t2", shell("mkdir artifacts; ln -s / elsewhere"))
+    assert ground.event(Finished, "t2").outputs == {}
 
 
 def test_lines_of_progress_are_its_steps_and_its_metrics(ground):
