@@ -448,14 +448,17 @@ def load_code(work: Work) -> None:
 
 
 def _load_graph(work: Work, code: Path) -> graph.Loaded:
+    host_bytes = work.slab.limit_bytes
+    memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
     if work.spread is None or work.member is None:
-        return load_graph(code, work.body, work.accelerator)
+        return load_graph(code, work.body, work.accelerator, **memory)
     _make_room_for(code)
     return LoadedLane(
         *(work.body, partial(_entry, code), work.accelerator),
         spread=work.spread,
         turns=work.member.rank.turns,
         around=work.around,
+        **memory,
     )
 
 
@@ -859,6 +862,7 @@ def _report(work: Work) -> None:
         ran=work.ran,
         metrics=work.metrics,
         memory_bytes=_memory_bytes(work),
+        spilled_bytes=work.job.spilled_bytes if isinstance(work.job, GraphJob) else 0,
         staged_us=int((work.staged_s + work.images.staging.waited_s) * 1e6),
     )
 
@@ -897,10 +901,10 @@ def load_entry(code: Path, target: str) -> Any:
     return _entry(code, target)
 
 
-def load_graph(code: Path, body: JSON, accelerator: Accelerator) -> graph.Loaded:
-    """A graph, all of whose functions lie in the tenant's folder `code`."""
+def load_graph(code: Path, body: JSON, accelerator: Accelerator, **memory: int) -> graph.Loaded:
+    """A graph, all of whose functions lie in the tenant's folder `code`; see `graph.Loaded`."""
     _make_room_for(code)
-    return graph.Loaded(body, partial(_entry, code), accelerator)
+    return graph.Loaded(body, partial(_entry, code), accelerator, **memory)
 
 
 def _entry(code: Path, target: str) -> Any:

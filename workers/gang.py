@@ -419,7 +419,12 @@ class _Conductor:
                 }
             }
         staged_us = max(rank.progress.get("staged_us", 0) for rank in self.ranks)
-        own = {"memory_bytes": self._memory_bytes(), "staged_us": staged_us, "step": self._step()}
+        own = {
+            "memory_bytes": self._memory_bytes(),
+            "spilled_bytes": sum(rank.progress.get("spilled_bytes", 0) for rank in self.ranks),
+            "staged_us": staged_us,
+            "step": self._step(),
+        }
         self.work.say("progress", **{**_without_head(said), **own})
 
     def _look_whether_still(self) -> None:

@@ -15,11 +15,14 @@ What always holds:
 
 from __future__ import annotations
 
+import bisect
 import copy
 import gc
+import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -29,9 +32,11 @@ from app.core import taskgraph
 from app.core.taskgraph import INPUT, Tensor, Unit
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
+from workers.spill import Piece, Room
 
 JSON = dict[str, Any]
 
+ITEMS = 1 << 20  # places between two nodes, for the items of lists
 BURST_S = 0.002  # so long a step goes on to another node
 _clock = time.perf_counter
 
@@ -52,10 +57,23 @@ class Loaded:
     """A graph and its functions, ready to begin, or to go on from a state."""
 
     def __init__(
-        self, body: JSON, find: Callable[[str], Callable[..., Any]], accelerator: Accelerator
+        self,
+        body: JSON,
+        find: Callable[[str], Callable[..., Any]],
+        accelerator: Accelerator,
+        *,
+        budget_bytes: int = 0,
+        host_bytes: int = sys.maxsize,
     ) -> None:
-        """`find` gives the function for "module:name"."""
+        """`find` gives the function for "module:name".
+
+        What its blocks may take on the device, where the graph itself does not say so, and what of
+        them may lie in host memory instead; a budget of 0 is none.
+        """
         self.graph = taskgraph.parse(body)
+        self.room: Room | None = None
+        if budget_bytes := self.graph.memory_bytes or budget_bytes:
+            self.room = Room(budget_bytes, host_bytes, accelerator)
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
         self.chance = Chance(accelerator)
@@ -91,6 +109,7 @@ class GraphJob:
 
     def __init__(self, loaded: Loaded, state: JSON) -> None:
         self.program, self.calls, self.chance = loaded.program, loaded.calls, loaded.chance
+        self.room = loaded.room
         self.blocks: list[Any] = [state["blocks"].get(name) for name in self.program.blocks]
         self.done: int = state.get("done", 0)
         self.shards: int = state.get("shards", 0)
@@ -98,6 +117,10 @@ class GraphJob:
         self.items: dict[str, list[Any]] | None = state.get("items")
         self.owned: list[str] = state.get("owned", [])
         self.sizes: dict[str, int] = state.get("sizes", {})
+        self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
+        if self.room is not None:
+            self.readers = self._readers()
+            self.room.restore(state.get("aside", []), self._values())
 
     def state(self) -> JSON:
         names = self.program.blocks
@@ -110,7 +133,11 @@ class GraphJob:
             "owned": self.owned,
             "sizes": self.sizes,
             "blocks": {names[n]: self.blocks[n] for n in self._live()},
+            **self._aside(),
         }
+
+    def _aside(self) -> JSON:
+        return {} if self.room is None else {"aside": self.room.aside(self._values())}
 
     def _live(self) -> list[int]:
         """Made, or being made, and still needed."""
@@ -121,6 +148,11 @@ class GraphJob:
         for unit in units[:at]:
             live.difference_update(unit.frees)
         return sorted(live)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """What its blocks take of host memory."""
+        return 0 if self.room is None else self.room.held_bytes
 
     # --- a burst ---
 
@@ -151,9 +183,11 @@ class GraphJob:
 
     def _run(self, ctx: Any, call: Call) -> None:
         blocks, given = self.blocks, self._given(call)
-        for port, n in call.inout:
-            if n not in call.only_here or self._is_shared(n):
-                given[port] = copy.deepcopy(given[port])
+        copied = [p for p, n in call.inout if n not in call.only_here or self._is_shared(n)]
+        if self.room is not None:
+            self._make_room(self.room, call, given, copied)
+        for port in copied:
+            given[port] = copy.deepcopy(given[port])
         returned = self._called(ctx, call, given, call.seed)
         for name, n in call.gives:
             blocks[n] = returned[name]
@@ -187,6 +221,8 @@ class GraphJob:
                 raise BadBlock(f"{name!r} carries its autograd history: return {name}.detach()")
         if call.tensors:
             self._must_fit(call.tensors, returned)
+        if self.room is not None:
+            self.wrote[call.unit.function] = self.room.made(returned, given)
         return returned  # type: ignore[no-any-return]
 
     def _returned(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> Any:
@@ -212,9 +248,11 @@ class GraphJob:
         for_all = self._given(call)
         while self.shards < total:
             given = for_all | {port: listed[self.shards] for port, listed in items.items()}
-            for port, _ in call.inout:
-                if port not in self.owned:
-                    given[port] = copy.deepcopy(given[port])
+            copied = [port for port, _ in call.inout if port not in self.owned]
+            if self.room is not None:
+                self._make_room(self.room, call, given, copied)
+            for port in copied:
+                given[port] = copy.deepcopy(given[port])
             shard = self.first + self.shards
             seed = None if call.seed is None else seed_of(f"{call.name}#{shard}")
             returned = self._called(ctx, call, given, seed)
@@ -260,6 +298,58 @@ class GraphJob:
         of_items = [parts_of(item) for item in lists[port]]
         return sum(map(len, of_items)) == len(frozenset().union(*of_items))
 
+    # --- how much memory ---
+
+    def _readers(self) -> list[list[int]]:
+        """The places in `calls` at which each block is read."""
+        found: list[list[int]] = [[] for _ in self.blocks]
+        for at, call in enumerate(self.calls):
+            for n in {n for _, many, _ in call.unit.inputs for n in many}:
+                found[n].append(at)
+        return found
+
+    def _make_room(self, room: Room, call: Call, given: JSON, copied: Sequence[str]) -> None:
+        """For all that a node reads and writes; what it writes to is copied, or will be another.
+
+        What is not declared is guessed: as much as its function wrote when it last ran.
+        """
+        declared = self._declared(call)
+        copies = sum(room.new_bytes(given[port], ()) for port in copied)
+        more = call.unit.memory_bytes + declared + copies
+        likely = max(0, self.wrote.get(call.unit.function, 0) - declared)
+        room.make(given.values(), self._pieces(), more, likely_bytes=likely)
+        for port, _ in call.inout:
+            if port not in copied:
+                room.forget(given[port])
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Everything that is held, items of lists each by itself, and when it is read next."""
+        for listed in (self.items or {}).values():
+            yield from ((self.done * ITEMS + k, item) for k, item in enumerate(listed))
+        for n, value in enumerate(self.blocks):
+            if value is None:
+                continue
+            readers = self.readers[n]
+            later = bisect.bisect_left(readers, self.done + (self.items is not None))
+            at = readers[later] if later < len(readers) else None
+            if not isinstance(value, list) or at is None:
+                yield (None if at is None else at * ITEMS), value
+            else:
+                mapped = n in self.calls[at].mapped
+                yield from ((at * ITEMS + (k if mapped else 0), v) for k, v in enumerate(value))
+
+    def _values(self) -> Iterator[object]:
+        return (value for _, value in self._pieces())
+
+    def _declared(self, call: Call) -> int:
+        if not call.tensors:
+            return 0
+        written = [name for name, _ in call.gives if name not in call.unit.inout]
+        declared = [call.tensors[name] for name in written if name in call.tensors]
+        known = (tuple(self.sizes.get(s, s) for s in tensor.shape) for tensor in declared)
+        sized = (replace(tensor, shape=s) for tensor, s in zip(declared, known, strict=True))
+        return sum(tensor.bytes or 0 for tensor in sized)
+
     # --- whose memory ---
 
     def _is_shared(self, n: int) -> bool:
@@ -291,7 +381,7 @@ class Call:
 
     __slots__ = (
         *("unit", "name", "function", "params", "takes", "lists", "gives", "names", "inout"),
-        *("only_read", "only_here", "frees", "map", "tensors", "seed"),
+        *("only_read", "only_here", "frees", "map", "mapped", "tensors", "seed"),
     )
 
     def __init__(self, unit: Unit, function: Callable[..., Any]) -> None:
@@ -305,6 +395,7 @@ class Call:
         read = [n for _, many, _ in unit.inputs for n in many]
         self.only_here = {n for n in unit.frees if read.count(n) == 1}
         self.map = unit.map
+        self.mapped = {n for port, n in self.takes if port in unit.map}
         self.seed = seed_of(unit.name) if unit.draws else None
 
 

@@ -39,9 +39,11 @@ class LoadedLane(Loaded):
         spread: Spread,
         turns: Turns,
         around: Surroundings,
+        **memory: int,
     ) -> None:
+        """Of each executor the `memory` that `Loaded` takes."""
         self.turns, self.around, self.accelerator = turns, around, accelerator
-        super().__init__(body, find, accelerator)
+        super().__init__(body, find, accelerator, **memory)
         self.lay(spread)
 
     def lay(self, spread: Spread) -> None:
@@ -122,6 +124,7 @@ class LaneJob(GraphJob):
             "result": self.result,
             "passed": self.passing.passed_bytes,
             "blocks": {names[n]: value for n, value in values.items()},
+            **self._aside(),
         }
 
     def passed(self) -> list[list[Any]]:

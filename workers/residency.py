@@ -64,7 +64,7 @@ class Residency:
 
     @property
     def free_host_bytes(self) -> int:
-        in_slabs = sum(r.slab_bytes for r in self.living) + self.held_ahead()
+        in_slabs = sum(r.host_bytes for r in self.living) + self.held_ahead()
         return self.house.host_memory_bytes - in_slabs
 
     def by_tenant(self) -> JSON:
@@ -73,7 +73,7 @@ class Residency:
         for resident in self.living:
             pair = held.setdefault(resident.stay.launch.tenant, [0, 0])
             pair[0] += resident.on_device_bytes
-            pair[1] += resident.slab_bytes
+            pair[1] += resident.host_bytes
         return held
 
     # --- room ---

@@ -254,6 +254,7 @@ class Resident:
     memory_bytes: int = 0
     staged_us: int = 0  # how long it has stood still, on its seat, while its state was copied
     slab_bytes: int = 0  # as the kernel says
+    spilled_bytes: int = 0  # of a graph's blocks, in host memory
     known: Known = field(default_factory=Known)
     level: str = "device"  # where its state lies, as `workers.residency` says
     may_leave: bool = True  # it lets go of the device's memory when it is told to
@@ -309,8 +310,12 @@ class Resident:
         asked = self.stay.launch.memory_bytes - self.memory_bytes
         return max(0, max(self.away_bytes, asked) - self.granted_bytes)
 
+    @property
+    def host_bytes(self) -> int:
+        return self.slab_bytes + self.spilled_bytes
+
     def where(self) -> JSON:
-        held = {"on_device_bytes": self.on_device_bytes, "host_bytes": self.slab_bytes}
+        held = {"on_device_bytes": self.on_device_bytes, "host_bytes": self.host_bytes}
         return {"level": self.level, **held}
 
     def was_absent(self, now_us: int) -> None:

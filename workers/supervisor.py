@@ -649,6 +649,7 @@ class Supervisor(threading.Thread):
             "image": fetched.image
             and {"step": fetched.image.step, "index_bytes": fetched.index_bytes},
             "checkpoint_every_s": launch.checkpoint_every_s,
+            "memory_bytes": launch.memory_bytes,
             "lease_margin_s": self.house.lease_margin_s,
         }
 
@@ -740,6 +741,7 @@ class Supervisor(threading.Thread):
         resident.stay.metrics = residents.table(message, "metrics")
         resident.memory_bytes = residents.number(message, "memory_bytes")
         resident.staged_us = residents.number(message, "staged_us")
+        resident.spilled_bytes = residents.number({"spilled_bytes": 0, **message}, "spilled_bytes")
         resident.measure()
         self.rhythm.chatter = True
 

@@ -649,7 +649,7 @@ class _Ordering:
 class Unit:
     """A node in the program: blocks are numbers.  `inputs` are (port, blocks, is it a list).
 
-    `frees` are the blocks that nobody reads after it.
+    `frees` are the blocks that nobody reads after it, `memory_bytes` what it takes beside them.
     """
 
     name: str
@@ -661,6 +661,7 @@ class Unit:
     map: tuple[str, ...]
     frees: tuple[int, ...]
     tensors: Mapping[str, Tensor]
+    memory_bytes: int
     draws: bool
 
 
@@ -705,6 +706,7 @@ def program(graph: TaskGraph, names: Sequence[str] = ()) -> Program:
                 map=node.map,
                 frees=tuple(number[b] for b in frees),
                 tensors=node.tensors,
+                memory_bytes=node.memory_bytes,
                 draws=node.draws,
             )
         )

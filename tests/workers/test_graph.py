@@ -46,11 +46,11 @@ def body(*those: Any, **outputs: str) -> Any:
     return {"nodes": list(those), "outputs": outputs or {"y": f"{those[-1]['name']}.y"}}
 
 
-def loaded(graph_: Any) -> Loaded:
+def loaded(graph_: Any, **memory: int) -> Loaded:
     def find(target: str) -> Any:
         return getattr(nodes, target.partition(":")[2])
 
-    return Loaded(graph_, find, Accelerator("cpu"))
+    return Loaded(graph_, find, Accelerator("cpu"), **memory)
 
 
 def context() -> Context:

@@ -99,3 +99,16 @@ def a_generator(ctx, x):
 def stop(ctx, x):
     ctx.finish({"stopped": x.sum().item()})
     return {"y": x}
+
+
+def indices(ctx, *, count):
+    return {"parts": list(range(count))}
+
+
+def filled(ctx, n, *, size, nap_s=0.0):
+    time.sleep(nap_s)
+    return {"y": torch.full((size,), float(n))}
+
+
+def summed(ctx, x):
+    return {"y": x.double().sum().item()}
