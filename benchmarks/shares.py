@@ -1,11 +1,14 @@
 """Do the shares follow the weights within seconds, on one device, in the whole system?
 
-    python -m benchmarks.shares [--quick]
+    python -m benchmarks.shares [--quick] [--graphs]
 
 Four tenants of weights 1:2:4:8 want one CPU device at once.  Their jobs differ eightfold, in how
 long a step takes and in how long a job does, and not in the order of the weights.  What each of
 them held is what the device measured, turn by turn; its share of a window is judged against its
 weight.
+
+With `--graphs` they want it for graphs instead: a node that maps over a list, of a millisecond for
+each item for all four, then skewed eightfold as the steps of jobs are.
 
 The peer is round robin: the same system and the same jobs, and everybody's turn is as good as
 another's.
@@ -17,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,12 @@ from benchmarks import Target, quick, report
 JSON = dict[str, Any]
 
 WINDOW_S = 5.0
+SHORT_S = 1.0
 SLIDE_S = 1.0
 WINDOW_BOUND_PERCENT = 2.0
 MINUTE_BOUND_PERCENT = 0.5
+GRAPH_BOUNDS_PERCENT = {SHORT_S: 2.0, WINDOW_S: 0.5}  # over all windows of this length
+SKEWED_BOUND_PERCENT = 3.0
 SETTLE_S = 10.0  # until all have started once, and who came first has waited for the others
 ENV = {"ROUNDHOUSE_SLICE_MIN_S": "0.005", "ROUNDHOUSE_RESIDENTS_MAX": "8"}
 
@@ -63,6 +69,17 @@ class Job:
         if ctx.step == self.steps:
             ctx.finish()
         return {"loss": loss.item()}
+
+
+def items(ctx, *, count):
+    return {"n": list(range(count)), "w": torch.randn(256, 256) / 16}
+
+
+def work(ctx, n, w, *, parts):
+    x = torch.full((256, 256), float(n))
+    for _ in range(parts):
+        x = torch.relu(x @ w)
+    return {"y": x.mean().item()}
 """
 
 
@@ -75,8 +92,23 @@ class Wanting:
     job_s: int
 
     @property
-    def params(self) -> JSON:
-        return {"parts": self.parts, "steps": 1000 * self.job_s // self.parts}
+    def steps(self) -> int:
+        return 1000 * self.job_s // self.parts
+
+    def job(self) -> JSON:
+        params = {"parts": self.parts, "steps": self.steps}
+        return {"type": "train", "run": {"job": "job:Job"}, "params": params}
+
+    def graph(self) -> JSON:
+        """A step of the job for each item."""
+        items = {"name": "items", "function": "job:items", "outputs": ["n", "w"]}
+        work = {"name": "work", "function": "job:work", "outputs": ["y"], "map": ["n"]}
+        nodes = [
+            {**items, "params": {"count": self.steps}},
+            {**work, "inputs": {"n": "items.n", "w": "items.w"}, "params": {"parts": self.parts}},
+        ]
+        graph = {"nodes": nodes, "outputs": {"y": "work.y"}}
+        return {"type": "preprocess", "run": {"graph": graph}}
 
 
 TENANTS = (
@@ -85,6 +117,7 @@ TENANTS = (
     Wanting(weight=4, parts=8, job_s=16),
     Wanting(weight=8, parts=2, job_s=8),
 )
+ALIKE = tuple(replace(one, parts=1) for one in TENANTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +134,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, temporary_home() as home:
         (Path(folder) / "job.py").write_text(JOB)
         with running(home, devices=1, env=ENV) as system:
-            ours = shares(system, folder, "weighed", [one.weight for one in TENANTS], watch_s)
-            even = shares(system, folder, "even", [1] * len(TENANTS), watch_s)
+            weights = [one.weight for one in TENANTS]
+            if "--graphs" in sys.argv:
+                alike = shares(system, folder, "alike", weights, watch_s, _graphs(ALIKE))
+                skewed = shares(system, folder, "skewed", weights, watch_s, _graphs(TENANTS))
+                facts = {**_facts(alike, "alike"), **_facts(skewed, "skewed")}
+                return report("shares_graphs", _graph_targets(alike, skewed), facts)
+            jobs = [one.job() for one in TENANTS]
+            ours = shares(system, folder, "weighed", weights, watch_s, jobs)
+            even = shares(system, folder, "even", [1] * len(TENANTS), watch_s, jobs)
     return report("shares", _targets(ours), {**_facts(ours), **_peer(even)})
+
+
+def _graphs(tenants: Sequence[Wanting]) -> list[JSON]:
+    return [one.graph() for one in tenants]
 
 
 # --- what is run ----------------------------------------------------------------------------------
@@ -120,8 +164,13 @@ class Watched:
     to_s: float
 
 
-def shares(system: Handle, folder: str, name: str, weights: list[int], watch_s: float) -> Watched:
-    """Fill the device with the jobs of new tenants of these weights, and watch them for a while."""
+def shares(
+    system: Handle, folder: str, name: str, weights: list[int], watch_s: float, tasks: list[JSON]
+) -> Watched:
+    """Fill the device with tasks of new tenants of these weights, and watch them for a while.
+
+    `tasks` and `weights` are in the order of `TENANTS`.
+    """
     with Client(system.url, system.keys["platform"]["platform_admin"]) as admin:
         tenants = [_tenant(admin, f"{name}-{n}", weight) for n, weight in enumerate(weights)]
         members = [Client(system.url, _key(admin, tenant)) for tenant in tenants]
@@ -129,11 +178,11 @@ def shares(system: Handle, folder: str, name: str, weights: list[int], watch_s: 
     for member in members:
         member.upload(bundle.sha256, bundle.body)
     # The heaviest first: the others soon make up for what it had before they were there.
-    by_weight = sorted(zip(members, TENANTS, strict=True), key=lambda one: -one[1].weight)
+    by_weight = sorted(zip(members, TENANTS, tasks, strict=True), key=lambda one: -one[1].weight)
     requests = [
-        (member, member.submit(_descriptor(wanting, bundle.sha256))["id"])
+        (member, member.submit(_descriptor(task, bundle.sha256))["id"])
         for n in range(_jobs(min(one.job_s for one in TENANTS), watch_s))
-        for member, wanting in by_weight
+        for member, wanting, task in by_weight
         if n < _jobs(wanting.job_s, watch_s)
     ]
     time.sleep(SETTLE_S)
@@ -170,9 +219,9 @@ def _key(admin: Client, tenant: str) -> str:
     return str(made["key"])
 
 
-def _descriptor(wanting: Wanting, bundle: str) -> JSON:
-    job = {"name": "job", "type": "train", "run": {"job": "job:Job"}, "params": wanting.params}
-    return {"name": "shares", "bundle": f"sha256:{bundle}", "tasks": [job]}
+def _descriptor(task: JSON, bundle: str) -> JSON:
+    tasks = [{"name": "job", **task}]
+    return {"name": "shares", "bundle": f"sha256:{bundle}", "tasks": tasks}
 
 
 def _wait_for_end(member: Client, id: str) -> None:
@@ -233,11 +282,11 @@ def _errors(watched: Watched, from_s: float, to_s: float) -> list[float]:
     ]
 
 
-def _windows(watched: Watched) -> Iterator[float]:
+def _windows(watched: Watched, window_s: float = WINDOW_S) -> Iterator[float]:
     """The worst tenant's error in each window."""
     at_s = watched.from_s
-    while at_s + WINDOW_S <= watched.to_s:
-        yield max(_errors(watched, at_s, at_s + WINDOW_S))
+    while at_s + window_s <= watched.to_s:
+        yield max(_errors(watched, at_s, at_s + window_s))
         at_s += SLIDE_S
 
 
@@ -261,22 +310,44 @@ def _targets(ours: Watched) -> list[Target]:
     ]
 
 
-def _facts(ours: Watched) -> JSON:
+def _graph_targets(alike: Watched, skewed: Watched) -> list[Target]:
+    """Of the worst tenant in each window, the mean over all windows; the worst is in the facts."""
+    figures = [(alike, "", window_s, bound) for window_s, bound in GRAPH_BOUNDS_PERCENT.items()]
+    figures.append((skewed, ", nodes skewed eightfold", WINDOW_S, SKEWED_BOUND_PERCENT))
+    return [
+        Target(
+            name=f"worst tenant's error of share, mean window of {window_s:.0f} s{what}",
+            value=round(statistics.mean(_windows(watched, window_s)), 3),
+            unit="% of the device",
+            op="<=",
+            bound=bound,
+        )
+        for watched, what, window_s, bound in figures
+    ]
+
+
+def _facts(ours: Watched, name: str = "ours") -> JSON:
     inside = [turn for turn in ours.turns if ours.from_s < turn.to_s < ours.to_s]
     lasts_s = ours.to_s - ours.from_s
     held_s = sum(turn.to_s - turn.from_s for turn in inside)
     turns = {
-        f"ours, turn of weight {one.weight}, p50, ms": _median(
+        f"{name}, turn of weight {one.weight}, p50, ms": _median(
             [round(1000 * (t.to_s - t.from_s), 1) for t in inside if t.tenant == tenant]
         )
         for tenant, one in zip(ours.tenants, TENANTS, strict=True)
     }
+    windows = {
+        f"{name}, {which} window of {window_s:.0f} s, %": round(find(_windows(ours, window_s)), 3)
+        for window_s in (SHORT_S, WINDOW_S)
+        for which, find in (("median", statistics.median), ("worst", max))
+    }
     return {
-        "ours, median window, %": round(statistics.median(_windows(ours)), 3),
-        "ours, turns a second": round(len(inside) / lasts_s, 2),
+        **windows,
+        f"{name}, whole time, %": round(max(_errors(ours, ours.from_s, ours.to_s)), 3),
+        f"{name}, turns a second": round(len(inside) / lasts_s, 2),
         **turns,
-        "ours, seat empty at a switch, p50, us": _median(ours.switches_us),
-        "ours, device held, %": round(100 * held_s / lasts_s, 1),
+        f"{name}, seat empty at a switch, p50, us": _median(ours.switches_us),
+        f"{name}, device held, %": round(100 * held_s / lasts_s, 1),
         "seconds watched": round(lasts_s, 1),
     }
 
