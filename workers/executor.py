@@ -98,6 +98,13 @@ class Context:
         self.step = 0
         self.result: JSON | None = None
         self.logged: JSON = {}
+        self.allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory for what a node writes; in it a block passes to other devices without a copy."""
+        if self.allocate is not None:
+            return self.allocate(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def finish(self, result: JSON | None = None) -> None:
         """End the task when this step returns; `result` also holds the declared outputs."""
@@ -533,6 +540,8 @@ def build(work: Work) -> None:
 
 def run(work: Work) -> None:
     work.saved_s = time.monotonic()
+    if isinstance(work.job, LaneJob):
+        work.ctx.allocate = work.job.passing.empty
     checked = work.spec["image"]
     while work.ctx.result is None:
         one_step(work)

@@ -97,6 +97,7 @@ class Ground:
         self.words = memoryview(self._board).cast("q")
         self._land = mmap.mmap(handles.land, LAND_BYTES)
         self.land = torch.frombuffer(self._land, dtype=torch.uint8)
+        self.address = self.land.data_ptr()
 
     # --- places on the board, as indices into `words` ---
 
@@ -193,7 +194,7 @@ class Ground:
 
     def is_land(self, address: int) -> bool:
         """Whether memory of this process is that of the land."""
-        return 0 <= address - self.land.data_ptr() < LAND_BYTES
+        return 0 <= address - self.address < LAND_BYTES
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         return self._land[offset : offset + size_bytes]

@@ -100,7 +100,7 @@ class LaneJob(GraphJob):
         """What others had of us in the processes before; and let go of what we have done with."""
         over = self.lane.stops[: self.done]
         for n in (n for stop in over for n in stop.gives if n in self.held):
-            self.blocks[n] = self.passing.post(n, self.blocks[n], len(self.lane.readers[n]))
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
         for held in (held for stop in over for held in stop.drops):
             self._let_go(held)
         if result is not None:
@@ -181,6 +181,13 @@ class LaneJob(GraphJob):
             (h for h in takes if h not in self.taken and not self.passing.is_there(h)), None
         )
 
+    def _comes_soon(self) -> bool:
+        """To wait here for a moment is quicker than to go to sleep and to be woken."""
+        while (missing := self._missing()) is not None:
+            if not self.passing.is_soon(missing):
+                return False
+        return True
+
     def _waits_for(self) -> str:
         missing = self._missing()
         if missing is None:
@@ -196,7 +203,7 @@ class LaneJob(GraphJob):
             return
         until_s = graph._clock() + graph.BURST_S
         while self._one(ctx, until_s) and self._goes_on(ctx, until_s):
-            if self._is_at_end or self._missing() is not None:
+            if self._is_at_end or not self._comes_soon():
                 break
         if ctx.result is not None:
             result, ctx.result = ctx.result, None
@@ -223,7 +230,7 @@ class LaneJob(GraphJob):
         self.held.update(n for _, n in call.gives)
         self.held.difference_update(stop.frees)
         for n in stop.gives:
-            self.blocks[n] = self.passing.post(n, self.blocks[n], len(self.lane.readers[n]))
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
         for held in stop.drops:
             self._let_go(held)
         self.done += 1
@@ -240,7 +247,7 @@ class LaneJob(GraphJob):
 
     def _finish_early(self, result: JSON, at: int) -> None:
         self.result = result
-        self.passing.post(len(self.program.blocks), result, 1)
+        self.passing.post(len(self.program.blocks), result, (0,))
         self.passing.end_early(at)
 
     def _end(self, ctx: Any) -> None:

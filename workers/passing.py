@@ -14,12 +14,13 @@ on; what it needs is announced under the board's lock, so nobody sleeps through 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from workers.turns import Turns, Wait
 
 _TABLE = 24  # the word of the board's head that says where in the land it lies
 _OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for each executor
-_OFFSET, _DROPPED, _ENTRY = 0, 1, 2  # words of a block, and how many they are
+# Words of a block: its offset, and one for each executor, that of whoever needs it no longer.
 _HEAD = 8  # words before a block's bytes: how they are to be read
 _TENSOR, _VALUE = 1, 2
 _DTYPES = tuple(
@@ -45,6 +46,8 @@ _NUMBER = {dtype: n for n, dtype in enumerate(_DTYPES)}
 _MOST_SIZES = 4  # of a tensor whose sizes stand in the head
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
+_SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18  # pieces that are cut off, and of what
+LARGE_BYTES = 1 << 16  # a block of which its maker keeps no copy of its own
 KEPT_BYTES = 1 << 28  # of land that is free, and faulted in, for blocks to come
 
 Held = tuple[int, int]  # block, whose
@@ -52,13 +55,12 @@ Held = tuple[int, int]  # block, whose
 
 @dataclass(slots=True)
 class _Posted:
-    """A block of this executor's own; `left` have still to let go of it."""
+    """A block of this executor's own; `storages` are those of views of it that were given here."""
 
     offset: int
     size: int
-    storages: list[torch.UntypedStorage]
-    readers: int
-    value: Any
+    readers: Collection[int]
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +90,21 @@ class Passing:
         self.passed_bytes: dict[Held, int] = {}  # taken from others
         self._free: dict[int, list[int]] = {}
         self._free_bytes = 0
+        self._rest, self._rest_bytes = 0, 0
         self._made: dict[int, _Made] = {}  # by address
+        self._seats, self._alone = -1, False
 
     def _table(self, blocks: int) -> int:
         words = self.ground.words
         with self.ground.locked():
             if not words[_TABLE]:
-                size = 8 * (self.entries + _ENTRY * blocks * self.executors)
+                size = 8 * (self.entries + blocks * self.executors * (1 + self.executors))
                 words[_TABLE] = self.ground.take_land(size)
             return words[_TABLE] // 8
 
     def _entry(self, held: Held) -> int:
-        return self.table + self.entries + _ENTRY * (held[0] * self.executors + held[1])
+        place = (held[0] * self.executors + held[1]) * (1 + self.executors)
+        return self.table + self.entries + place
 
     # --- how far all are ---
 
@@ -153,37 +158,43 @@ class Passing:
         def is_enough() -> bool:
             return until() or self.turns.is_called()
 
-        while not (is_enough() or self._is_soon(is_enough)):
+        while not (is_enough() or (held is not None and self.is_soon(held))):
             self.turns.wait(
                 Wait.BLOCK, number=number, until=is_enough, text=text, timeout_s=math.inf
             )
 
-    def _is_soon(self, until: Callable[[], bool]) -> bool:
+    def is_soon(self, held: Held) -> bool:
         """Who sits alone looks for a moment before it goes to sleep: waking up takes as long."""
-        if CORES == 1 or len(self.turns.on_my_seat()) > 1:
+        if not self._is_alone():
             return False
-        end_s = time.perf_counter() + SPIN_S
-        while not (came := until()) and time.perf_counter() < end_s:
-            pass
-        return came
+        words, at, end_s = self.words, self._entry(held), time.perf_counter() + SPIN_S
+        while not words[at]:
+            if time.perf_counter() > end_s:
+                return False
+        return True
+
+    def _is_alone(self) -> bool:
+        if self._seats != (now := self.turns.generation):
+            self._seats = now
+            self._alone = CORES > 1 and len(self.turns.on_my_seat()) == 1
+        return self._alone
 
     # --- giving ---
 
-    def post(self, block: int, value: Any, readers: int) -> Any:
-        """Let so many others have it; returns the same value as it lies in the land."""
+    def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
+        """Let these executors have it; returns the value, a large one as it lies in the land."""
         self.reclaim()
-        posted = self._written(value, readers)
-        self.posted[block] = posted
+        offset, size = (self._tensor if _is_plain(value) else self._graph)(value)
+        posted = self.posted[block] = _Posted(offset, size, readers)
         with self.turns.board():
             entry = self._entry((block, self.me))
             self.words[entry] = posted.offset
             self.turns.ready(Wait.BLOCK, number=entry)
-        return posted.value
+        return self._seen_here(posted) if size >= LARGE_BYTES else value
 
-    def _written(self, value: Any, readers: int) -> _Posted:
-        offset, size = (self._tensor if _is_plain(value) else self._graph)(value)
-        storages = self._lying(offset)
-        return _Posted(offset, size, storages, readers, self._value(offset, storages))
+    def _seen_here(self, posted: _Posted) -> Any:
+        posted.storages = posted.storages or self._lying(posted.offset)
+        return self._value(posted.offset, posted.storages)
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
         size = 8 * _HEAD + tensor.numel() * tensor.element_size()
@@ -192,11 +203,15 @@ class Passing:
             offset = made.offset
         else:
             offset = self._taken(size)
-            if tensor.numel():
-                place = self.ground.at(offset + 8 * _HEAD, size - 8 * _HEAD)
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self._copy(offset + 8 * _HEAD, tensor, size - 8 * _HEAD)
         self._say(offset, _TENSOR, _NUMBER[tensor.dtype], size, tensor.dim(), *tensor.shape)
         return offset, size
+
+    def _copy(self, start: int, tensor: torch.Tensor, size: int) -> None:
+        if size >= LARGE_BYTES:
+            self.ground.at(start, size).copy_(tensor.view(-1).view(torch.uint8))
+        elif size:  # what torch does about a copy takes longer than a small one
+            ctypes.memmove(self.ground.address + start, tensor.data_ptr(), size)
 
     def _graph(self, value: Any) -> tuple[int, int]:
         captured = capture(
@@ -290,15 +305,15 @@ class Passing:
         if any(_is_seen(storage) for storage in self.mapped.get(held, ())):
             return False
         self.mapped.pop(held, None)
-        with self.ground.locked():
-            self.words[self._entry(held) + _DROPPED] += 1
+        self.words[self._entry(held) + 1 + self.me] = 1
         return True
 
     def _is_taken_back(self, block: int) -> bool:
         posted = self.posted[block]
-        posted.value = None
-        all_dropped = self.words[self._entry((block, self.me)) + _DROPPED] >= posted.readers
-        if not all_dropped or any(map(_is_seen, posted.storages)):
+        first = self._entry((block, self.me)) + 1
+        if not all(self.words[first + e] for e in posted.readers):
+            return False
+        if any(map(_is_seen, posted.storages)):
             return False
         self._give_back(posted.offset, posted.size)
         del self.posted[block]
@@ -306,7 +321,7 @@ class Passing:
 
     def values(self) -> Mapping[int, Any]:
         """What was posted and is still needed elsewhere, or may be."""
-        return {n: self._value(p.offset, p.storages) for n, p in self.posted.items()}
+        return {n: self._seen_here(posted) for n, posted in self.posted.items()}
 
     # --- land ---
 
@@ -315,12 +330,24 @@ class Passing:
         if pieces := self._free.get(length):
             self._free_bytes -= length
             return pieces.pop()
+        if length <= _SMALL_BYTES:
+            return self._cut_off(length)
         with self.ground.locked():
             return self.ground.take_land(length)
 
+    def _cut_off(self, length: int) -> int:
+        """Small pieces lie side by side: land is taken by pages."""
+        if self._rest_bytes < length:
+            with self.ground.locked():
+                self._rest = self.ground.take_land(_TAKEN_BYTES)
+            self._rest_bytes = _TAKEN_BYTES
+        offset = self._rest
+        self._rest, self._rest_bytes = offset + length, self._rest_bytes - length
+        return offset
+
     def _give_back(self, offset: int, size: int) -> None:
         length = rounded(size)
-        if self._free_bytes + length > KEPT_BYTES:
+        if self._free_bytes + length > KEPT_BYTES and length > _SMALL_BYTES:
             self.ground.give_back(offset, length)
             return
         self._free.setdefault(length, []).append(offset)

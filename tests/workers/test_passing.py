@@ -1,0 +1,112 @@
+"""Blocks that pass between executors: mapped where they lie, and their land used again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workers import turns
+from workers.accelerator import Accelerator
+from workers.capture import Surroundings
+from workers.ground import Ground, close, make
+from workers.passing import LARGE_BYTES, Passing
+from workers.turns import Turns
+
+BLOCKS = 8
+LARGE = LARGE_BYTES // 4
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[Passing, Passing]]:
+    """The two sides of a table, here in one process."""
+    handles = make(2)
+    turns.seat_all(Ground(handles), 2)
+    around = Surroundings(code=Path("/nowhere"), scratch=Path("/nowhere"), ctx=None)
+    sides = (Turns(Ground(handles), rank, apart=True) for rank in range(2))
+    one, other = (Passing(side, BLOCKS, around, Accelerator("cpu")) for side in sides)
+    yield one, other
+    close(handles)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3),
+        torch.tensor(True),
+        torch.empty(0, 5, dtype=torch.int16),
+        torch.randn(LARGE),
+        torch.randn(4, 4).T,
+        torch.randn(2, 1, 1, 1, 3),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(5).bfloat16(),
+    ],
+)
+def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, both: Any) -> None:
+    one, other = both
+    assert not other.is_there((3, 0))
+    here = one.post(3, tensor, (1,))
+    assert other.is_there((3, 0))
+    there = other.take((3, 0))
+    for seen in (here, there):
+        assert (seen.dtype, seen.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(seen, tensor)
+
+
+def test_what_is_no_tensor_arrives_with_its_ties(both: Any) -> None:
+    one, other = both
+    model = torch.nn.Linear(3, 3)
+    one.post(0, {"model": model, "row": model.weight.detach()[1], "n": [1, "two"]}, (1,))
+    there = other.take((0, 0))
+    assert there["n"] == [1, "two"]
+    assert torch.equal(there["model"].weight, model.weight)
+    with torch.no_grad():
+        there["model"].weight[1] += 1
+    assert torch.equal(there["row"], model.weight[1] + 1)
+
+
+def test_a_large_block_lies_once_and_what_was_made_there_is_not_copied(both: Any) -> None:
+    one, other = both
+    made = one.empty((LARGE,), torch.float32)
+    made.fill_(7)
+    here = one.post(0, made, (1,))
+    assert here.data_ptr() == made.data_ptr()
+    there = other.take((0, 0))
+    made[0] = 8  # nobody does: it shows that there is one memory
+    assert (here[0], there[0]) == (8, 8)
+
+
+def test_land_is_used_again_when_nobody_sees_it_any_more(both: Any) -> None:
+    one, other = both
+    one.post(0, torch.zeros(LARGE), (1,))
+    first = one.posted[0].offset
+    part = other.take((0, 0))[5:]  # somebody keeps a view, and the block itself is let go of
+    other.drop((0, 0))
+    one.drop((0, 0))
+    other.reclaim()
+    one.post(1, torch.ones(LARGE), (1,))
+    assert one.posted[1].offset != first
+    assert torch.equal(part, torch.zeros(LARGE - 5))
+    del part
+    other.reclaim()
+    one.post(2, torch.ones(LARGE), (1,))
+    assert one.posted[2].offset == first
+
+
+def test_memory_that_was_asked_for_and_not_used_is_free_again(both: Any) -> None:
+    one, _ = both
+    first = one.empty((LARGE,), torch.float32).data_ptr()
+    one.reclaim()
+    assert one.empty((LARGE,), torch.float32).data_ptr() == first
+
+
+def test_the_first_end_in_the_order_counts(both: Any) -> None:
+    one, other = both
+    assert one.early is None
+    one.end_early(5)
+    other.end_early(3)
+    one.end_early(4)
+    assert one.early == other.early == (3, 1)
