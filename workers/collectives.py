@@ -21,7 +21,6 @@ Calls that are not here say so at once: see `_refuse`.
 
 from __future__ import annotations
 
-import marshal
 import os
 import sys
 import threading
@@ -38,16 +37,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp, distributed_c10d
 
-from workers.exchange import EVERYBODY, NOBODY, Exchange, Fold, Group, Ticket
-from workers.ground import aligned, uses
+from workers.exchange import EVERYBODY, FOLDS, NOBODY, Exchange, Group, Ticket
+from workers.ground import uses
+from workers.keys import Change, Keys
 from workers.turns import Spared, Turns, Wait
 
 Tensors = list[torch.Tensor]
 
 BACKEND = "splice"
-
-# Words of the board's head: where the store's content lies.
-_STORE, _STORE_BASE, _STORE_ROOM, _STORE_VERSION = 16, 17, 18, 19
 
 _here: Exchange  # one rank, one process
 _store: SharedStore  # C++ holds it too, but would find no methods once Python has let it go
@@ -211,7 +208,7 @@ class SpliceGroup(dist.ProcessGroup):
         value: Any,
         *,
         opts: Any = None,
-        fold: Fold | None = None,
+        fold: str = "",
         needs: int = EVERYBODY,
         group: Group | None = None,
     ) -> Pending:
@@ -463,8 +460,7 @@ class SpliceGroup(dist.ProcessGroup):
         channel = self._channel(self.me, dst, tag)
         parts, text = [_flat(tensors[0])], _message(self.ranks[self.me], self.ranks[dst], tag)
         sent = self.issue(text, parts, lambda t: None, tensors, group=channel, needs=NOBODY)
-        with self.exchange.turns.board():
-            self.exchange.turns.ready(Wait.MESSAGE, self.ranks[dst])
+        self.exchange.call(self.ranks[dst])
         return sent
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Pending:
@@ -486,13 +482,15 @@ class SpliceGroup(dist.ProcessGroup):
         others = [member for member in range(self.size()) if member != self.me]
         channels = {src: self._channel(src, self.me, tag) for src in others}
         turns = self.exchange.turns
-        turns.wait(
-            Wait.MESSAGE,
-            turns.rank,
-            until=lambda: any(map(self.exchange.has_come, channels.values())),
-            text=f"recv(from any rank, tag {tag})",
-            timeout_s=self.timeout_s,
-        )
+
+        def has_come() -> bool:
+            return any(map(self.exchange.has_come, channels.values()))
+
+        while not has_come():  # a message of another tag wakes us too
+            text = f"recv(from any rank, tag {tag})"
+            turns.wait(
+                Wait.MESSAGE, turns.rank, until=has_come, text=text, timeout_s=self.timeout_s
+            )
         src = next(s for s, channel in channels.items() if self.exchange.has_come(channel))
         received = self.recv(tensors, src, tag)
         received.wait()
@@ -674,28 +672,17 @@ _NAMES = {
     "scaled sum": ReduceOp.PREMUL_SUM,
 }
 
-_FOLDS: dict[str, Fold] = {
-    "sum": lambda into, other: into.add_(other),
-    "mean": lambda into, other: into.add_(other),
-    "product": lambda into, other: into.mul_(other),
-    "min": lambda into, other: torch.minimum(into, other, out=into),
-    "max": lambda into, other: torch.maximum(into, other, out=into),
-    "and": lambda into, other: into.bitwise_and_(other),
-    "or": lambda into, other: into.bitwise_or_(other),
-    "xor": lambda into, other: into.bitwise_xor_(other),
-}
 
-
-def _fold_of(op: Any, size: int) -> tuple[Fold, Callable[[torch.Tensor], torch.Tensor]]:
-    """How two contributions become one, and what is done to the last of them."""
+def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """How two contributions become one, by name, and what is done to the last of them."""
     name = _name(op)
-    if name not in _FOLDS:
+    if name not in FOLDS:
         raise NotImplementedError(
             f"the process group 'splice' has no reduction by {name}: scale, then use ReduceOp.SUM"
         )
     if name == "mean":  # as DDP does it: times 1/N, which is not the same bits as divided by N
-        return _FOLDS[name], lambda total: total.mul(1.0 / size).to(total.dtype)
-    return _FOLDS[name], lambda total: total
+        return name, lambda total: total.mul(1.0 / size).to(total.dtype)
+    return name, lambda total: total
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -707,46 +694,37 @@ class SharedStore(dist.Store):
     def __init__(self, turns: Turns, timeout_s: float) -> None:
         super().__init__()
         self.turns, self.timeout_s = turns, timeout_s
+        self.keys = Keys(turns)
+        self.asked = 0  # changes that were made by way of other hosts
 
     def set(self, key: str, value: Any) -> None:
-        self._change(lambda content: content.__setitem__(key, _bytes(value)))
+        self._change(("set", key, _bytes(value)))
 
     def add(self, key: str, amount: int) -> int:
-        def change(content: dict[str, bytes]) -> int:
-            total = int(content.get(key, b"0")) + amount
-            content[key] = str(total).encode()
-            return total
-
-        return int(self._change(change))
+        return int(self._change(("add", key, int(amount))))
 
     def append(self, key: str, value: Any) -> None:
-        self._change(lambda c: c.__setitem__(key, c.get(key, b"") + _bytes(value)))
+        self._change(("append", key, _bytes(value)))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        def change(content: dict[str, bytes]) -> bytes:
-            unset = key not in content and not _bytes(expected)
-            if unset or content.get(key) == _bytes(expected):
-                content[key] = _bytes(desired)
-            return content.get(key, _bytes(expected))
-
-        return bytes(self._change(change))
+        return bytes(self._change(("compare_set", key, _bytes(expected), _bytes(desired))))
 
     def delete_key(self, key: str) -> bool:
-        return self._change(lambda content: content.pop(key, None)) is not None
+        return bool(self._change(("delete", key)))
 
     def num_keys(self) -> int:
-        return len(self._read())
+        return len(self.keys.read())
 
     def list_keys(self) -> list[str]:
-        return sorted(self._read())
+        return sorted(self.keys.read())
 
     def check(self, keys: list[str]) -> bool:
-        content = self._read()
+        content = self.keys.read()
         return all(key in content for key in keys)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._read()[key]
+        return self.keys.read()[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
@@ -760,8 +738,12 @@ class SharedStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         limit_s = timeout.total_seconds() if timeout is not None else self.timeout_s
-        text, end_s = f"store.wait({', '.join(keys)})", time.monotonic() + limit_s
-        until = partial(self.check, keys)
+        text = f"store.wait({', '.join(keys)})"
+        self._wait(partial(self.check, keys), text, limit_s)
+
+    def _wait(self, until: Callable[[], bool], text: str, limit_s: float | None = None) -> None:
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        end_s = time.monotonic() + limit_s
         try:
             while not until():  # every change wakes all who wait, whatever they wait for
                 left_s = max(0.0, end_s - time.monotonic())
@@ -776,38 +758,15 @@ class SharedStore(dist.Store):
     def timeout(self) -> timedelta:
         return timedelta(seconds=self.timeout_s)
 
-    def _read(self) -> dict[str, bytes]:
-        """The content at some moment.  A change writes beside it, so reading needs no lock."""
-        words, ground = self.turns.words, self.turns.ground
-        while True:
-            version, place = words[_STORE_VERSION], words[_STORE]
-            if not place:
-                return {}
-            size = int.from_bytes(ground.read(place, 8), "little")
-            data = ground.read(place + 8, size)
-            if (version, place) == (words[_STORE_VERSION], words[_STORE]):
-                content: dict[str, bytes] = marshal.loads(data)
-                return content
-
-    def _change(self, change: Callable[[dict[str, bytes]], Any]) -> Any:
-        with self.turns.board():
-            content = self._read()
-            answer = change(content)
-            self._write(marshal.dumps(content))
-            self.turns.ready(Wait.STORE)
-        return answer
-
-    def _write(self, data: bytes) -> None:
-        """Into the half that is not being read."""
-        words, ground, size = self.turns.words, self.turns.ground, len(data) + 8
-        if size > words[_STORE_ROOM]:
-            words[_STORE_ROOM] = max(4096, aligned(2 * size))
-            words[_STORE_BASE] = ground.take_land(2 * words[_STORE_ROOM])
-        base = words[_STORE_BASE]
-        place = base + words[_STORE_ROOM] if words[_STORE] == base else base
-        ground.write(place, len(data).to_bytes(8, "little") + data)
-        words[_STORE] = place
-        words[_STORE_VERSION] += 1
+    def _change(self, change: Change) -> Any:
+        """Here and now; where the gang is on several hosts, in an order that all of them see."""
+        if not self.turns.ground.is_bridged:
+            return self.keys.change(change)
+        self.asked += 1
+        me, number = self.turns.rank, self.asked
+        self.turns.ground.tell_bridge(("change", me, number, change))
+        self._wait(lambda: self.keys.answers().get(me, (0,))[0] == number, f"store.{change[0]}")
+        return self.keys.answers()[me][1]
 
 
 def _bytes(value: Any) -> bytes:

@@ -16,8 +16,10 @@ What always holds:
 * who is ahead by DEPTH calls waits for the slowest;
 * no contribution changes once it is posted, and none is freed before all have taken it.
 
-`Exchange`, `Group` and `Ticket` are all that `collectives` and `squash` know of how bytes travel;
-what crosses hosts will stand behind the same names.
+`Exchange`, `Group` and `Ticket` are all that `collectives` and `squash` know of how bytes travel.
+Where members of a group live on other hosts, a rank folds as far up the tree as the branches lie
+on its own host, and tells this host's bridge of each call (`workers.bridge`); the bridge sends what
+was brought, brings what comes, and folds the rest of the way.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from functools import cache
 import torch
 
 from workers.ground import DEPTH, GROUPS, SLOT_WORDS, Ground, aligned, rounded
-from workers.turns import Turns, Wait, fail
+from workers.turns import ABOUT, NUMBER, Turns, Wait, are_still, fail, waits_for
 
 EVERYBODY, NOBODY = -1, -2  # whose contribution a member waits for, where it is not one member's
 
@@ -39,12 +41,23 @@ _NAME, _SIZE, _CLOSED = 0, 1, 2  # words of a group
 _MEMBERS = 16
 _CALL, _SIGNATURE, _ARRIVED, _TAKEN, _DONE, _GIVEN_UP, _FIRST, _OUTCOME, _OUTCOME_BYTES = range(9)
 _TEXT = 16
+BRIDGE_WAITS = 10  # a word of the head: the bridge is to be called when a call is over
 _POSTED, _OFFSET, _BYTES, _MERGED = range(4)
 
 UNUSED_TAKES = 64  # memory that so many contributions did not need goes back to the host
 GIVE_BACK_BYTES = 1 << 20
 
-Fold = Callable[[torch.Tensor, torch.Tensor], object]  # (into, from): changes `into`
+#: How two contributions become one, by name: (into, from) changes `into`.
+FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "sum": lambda into, other: into.add_(other),
+    "mean": lambda into, other: into.add_(other),
+    "product": lambda into, other: into.mul_(other),
+    "min": lambda into, other: torch.minimum(into, other, out=into),
+    "max": lambda into, other: torch.maximum(into, other, out=into),
+    "and": lambda into, other: into.bitwise_and_(other),
+    "or": lambda into, other: into.bitwise_or_(other),
+    "xor": lambda into, other: into.bitwise_xor_(other),
+}
 
 
 @cache
@@ -70,6 +83,46 @@ def ascent(size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(map(tuple, ways))
 
 
+@cache
+def leaves(size: int) -> tuple[tuple[int, ...], ...]:
+    """For each node of the folding tree, which leaves lie under it, in order."""
+    found: list[list[int]] = [[leaf] for leaf in range(size)] + [[] for _ in range(size - 1)]
+    for leaf, way in enumerate(ascent(size)):
+        for _, parent in way:
+            found[parent].append(leaf)
+    return tuple(map(tuple, found))
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """The folding tree of a group whose members live on `hosts`, as each host climbs it."""
+
+    ways: tuple[tuple[tuple[int, int], ...], ...]  # as `ascent`, up to where other hosts' come in
+    tops: tuple[tuple[int, int], ...]  # (node, host): all that is under it lives there, and no more
+    joins: tuple[tuple[int, int, int], ...]  # (left, right, parent) above these, children first
+
+
+@cache
+def branches(hosts: tuple[int, ...]) -> Branches:
+    """`hosts`: of each member of the group."""
+    size = len(hosts)
+    under = [{hosts[leaf] for leaf in node} for node in leaves(size)]
+    ways, tops, joins = [], set(), set()
+    for leaf, way in enumerate(ascent(size)):
+        own = tuple((sibling, parent) for sibling, parent in way if len(under[parent]) == 1)
+        at = own[-1][1] if own else leaf
+        ways.append(own)
+        tops.add((at, hosts[leaf]))
+        for sibling, parent in way[len(own) :]:
+            joins.add((parent, *sorted((at, sibling), key=lambda node: leaves(size)[node])))
+            at = parent
+    return Branches(
+        ways=tuple(ways),
+        tops=tuple(sorted(tops)),
+        joins=tuple((left, right, parent) for parent, left, right in sorted(joins)),
+    )
+
+
 @dataclass(slots=True)
 class Group:
     """Members of a group, by their ranks in the gang; `me` is this rank's place among them."""
@@ -78,11 +131,19 @@ class Group:
     index: int
     members: tuple[int, ...]
     me: int
+    hosts: tuple[int, ...] = ()  # of each member, where they are not all of this one
     calls: int = 0  # made by this member so far
 
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def way(self) -> tuple[tuple[int, int], ...]:
+        """This member's way up the folding tree, as far as all that it meets lies on its host."""
+        if self.hosts:
+            return branches(self.hosts).ways[self.me]
+        return ascent(self.size)[self.me]
 
 
 @dataclass(slots=True)
@@ -165,20 +226,35 @@ class Exchange:
 
     def open(self, name: str, members: Sequence[int]) -> Group:
         """The group of this name; every member opens it, in any order."""
-        index = self._index(name, members)
+        index = self.index(name, members)
         me = members.index(self.turns.rank)
-        return Group(name=name, index=index, members=tuple(members), me=me)
+        hosts = self.hosts_of(members)
+        if hosts:
+            self.ground.tell_bridge(("open", index, name, tuple(members)))
+        return Group(name=name, index=index, members=tuple(members), me=me, hosts=hosts)
+
+    def hosts_of(self, members: Sequence[int]) -> tuple[int, ...]:
+        """As `Group.hosts`."""
+        if all(map(self.ground.is_here, members)):
+            return ()
+        return tuple(self.ground.hosts[member] for member in members)
 
     def close(self, group: Group) -> None:
         """The last member to leave makes room for another group."""
-        with self.ground.locked():
-            at = self.ground.group(group.index)
-            self.ground.words[at + _CLOSED] += 1
-            if self.ground.words[at + _CLOSED] == group.size:
-                self.ground.clear_group(group.index)
+        self.left(group.index, group.size)
+        if group.hosts:
+            self.ground.tell_bridge(("close", group.index))
 
-    def _index(self, name: str, members: Sequence[int]) -> int:
-        key, words = _number(f"{name} {members}"), self.ground.words
+    def left(self, index: int, size: int, members: int = 1) -> None:
+        """So many `members` of a group of `size` use it no longer."""
+        with self.ground.locked():
+            at = self.ground.group(index)
+            self.ground.words[at + _CLOSED] += members
+            if self.ground.words[at + _CLOSED] == size:
+                self.ground.clear_group(index)
+
+    def index(self, name: str, members: Sequence[int]) -> int:
+        key, words = group_key(name, members), self.ground.words
         with self.ground.locked():
             free = None
             for index in range(GROUPS):
@@ -203,23 +279,35 @@ class Exchange:
         text: str,
         parts: Sequence[torch.Tensor] | None = None,
         *,
-        fold: Fold | None = None,
+        fold: str = "",
         needs: int = EVERYBODY,
     ) -> Ticket:
         """Make the group's next call.  `parts` are flat; they are copied before this returns.
+
+        `fold` is one of FOLDS; without it what is brought is kept.
 
         `text` is the call in words, and must be the same on all members.
         """
         ticket = self._enter(group, text, needs)
         self.posted += 1
-        if fold is not None and parts is not None:
+        if fold and parts is not None:
             ticket.shapes = [(part.numel(), part.dtype) for part in parts]
             self._fold(ticket, parts, fold)
         elif parts:
             self._keep(ticket, parts)
         with self.turns.board():
-            self._post(ticket)
+            self.arrive(ticket)
+        if group.hosts:
+            shapes = tuple((count, str(dtype)) for count, dtype in ticket.shapes)
+            told = (group.index, ticket.number, group.me, text, fold, shapes)
+            self.ground.tell_bridge(("post", *told))
         return ticket
+
+    def call(self, rank: int) -> None:
+        """Wake a rank that waits for a message from anybody; of another host its bridge does it."""
+        if self.ground.is_here(rank):
+            with self.turns.board():
+                self.turns.ready(Wait.MESSAGE, rank)
 
     def meet(
         self,
@@ -244,7 +332,7 @@ class Exchange:
         with self.turns.board():
             last = words[slot + _ARRIVED] == group.size - 1
             if not last:
-                self._post(ticket)
+                self.arrive(ticket)
         if last:
             rows = [self._payload(ticket, member) for member in range(group.size)]
             self._set_outcome(ticket, decide(rows))
@@ -269,7 +357,7 @@ class Exchange:
         words[ticket.slot + _OUTCOME] = offset
         words[ticket.slot + _OUTCOME_BYTES] = len(outcome)
         with self.turns.board():
-            self._post(ticket)
+            self.arrive(ticket)
             self.turns.ready(Wait.VOTE, ticket.group.index, ticket.number)
 
     def _outcome(self, ticket: Ticket) -> bytes | None:
@@ -293,7 +381,7 @@ class Exchange:
         slot = self.ground.slot(group.index, number)
         ticket = Ticket(self, group, number, slot, text, needs)
         self.turns.check()
-        while not self._claimed(ticket, vote):
+        while not self.claimed(ticket, vote):
             self.turns.wait(
                 Wait.ROOM,
                 group.index,
@@ -310,7 +398,7 @@ class Exchange:
         over = words[slot + _TAKEN] == ticket.group.size or words[slot + _GIVEN_UP]
         return bool(unused or over)
 
-    def _claimed(self, ticket: Ticket, vote: bool) -> bool:
+    def claimed(self, ticket: Ticket, vote: bool) -> bool:
         """Be the first in this call's slot, or find that we mean what the first one meant."""
         words, slot, signature = self.ground.words, ticket.slot, _number(ticket.text)
         with self.turns.board():
@@ -332,16 +420,17 @@ class Exchange:
         return True
 
     def _mismatch(self, ticket: Ticket) -> None:
-        first = ticket.group.members[self.ground.words[ticket.slot + _FIRST]]
+        members, first = ticket.group.members, self.ground.words[ticket.slot + _FIRST]
         theirs = self.ground.read_text(ticket.slot + _TEXT)
         told = (
             f"mismatched collectives: as call {ticket.number + 1} of group {ticket.group.name!r} "
-            f"rank {first} called {theirs}, rank {self.turns.rank} called {ticket.text}"
+            f"rank {members[first]} called {theirs}, "
+            f"rank {members[ticket.group.me]} called {ticket.text}"
         )
         fail(self.ground, told)
         self.turns.check()
 
-    def _post(self, ticket: Ticket) -> None:
+    def arrive(self, ticket: Ticket) -> None:
         """Under the lock: we have come, and whoever waited for that may go on."""
         words, slot, group = self.ground.words, ticket.slot, ticket.group
         words[self.member(ticket, group.me) + _POSTED] = 1
@@ -360,12 +449,14 @@ class Exchange:
         posted = words[slot + SLOT_WORDS + _POSTED]
         return words[slot + _CALL] == channel.calls + 1 and bool(posted)
 
-    def taken(self, ticket: Ticket) -> None:
+    def taken(self, ticket: Ticket, members: int = 1) -> None:
         words = self.ground.words
         with self.turns.board():
-            words[ticket.slot + _TAKEN] += 1
+            words[ticket.slot + _TAKEN] += members
             if words[ticket.slot + _TAKEN] == ticket.group.size:
                 self.turns.ready(Wait.ROOM, ticket.group.index, ticket.number % DEPTH)
+                if words[BRIDGE_WAITS]:
+                    self.turns.call_bridge()
 
     # --- contributions ---
 
@@ -403,13 +494,13 @@ class Exchange:
         self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = offset, length
         return offset
 
-    def _fold(self, ticket: Ticket, parts: Sequence[torch.Tensor], fold: Fold) -> None:
+    def _fold(self, ticket: Ticket, parts: Sequence[torch.Tensor], fold: str) -> None:
         """Up the tree as far as the other branches have come; what we then hold waits there.
 
         Only who comes second to a node combines there, so no two ever write to the same sum.
         """
         words, me = self.ground.words, ticket.group.me
-        way = ascent(ticket.group.size)[me]
+        way = ticket.group.way
         at, holder = me, -1  # the node that we are at, and the member in whose land its sum lies
         for sibling, parent in (*way, (-1, -1)):
             other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
@@ -419,7 +510,7 @@ class Exchange:
                 other = self._leave_at(ticket, at, holder, sibling, parent)
             if other < 0:
                 return
-            holder = self._combine(ticket, parts, holder, other, fold)
+            holder = self.combine(ticket, parts, holder, other, fold)
             at = parent
 
     def _copied_in(self, ticket: Ticket, parts: Sequence[torch.Tensor]) -> int:
@@ -437,14 +528,14 @@ class Exchange:
                 words[self.node(ticket, at)] = holder + 1
         return other
 
-    def _combine(
-        self, ticket: Ticket, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: Fold
+    def combine(
+        self, ticket: Ticket, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
     ) -> int:
         """Our sum and theirs become one; returns in whose land it lies."""
         into = self.parts_of(ticket, theirs)
         mine = parts if ours < 0 else self.parts_of(ticket, ours)
         for target, part in zip(into, mine, strict=True):
-            fold(target, part if part.device == target.device else part.to(target.device))
+            FOLDS[fold](target, part if part.device == target.device else part.to(target.device))
         if ours >= 0:
             self.ground.words[self.member(ticket, ours) + _MERGED] = 1
         return theirs
@@ -465,6 +556,77 @@ class Exchange:
         ]
 
 
+# --- a bridge's side ------------------------------------------------------------------------------
+
+
+class Abroad:
+    """One host's side of what members of its groups do on others: done for them by the bridge."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.exchange = Exchange(turns, timeout_s=0.0)
+        self.turns, self.ground = turns, turns.ground
+
+    def ticket(self, group: Group, number: int, text: str) -> Ticket:
+        """The call of the member `group.me`."""
+        slot = self.ground.slot(group.index, number)
+        return Ticket(self.exchange, group, number, slot, text, EVERYBODY)
+
+    def brought(self, ticket: Ticket) -> memoryview:
+        """What this member keeps there for all, or holds of a sum, where it lies."""
+        at = self.exchange.member(ticket, ticket.group.me)
+        offset, size = self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES]
+        return self.ground.view(offset, size)
+
+    def holder(self, ticket: Ticket, node: int) -> int:
+        """The member in whose land the sum of this node lies."""
+        return self.ground.words[self.exchange.node(ticket, node)] - 1
+
+    def has_room(self, ticket: Ticket) -> bool:
+        """Whether the call can be made now; then it is, or it differs from what others called."""
+        return self.exchange.claimed(ticket, vote=False)
+
+    def differs(self, ticket: Ticket) -> bool:
+        words, slot = self.ground.words, ticket.slot
+        known = words[slot + _CALL] == ticket.number + 1
+        return known and words[slot + _SIGNATURE] != _number(ticket.text)
+
+    def bring(self, ticket: Ticket, piece: tuple[int, int]) -> None:
+        """Land that holds what the member brought becomes its contribution."""
+        at = self.exchange.member(ticket, ticket.group.me)
+        self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = piece
+        self.exchange.arena.hold(ticket, *piece)
+
+    def come(self, ticket: Ticket, *, folded: bool) -> None:
+        """The member has made its call.  Of a sum the others hear when all of it is there."""
+        with self.turns.board():
+            if folded:
+                self.ground.words[self.exchange.member(ticket, ticket.group.me) + _POSTED] = 1
+            else:
+                self.exchange.arrive(ticket)
+            if ticket.group.size == 2:
+                self.turns.ready(Wait.MESSAGE, ticket.group.members[1])
+
+    def join(self, ticket: Ticket, sums: dict[int, int], fold: str, members: int) -> None:
+        """Fold what the hosts have brought, up to the root; then so many `members` have come."""
+        words, group = self.ground.words, ticket.group
+        for left, right, parent in branches(group.hosts).joins:
+            sums[parent] = self.exchange.combine(ticket, (), sums[right], sums[left], fold)
+            words[self.exchange.node(ticket, parent)] = sums[parent] + 1
+        with self.turns.board():
+            words[ticket.slot + _ARRIVED] += members
+            words[ticket.slot + _DONE] = 1
+            self.turns.ready(Wait.CALL, group.index, ticket.number)
+
+    def give_up_votes(self) -> None:
+        """Nothing else can move, here or elsewhere."""
+        words = self.ground.words
+        with self.turns.board():
+            for rank in self.ground.here() if are_still(self.ground) else ():
+                at = self.ground.rank(rank)
+                if waits_for(self.ground, rank) == Wait.VOTE:
+                    self.turns.give_up_vote(words[at + ABOUT], words[at + NUMBER])
+
+
 class _Arena:
     """This rank's own land for contributions: the same memory again and again.
 
@@ -481,19 +643,24 @@ class _Arena:
         self.takes = 0
 
     def take(self, ticket: Ticket, size_bytes: int) -> int:
+        offset = self.piece(size_bytes)
+        self.hold(ticket, offset, size_bytes)
+        return offset
+
+    def piece(self, size_bytes: int) -> int:
+        """The offset of land that is free, until it is said by `hold` what for."""
         self.takes += 1
         self._reclaim()
         if self.takes % UNUSED_TAKES == 0:
             self._give_back()
-        size = rounded(size_bytes)
-        pieces = self.free.get(size)
+        pieces = self.free.get(rounded(size_bytes))
         if pieces:
-            offset, _ = pieces.pop()
-        else:
-            with self.ground.locked():
-                offset = self.ground.take_land(size)
-        self.in_use.append((ticket, offset, size))
-        return offset
+            return pieces.pop()[0]
+        with self.ground.locked():
+            return self.ground.take_land(rounded(size_bytes))
+
+    def hold(self, ticket: Ticket, offset: int, size_bytes: int) -> None:
+        self.in_use.append((ticket, offset, rounded(size_bytes)))
 
     def _reclaim(self) -> None:
         for _ in range(len(self.in_use)):
@@ -520,6 +687,11 @@ class _Arena:
                 if 0 <= since < self.takes - UNUSED_TAKES:
                     self.ground.give_back(offset, size)
                     pieces[index] = (offset, self.takes)
+
+
+def group_key(name: str, members: Sequence[int]) -> int:
+    """What a group is found by, on every host."""
+    return _number(f"{name} {list(members)}")
 
 
 def _number(text: str) -> int:

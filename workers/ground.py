@@ -9,6 +9,11 @@ A lock of this kind belongs to a process and goes with it, however it ends.  So 
 left locked, and a rank that holds the lock on its own byte all its life is known to be dead by
 whoever finds that byte free: no supervisor is needed for it.
 
+A gang over several hosts has a ground on each, with room for all ranks.  Those of another host
+stay `State.NEW` here; what they do is done for them by this host's bridge (`workers.bridge`), which
+has a bell and a lifeline of its own, behind those of the ranks, and an outbox that the ranks here
+write to.
+
 Everything is reached by file descriptors, which a fork inherits and a socket can carry; nothing
 has a name in the file system.  Nothing here knows what the words mean to turns and meetings; of
 the head only one is ours.
@@ -18,9 +23,11 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import marshal
 import mmap
 import os
 import select
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +48,9 @@ SEAT_WORDS = 8
 SLOT_WORDS = 16 + TEXT_WORDS
 
 _LAND_TAKEN = 8  # the word of the head that counts it
+_BRIDGE = 9  # the word that holds the process id of the bridge while it is there
+LOOK_EVERY_S = 0.25  # so often who waits looks whether the others are alive
+TOLD_LIMIT_BYTES = 1 << 17  # one message to the bridge
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -55,21 +65,48 @@ class Handles:
     land: int
     lock: int
     bells: tuple[int, ...]
+    hosts: tuple[int, ...] = ()  # of each rank its host's number; empty where all are of one
+    host: int = 0  # whose ground this is
+    outbox: tuple[int, ...] = ()  # the ranks' end, and the bridge's
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (self.board, self.land, self.lock, *self.bells, *self.outbox)
 
 
-def make(ranks: int) -> Handles:
-    """Fresh shared memory for a gang of `ranks`; whoever holds a descriptor keeps it alive."""
+def make(ranks: int, hosts: tuple[int, ...] = (), host: int = 0) -> Handles:
+    """Fresh shared memory for a gang of `ranks`; whoever holds a descriptor keeps it alive.
+
+    `hosts` says on which each of the ranks lives, if not all are of this one, whose number is
+    `host`.
+    """
     board = os.memfd_create("gang-board")
     os.ftruncate(board, _Layout(ranks).words * 8)
     land = os.memfd_create("gang-land")
     os.ftruncate(land, LAND_BYTES)
     lock = os.memfd_create("gang-lock")
-    bells = tuple(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks))
-    return Handles(ranks=ranks, board=board, land=land, lock=lock, bells=bells)
+    bells = tuple(os.eventfd(0, os.EFD_NONBLOCK) for _ in range(ranks + bool(hosts)))
+    outbox: tuple[int, ...] = ()
+    if hosts:
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in ends:
+            end.setblocking(False)
+        ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * TOLD_LIMIT_BYTES)
+        outbox = tuple(end.detach() for end in ends)
+    return Handles(
+        ranks=ranks,
+        board=board,
+        land=land,
+        lock=lock,
+        bells=bells,
+        hosts=hosts,
+        host=host,
+        outbox=outbox,
+    )
 
 
 def close(handles: Handles) -> None:
-    for fd in (handles.board, handles.land, handles.lock, *handles.bells):
+    for fd in handles.all:
         os.close(fd)
 
 
@@ -90,6 +127,7 @@ class Ground:
 
     def __init__(self, handles: Handles) -> None:
         self.ranks, self.handles = handles.ranks, handles
+        self.hosts, self.host = handles.hosts, handles.host
         self._layout = _Layout(handles.ranks)
         self._board = mmap.mmap(handles.board, self._layout.words * 8)
         self._thread_lock = threading.Lock()
@@ -113,6 +151,57 @@ class Ground:
     def slot(self, index: int, sequence: int) -> int:
         inside = 16 + self.ranks + sequence % DEPTH * self._layout.slot_words
         return self.group(index) + inside
+
+    # --- other hosts ---
+
+    @property
+    def is_bridged(self) -> bool:
+        """Whether ranks of this gang live on other hosts."""
+        return bool(self.hosts)
+
+    @property
+    def bridge(self) -> int:
+        """Its bell and its lifeline, where those of a rank have the rank's number."""
+        return self.ranks
+
+    def is_here(self, rank: int) -> bool:
+        return not self.hosts or self.hosts[rank] == self.host
+
+    def here(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if self.is_here(rank)]
+
+    def tell_bridge(self, message: tuple[Any, ...]) -> None:
+        """In the order in which one rank tells.  Not under the lock: the bridge may wait for it.
+
+        Raises OSError if there is no bridge any more, or the message is too long.
+        """
+        data = marshal.dumps(message)
+        while True:
+            try:
+                os.write(self.handles.outbox[0], data)
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self.handles.outbox[0], select.POLLOUT)
+                if not poll.poll(LOOK_EVERY_S * 1000) and self.has_no_bridge():
+                    raise BrokenPipeError("the bridge to the other hosts has died") from None
+            else:
+                return
+
+    def bridge_is(self, here: bool) -> None:
+        """Said by the bridge itself."""
+        if here:
+            self.hold_lifeline(self.bridge)
+        self.words[_BRIDGE] = os.getpid() if here else 0
+
+    @property
+    def bridge_process(self) -> int:
+        """Its process id; 0 before it has come and once it has gone well."""
+        return self.words[_BRIDGE]
+
+    def has_no_bridge(self) -> bool:
+        """Whether the one that came has died."""
+        came = self.bridge_process and self.is_dead(self.bridge)
+        return bool(came and self.bridge_process)  # else it has gone meanwhile, as it should
 
     def clear(self, place: int, words: int) -> None:
         self.words[place : place + words] = memoryview(bytes(words * 8)).cast("q")
@@ -160,6 +249,10 @@ class Ground:
     def ring(self, rank: int) -> None:
         os.eventfd_write(self.handles.bells[rank], 1)
 
+    def ring_all(self) -> None:
+        for bell in range(len(self.handles.bells)):
+            self.ring(bell)
+
     def sleep(self, rank: int, timeout_s: float) -> None:
         """Until the bell of `rank` rings, or so long."""
         poll = self._polls.get(rank)
@@ -201,6 +294,10 @@ class Ground:
 
     def write(self, offset: int, data: bytes) -> None:
         self._land[offset : offset + len(data)] = data
+
+    def view(self, offset: int, size_bytes: int) -> memoryview:
+        """Bytes of the land where they lie, to send from and to receive into."""
+        return memoryview(self._land)[offset : offset + size_bytes]
 
     def private(self, offset: int, size_bytes: int) -> mmap.mmap:
         """A mapping that shows the land and keeps what is written to it to itself."""

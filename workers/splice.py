@@ -24,6 +24,7 @@ import os
 import random
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from workers import collectives, turns
+from workers import bridge, collectives, turns
 from workers.exchange import Exchange
 from workers.ground import Ground, Handles, close, make
 from workers.squash import Squash
@@ -48,6 +49,7 @@ JSON = dict[str, Any]
 
 SEED = 0
 TIMEOUT_S = 60.0
+BRIDGE_ENDS_S = 30.0  # after the ranks, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,8 @@ class Gang:
     """What to run.
 
     `entry` is "module:name"; `resize` maps steps to the seats from there on, 0 to those from the
-    first chance on.
+    first chance on.  `hosts` says how many of the seats lie on each, if there are several: here
+    they are so many grounds on this machine, joined as hosts are.
     """
 
     entry: str
@@ -69,6 +72,7 @@ class Gang:
     timeout_s: float = TIMEOUT_S
     slice_s: float = 1.0
     measure_from: int = 1  # processor time counts from this step on
+    hosts: tuple[int, ...] = ()
     path: str = ""  # a folder that the module may be in
     peers: str = ""  # a file: stock gloo over it instead of turns, to compare with
 
@@ -270,27 +274,52 @@ def run(gang: Gang) -> list[JSON]:
 
     Each rank's story has "error" if it failed; who was killed has "killed".  Nobody is left behind.
     """
-    handles = make(gang.ranks)
-    board = Ground(handles)
-    turns.seat_all(board, gang.seats)
-    if 0 in gang.resize:
-        turns.wish(board, gang.resize[0])
+    grounds = [Ground(handles) for handles in _handles(gang)]
+    for ground in grounds:
+        turns.seat_all(ground, sum(gang.hosts) or gang.seats)
+        if 0 in gang.resize:
+            turns.wish(ground, gang.resize[0])
     sys.stdout.flush()
     sys.stderr.flush()
-    children = dict(_fork(gang, handles, rank) for rank in range(gang.ranks))
+    children: dict[int, _Child] = {}
+    bridges: list[int] = []
     try:
-        return _told_by(children, board)
+        for rank in range(gang.ranks):
+            ground = next(ground for ground in grounds if ground.is_here(rank))
+            pid, read = _fork(gang, ground.handles, rank)
+            children[pid] = _Child(rank, read, ground)
+        bridges = _bridged(grounds) if gang.hosts else []
+        stories = _told_by(children)
+        _must_end(bridges)
+        return stories
     finally:
-        for pid in children:
+        for pid in (*children, *bridges):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        del board
-        close(handles)
+        for handles in [ground.handles for ground in grounds]:
+            close(handles)
 
 
-def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, tuple[int, int]]:
-    """Process id -> (rank, where its story comes from)."""
+def _handles(gang: Gang) -> list[Handles]:
+    """Of each host's ground."""
+    if not gang.hosts:
+        return [make(gang.ranks)]
+    hosts = turns.hosts_of(gang.ranks, gang.hosts)
+    return [make(gang.ranks, hosts, host) for host in range(len(gang.hosts))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A rank's process, as its parent knows it."""
+
+    rank: int
+    read: int  # where its story comes from
+    ground: Ground
+
+
+def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, int]:
+    """Its process id, and where its story comes from."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -301,7 +330,7 @@ def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, tuple[int, int]
         finally:
             os._exit(status)
     os.close(write)
-    return pid, (rank, read)
+    return pid, read
 
 
 def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
@@ -336,29 +365,69 @@ def _ready(gang: Gang, handles: Handles, rank: int) -> Rank:
     )
 
 
-def _told_by(children: dict[int, tuple[int, int]], board: Ground) -> list[JSON]:
+def _told_by(children: dict[int, _Child]) -> list[JSON]:
     stories: dict[int, JSON] = {}
-    for pid, rank, text in _until_all_ended(children):
+    for pid, text in _until_all_ended(children):
+        child = children[pid]
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        stories[rank] = json.loads(text) if text else {"killed": code}
+        stories[child.rank] = json.loads(text) if text else {"killed": code}
         if not text:
-            turns.fail(board, f"rank {rank} has died (exit status {code})")
+            turns.fail(child.ground, f"rank {child.rank} has died (exit status {code})")
     return [stories[rank] for rank in sorted(stories)]
 
 
-def _until_all_ended(children: dict[int, tuple[int, int]]) -> Iterator[tuple[int, int, str]]:
-    texts = {read: (pid, rank, bytearray()) for pid, (rank, read) in children.items()}
+def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
+    texts = {child.read: (pid, bytearray()) for pid, child in children.items()}
     while texts:
         readable, _, _ = select.select(list(texts), [], [])
         for read in readable:
-            pid, rank, text = texts[read]
+            pid, text = texts[read]
             piece = os.read(read, 1 << 16)
             text += piece
             if not piece:
                 os.close(read)
                 del texts[read]
-                yield pid, rank, text.decode()
+                yield pid, text.decode()
+
+
+def _bridged(grounds: list[Ground]) -> list[int]:
+    """A process for each host's bridge.  The ranks are there already, and hold no end of a link."""
+    links: list[dict[int, socket.socket]] = [{} for _ in grounds]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for host in range(1, len(grounds)):
+            links[host][bridge.HOME] = socket.create_connection(server.getsockname())
+            links[bridge.HOME][host] = server.accept()[0]
+    pids = []
+    for ground, own in zip(grounds, links, strict=True):
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                _die_with_parent()
+                for others in links:
+                    for sock in others.values() if others is not own else ():
+                        sock.close()
+                status = bridge.main(ground, own)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    for own in links:
+        for sock in own.values():
+            sock.close()
+    return pids
+
+
+def _must_end(bridges: list[int]) -> None:
+    """The ranks have; a bridge that then stays would keep a host's memory for ever."""
+    for pid in bridges:
+        pidfd = os.pidfd_open(pid)
+        ended, _, _ = select.select([pidfd], [], [], BRIDGE_ENDS_S)
+        os.close(pidfd)
+        if not ended:
+            raise RuntimeError(f"a bridge has not ended within {BRIDGE_ENDS_S:.0f} s")
 
 
 # --- a host of gangs ------------------------------------------------------------------------------
@@ -376,6 +445,7 @@ def serve(warm: Iterable[str]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         resize = {int(step): seats for step, seats in asked.pop("resize", {}).items()}
+        asked["hosts"] = tuple(asked.get("hosts", ()))
         answers.write(json.dumps(run(Gang(**asked, resize=resize))) + "\n")
 
 
@@ -419,6 +489,11 @@ def parse_resize(text: str) -> dict[int, int]:
     return {int(step): int(seats) for step, seats in (p.split(":") for p in text.split(",") if p)}
 
 
+def parse_hosts(text: str) -> tuple[int, ...]:
+    """ "2,1": two of the seats on the first host, one on the second."""
+    return tuple(int(seats) for seats in text.split(","))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.splice", description=__doc__)
     parser.add_argument("entry", nargs="?", help="module:Class, or module:function")
@@ -428,6 +503,7 @@ def main() -> int:
     parser.add_argument("--seats", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--resize", type=parse_resize, default={}, help="step:seats,...")
+    parser.add_argument("--hosts", type=parse_hosts, default=(), help="seats of each, like 2,1")
     parser.add_argument("--params", type=json.loads, default={}, help="as JSON")
     parser.add_argument("--swap", action="store_true", help="device memory to the host at a switch")
     parser.add_argument("--no-squash", dest="squash", action="store_false")

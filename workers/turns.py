@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from workers.ground import Ground
+from workers.ground import LOOK_EVERY_S, Ground
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,6 @@ _TEXT = 32
 
 _HOLDER = 0  # of a seat: the rank that runs there, plus one
 
-LOOK_EVERY_S = 0.25  # so often a sleeping rank looks whether the others are alive
 IDLE_S = 1.0  # who has a seat and sleeps so long, waits for something that we do not know of
 LOG_LENGTH = 10_000
 
@@ -69,6 +68,7 @@ class Wait(IntEnum):
     MESSAGE = 5  # from any rank to this one
     BOUNDARY = 6
     BLOCK = 7  # number: of a graph's block, or of a part of it
+    CUT = 8  # before step `part`, until all hosts have agreed on where the cut is
 
 
 #: A tensor whose content need not go to the host: its copy there, or None where it is about to be
@@ -97,6 +97,12 @@ def seat_of(rank: int, ranks: int, seats: int) -> int:
     return rank // (size + 1) if rank < wide else more + (rank - wide) // size
 
 
+def hosts_of(ranks: int, seats: tuple[int, ...]) -> tuple[int, ...]:
+    """Of each rank its host, where `seats` says how many of the seats lie on each."""
+    all_seats = [host for host, number in enumerate(seats) for _ in range(number)]
+    return tuple(all_seats[seat_of(rank, ranks, len(all_seats))] for rank in range(ranks))
+
+
 def seat_all(ground: Ground, seats: int) -> None:
     """Before the first rank comes, or while nobody sits (`reseat`, `_regroup`)."""
     words = ground.words
@@ -122,39 +128,84 @@ def seats(ground: Ground) -> int:
 
 def wish(ground: Ground, seats: int) -> None:
     """Ask for another number of seats; it comes true at the next boundary that all ranks reach."""
+    if ground.is_bridged:
+        raise ValueError("ranks of several hosts change their seats only when they begin again")
     if not 1 <= seats <= ground.ranks:
         raise ValueError(f"{ground.ranks} ranks take 1 to {ground.ranks} seats, not {seats}")
     with ground.locked():
         ground.words[WISH] = seats
-    _ring_all(ground)
+    ground.ring_all()
 
 
 def call_to_cut(ground: Ground) -> None:
     """Ask that all ranks come to stand before the same step (`Turns.is_cut`)."""
     with ground.locked():
         ground.words[CUT] = 1
-    _ring_all(ground)
+    ground.ring_all()
 
 
 def end_cut(ground: Ground) -> None:
     with ground.locked():
         ground.words[CUT] = ground.words[CUT_AT] = 0
+    if ground.is_bridged:
+        ground.ring(ground.bridge)
+
+
+def unbegun(ground: Ground) -> int:
+    """A step that no rank of this host has begun, nor will begin before the cut is named.
+
+    0 while it is not known: nobody has come to a boundary yet.
+    """
+    words, steps = ground.words, [0]
+    with ground.locked():
+        here = [ground.rank(rank) for rank in ground.here()]
+        for at in here:
+            held = words[at + STATE] == State.WAITING and words[at + KIND] == Wait.CUT
+            steps.append(words[at + PART] if held else words[at + STEP] + bool(words[at + STEP]))
+        if all(words[at + STATE] == State.DONE for at in here):
+            steps.append(1)
+    return max(steps)
+
+
+def name_cut(turns: Turns, step: int) -> None:
+    """All hosts have agreed on it."""
+    with turns.board():
+        turns.words[CUT_AT] = step
+        turns.ready(Wait.CUT)
+
+
+def wake_at_cut(turns: Turns) -> None:
+    """There is none any more; who waits to hear of it goes on."""
+    with turns.board():
+        turns.ready(Wait.CUT)
 
 
 def state(ground: Ground, rank: int) -> State:
     return State(ground.words[ground.rank(rank) + STATE])
 
 
+def waits_for(ground: Ground, rank: int) -> Wait:
+    """NOTHING where it does not wait for other ranks."""
+    at = ground.rank(rank)
+    waits = ground.words[at + STATE] == State.WAITING
+    return Wait(ground.words[at + KIND]) if waits else Wait.NOTHING
+
+
+def are_still(ground: Ground) -> bool:
+    """Whether no rank of this host could move by itself."""
+    return all(state(ground, rank) in (State.WAITING, State.DONE) for rank in ground.here())
+
+
 def fail(ground: Ground, text: str) -> None:
     """End the gang: every rank gets this text at its next call, or at once if it waits."""
     with ground.locked():
         _fail(ground, text)
-    _ring_all(ground)
+    ground.ring_all()
 
 
-def _ring_all(ground: Ground) -> None:
-    for rank in range(ground.ranks):
-        ground.ring(rank)
+def failure(ground: Ground) -> str:
+    """Why the gang cannot go on; empty while it can."""
+    return ground.read_text(_FAILED_TEXT, _FAILED_WORDS) if ground.words[FAILED] else ""
 
 
 def _fail(ground: Ground, text: str) -> None:
@@ -273,6 +324,8 @@ class Turns:
         self._seat_next(self.seat)
         self._regroup_at_boundary()
         self._must_not_be_stuck()
+        if kind == Wait.CUT:
+            self.call_bridge()
 
     @contextmanager
     def away(self, text: str) -> Iterator[None]:
@@ -300,10 +353,12 @@ class Turns:
         self.check()
         self._come_back()
         words = self.words
+        if self.ground.is_bridged:
+            self._hear_of_cut(step, timeout_s)
         with self.board():
             if words[WISH] and not words[BOUNDARY]:
                 words[BOUNDARY] = self._first_unbegun(step)
-            if words[CUT] and not words[CUT_AT]:
+            if words[CUT] and not words[CUT_AT] and not self.ground.is_bridged:
                 words[CUT_AT] = self._first_unbegun(step)
             is_here = words[BOUNDARY] == step or self._parks()
             if not is_here:
@@ -323,6 +378,21 @@ class Turns:
     def _first_unbegun(self, step: int) -> int:
         """The first step that no rank has begun; this one is about to begin `step`."""
         return max(step - 1, *(self._of(rank, STEP) for rank in range(self.ground.ranks))) + 1
+
+    def _hear_of_cut(self, step: int, timeout_s: float) -> None:
+        """Begin no step while the hosts agree on where the cut is: one that no rank has begun."""
+        words = self.words
+
+        def is_known() -> bool:
+            return not words[CUT] or bool(words[CUT_AT])
+
+        while True:
+            with self.board():
+                if is_known():
+                    words[self.me + STEP] = step
+                    return
+            text = f"the boundary before step {step}, until the hosts agree on a cut"
+            self.wait(Wait.CUT, part=step, until=is_known, text=text, timeout_s=timeout_s)
 
     def is_cut(self, step: int) -> bool:
         """All ranks stop before this step, until `end_cut`: each comes here after `boundary`."""
@@ -378,6 +448,10 @@ class Turns:
                 self.words[at + STATE] = State.READY
                 self._seat_next(self._of(rank, SEAT))
 
+    def call_bridge(self) -> None:
+        """There is something to do for the bridge to the other hosts."""
+        self._bells.append(self.ground.bridge)
+
     def regroup_here(self) -> None:
         """For a script without steps: all others wait in the call that this rank completes."""
         words = self.words
@@ -387,11 +461,11 @@ class Turns:
     def check(self) -> None:
         """Raises GangFailed once any rank has failed."""
         if self.words[FAILED]:
-            raise GangFailed(self.ground.read_text(_FAILED_TEXT, _FAILED_WORDS))
+            raise GangFailed(failure(self.ground))
 
     def standing(self) -> str:
         """Where every rank stands, in a sentence."""
-        return "; ".join(self._standing(rank) for rank in range(self.ground.ranks))
+        return "; ".join(self.standing_of(rank) for rank in range(self.ground.ranks))
 
     # --- inside ---
 
@@ -505,6 +579,9 @@ class Turns:
             if self.ground.is_dead(rank) and self._of(rank, STATE) != State.DONE:
                 fail(self.ground, f"rank {rank} has died: {self.standing()}")
                 self.check()
+        if self.ground.is_bridged and self.ground.has_no_bridge():
+            fail(self.ground, f"the bridge of host {self.ground.host} has died: {self.standing()}")
+            self.check()
 
     # --- stuck, and regrouped ---
 
@@ -516,6 +593,10 @@ class Turns:
 
     def _must_not_be_stuck(self) -> None:
         """Everybody waits: change the seats if that is wished, give up votes, or fail."""
+        if self.ground.is_bridged:
+            if are_still(self.ground):  # the bridges find out whether that is so everywhere
+                self.call_bridge()
+            return
         mine = self.words[self.me + STATE]
         if mine not in (State.WAITING, State.DONE) or self._runs_beside_me():
             return
@@ -557,7 +638,9 @@ class Turns:
         for seat in range(seats):
             self._seat_next(seat)
 
-    def _standing(self, rank: int) -> str:
+    def standing_of(self, rank: int) -> str:
+        if not self.ground.is_here(rank):
+            return f"rank {rank} is on another host"
         state = State(self._of(rank, STATE))
         text = self.ground.read_text(self.ground.rank(rank) + _TEXT)
         if state == State.WAITING:
