@@ -664,6 +664,7 @@ class Bridge:
         match said:
             case ("hold",):
                 self.must_hold = True
+                turns.end_cut(self.ground)  # of one whose end we were not told
                 turns.call_to_cut(self.ground)
             case ("held", step) if self.cut is not None:
                 self.cut[link.host] = step

@@ -40,7 +40,7 @@ import torch
 
 from app.core import taskgraph
 from app.core.spread import Spread, spread
-from workers import absence, context_switch, gang, graph, loading, preset, tensorfile
+from workers import absence, context_switch, gang, graph, loading, outpost, preset, tensorfile
 from workers import image as images
 from workers import slab as slabs
 from workers.absence import Absence, CalledOff
@@ -384,7 +384,9 @@ def execute(
         return 1
     if work.is_graph:
         read_graph(work)
-    return gang.conduct(work, live) if work.spec["world_size"] > 1 else live(work)
+    if work.spec["world_size"] == 1:
+        return live(work)
+    return outpost.conduct(work, live) if work.spec.get("hosts") else gang.conduct(work, live)
 
 
 def live(work: Work) -> int:

@@ -162,7 +162,9 @@ def parted(slab: Slab, layout: Layout, rank: int) -> Layout:
 
 
 @dataclass
-class _Rank:
+class RankProcess:
+    """A rank, as its conductor knows it.  One of another host has no process here."""
+
     number: int
     pid: int
     pidfd: int
@@ -183,19 +185,25 @@ def conduct(work: Work, live: Callable[[Work], int]) -> int:
     board = Ground(handles)
     turns.seat_all(board, 1)
     regions = [Region.of(rank, ranks, work.slab.limit_bytes) for rank in range(ranks)]
-    members = [_fork(work, live, handles, rank, regions[rank]) for rank in range(ranks)]
+    members = [fork(work, live, handles, rank, regions[rank]) for rank in range(ranks)]
     for fd in work.fds:
         os.close(fd)
-    conductor = _Conductor(work, board, members)
+    conductor = Conductor(work, board, members)
     try:
         return conductor.run()
     finally:
         conductor.end_all()
 
 
-def _fork(
-    work: Work, live: Callable[[Work], int], handles: Handles, rank: int, region: Region
-) -> _Rank:
+def fork(
+    work: Work,
+    live: Callable[[Work], int],
+    handles: Handles,
+    rank: int,
+    region: Region,
+    not_theirs: tuple[int, ...] = (),
+) -> RankProcess:
+    """`not_theirs`: descriptors of ours that no rank shall hold."""
     wire, theirs = pair()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,6 +214,8 @@ def _fork(
             sandbox.die_with_parent()
             wire.close()
             work.wire.close()
+            for fd in not_theirs:
+                os.close(fd)
             _become(work, theirs, handles, rank, region)
             status = live(work)
         except BaseException:
@@ -213,7 +223,7 @@ def _fork(
         finally:
             os._exit(status)
     theirs.close()
-    return _Rank(rank, pid, os.pidfd_open(pid), wire, region, region.slab(work.slab.fd))
+    return RankProcess(rank, pid, os.pidfd_open(pid), wire, region, region.slab(work.slab.fd))
 
 
 def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region: Region) -> None:
@@ -228,10 +238,10 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
     work.member = Member(handles, rank, collective=not work.is_graph)
 
 
-class _Conductor:
+class Conductor:
     """What the ranks are told, and what is said for them."""
 
-    def __init__(self, work: Work, board: Ground, ranks: list[_Rank]) -> None:
+    def __init__(self, work: Work, board: Ground, ranks: list[RankProcess]) -> None:
         self.work, self.board, self.ranks = work, board, ranks
         self.asked: dict[str, JSON] = {}  # of ranks that step: told when all stand at a cut
         self.asked_s = 0.0
@@ -241,8 +251,10 @@ class _Conductor:
         self.saved_step = -1
         self.is_still = False
         self.saved_s = time.monotonic()
+        self.here = [rank for rank in ranks if rank.pid]
         self._poll = select.poll()
-        for fd in (work.wire.fileno(), *(f for r in ranks for f in (r.wire.fileno(), r.pidfd))):
+        ours = (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd))
+        for fd in (work.wire.fileno(), *ours):
             self._poll.register(fd, select.POLLIN)
 
     def run(self) -> int:
@@ -252,15 +264,18 @@ class _Conductor:
                 self._order(message)
             if self.work.wire.closed:
                 return 1
-            for rank in self.ranks:
-                self._hear(rank)
+            self.hear_all()
             if (last := self._last_word()) is not None:
                 self.work.say(last.pop("is"), **last)
                 return 0
             self._keep_time()
 
+    def hear_all(self) -> None:
+        for rank in self.here:
+            self._hear(rank)
+
     def end_all(self) -> None:
-        for rank in self.ranks:
+        for rank in self.here:
             if not rank.is_gone:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
@@ -287,7 +302,7 @@ class _Conductor:
     def _go(self) -> None:
         """The seat is theirs; what they were lent besides, before, is not."""
         self.is_seated, self.wished = True, 0
-        if turns.seats(self.board) > 1:
+        if turns.seats(self.board) > 1 and not self.board.is_bridged:
             turns.reseat(self.board, 1)
 
     def _ask(self, message: JSON) -> None:
@@ -305,14 +320,14 @@ class _Conductor:
         said = {"bytes": 0, "settled": True, "memory_bytes": self._memory_bytes()}
         self.work.say("away", turn=message["turn"], **said)
 
-    def _tell(self, message: JSON, ranks: list[_Rank]) -> None:
+    def _tell(self, message: JSON, ranks: list[RankProcess]) -> None:
         for rank in ranks:
             with suppress(OSError):  # it is ending: its exit is heard
                 rank.wire.send(message)
 
     # --- what ranks say ---
 
-    def _hear(self, rank: _Rank) -> None:
+    def _hear(self, rank: RankProcess) -> None:
         for message in rank.wire.receive():
             self._take(rank, message)
         if not rank.is_gone and select.select([rank.pidfd], [], [], 0)[0]:
@@ -321,12 +336,12 @@ class _Conductor:
             self._poll.unregister(rank.pidfd)
             _, status = os.waitpid(rank.pid, 0)
             rank.is_gone = True
-            rank.last = rank.last or _unsaid(rank.number, os.waitstatus_to_exitcode(status))
+            rank.last = rank.last or unsaid(rank.number, os.waitstatus_to_exitcode(status))
         if rank.wire.closed and rank.wire.fileno() >= 0:
             self._poll.unregister(rank.wire.fileno())
             rank.wire.close()
 
-    def _take(self, rank: _Rank, message: JSON) -> None:
+    def _take(self, rank: RankProcess, message: JSON) -> None:
         word = message["is"]
         if word in ("failed", "finished", "stopped"):
             rank.last = message
@@ -428,10 +443,10 @@ class _Conductor:
         self.work.say("progress", **{**_without_head(said), **own})
 
     def _look_whether_still(self) -> None:
-        """Nothing steps: each stands still, or waits for one that does."""
+        """Nothing steps on this device: each stands still, or waits for one that does."""
         waits = (turns.State.WAITING, turns.State.DONE)
         still = all(
-            rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.ranks
+            rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here
         )
         if still != self.is_still:
             self.is_still = still
@@ -487,7 +502,7 @@ class _Conductor:
         return int(steps.pop())
 
     def _memory_bytes(self) -> int:
-        return sum(rank.progress.get("memory_bytes", 0) for rank in self.ranks)
+        return sum(rank.progress.get("memory_bytes", 0) for rank in self.here)
 
 
 def _together(said: list[JSON]) -> JSON:
@@ -510,6 +525,6 @@ def _without_head(message: JSON) -> JSON:
     return {name: value for name, value in message.items() if name not in ("is", "step")}
 
 
-def _unsaid(rank: int, code: int) -> JSON:
+def unsaid(rank: int, code: int) -> JSON:
     how = f"was killed by signal {-code}" if code < 0 else f"ended by itself with status {code}"
     return {"is": "failed", "cause": "exit", "message": f"its process {how}.", "detail": ""}

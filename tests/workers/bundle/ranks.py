@@ -49,6 +49,13 @@ class Fails(Train):
         return super().step(ctx)
 
 
+class LastFails(Train):
+    def step(self, ctx):
+        if ctx.rank == ctx.world_size - 1 and ctx.step == 3:
+            raise ValueError("the last rank has had enough")
+        return super().step(ctx)
+
+
 class Dies(Train):
     def step(self, ctx):
         if ctx.rank == 1 and ctx.step == 3:

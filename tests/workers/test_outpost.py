@@ -1,0 +1,273 @@
+"""Ranks at outposts: residents with a slab each, joined by TCP, as those of several hosts are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.conftest import PRESET
+from workers import slab
+from workers.resident import Zygote
+from workers.sandbox import Room
+from workers.wire import Trust, Wire, pair
+
+JSON = dict[str, Any]
+
+RANKS, STEPS = 5, 160
+BUNDLE = Path(__file__).parent / "bundle"
+LIMIT_BYTES = 64 * 2**20
+PATIENCE_S = 120.0
+
+
+class Residents:
+    """A warm process, and those that it forks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+        self.zygote = Zygote(lock_fd=self.lock, probe=None)
+        self.trust = Trust()
+        self.trust.extend(2**62)
+        self.born = 0
+        said = _next(self.zygote.wire)
+        assert said["is"] == "ready"
+
+    def spawn(self, slab_fd: int) -> tuple[Wire, Path]:
+        """Its wire, and its own folder."""
+        self.born += 1
+        scratch = self.folder / str(self.born)
+        scratch.mkdir()
+        wire, control = pair()
+        bulk, bulk_end = socket.socketpair()
+        log = os.open(scratch / "log", os.O_CREAT | os.O_WRONLY)
+        room = Room(code=BUNDLE, scratch=scratch, uid=0, kind="cpu")
+        fds = [control.fileno(), bulk_end.fileno(), self.trust.fd, log, log, self.lock, slab_fd]
+        self.zygote.spawn(self.born, room, [], fds, "job")
+        for end in (control, bulk, bulk_end):
+            end.close()
+        os.close(log)
+        return wire, scratch
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*/log")))
+
+    def close(self) -> None:
+        self.zygote.end()
+        self.trust.close()
+        os.close(self.lock)
+
+
+class Gang:
+    """One gang on some hosts, as the supervisors of its devices would hold it."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        hosts: list[int],
+        *,
+        entry: str = "ranks:Train",
+        image: JSON | None = None,
+        slab_fd: int = -1,
+        pace: float = 0.0,
+    ) -> None:
+        self.residents = residents
+        self.slab = slab.made(LIMIT_BYTES) if slab_fd < 0 else slab_fd
+        self.said: list[JSON] = []
+        slabs = [self.slab, *(slab.made(LIMIT_BYTES) for _ in hosts[1:])]
+        self.wires, folders = zip(*(residents.spawn(fd) for fd in slabs), strict=True)
+        home, outposts = [], []
+        for _ in hosts[1:]:
+            ends = [_connected() for _ in ("line", "link")]
+            home += [ours for ours, _ in ends]
+            outposts.append([theirs for _, theirs in ends])
+        params = {"steps": STEPS, "pace": pace}
+        for host, ends in enumerate([home, *outposts]):
+            where = {"hosts": hosts, "host": host} if len(hosts) > 1 else {}
+            own = {"image": None if host else image}
+            spec = _spec(entry, params, folders[host], **where, **own)
+            self.wires[host].send({"is": "begin", "spec": spec}, [end.fileno() for end in ends])
+            for end in ends:
+                end.close()
+        for fd in slabs[1:]:
+            os.close(fd)
+
+    @property
+    def home(self) -> Wire:
+        return self.wires[0]
+
+    def order(self, word: str, **more: Any) -> None:
+        self.home.send({"is": word, **more})
+
+    def until(self, word: str, step: int = 0) -> JSON:
+        """What home said with this word, after `step` or later; images are kept as they come."""
+        end_s = time.monotonic() + PATIENCE_S
+        while True:
+            for at, message in enumerate(self.said):
+                if message["is"] == word and message["step"] >= step:
+                    del self.said[: at + 1]
+                    return message
+            assert time.monotonic() < end_s, f"no {word}: {self.said}, {self.residents.log()}"
+            self.home.wait(1.0)
+            came = self.home.receive()
+            for message in came:
+                if message["is"] == "saving":
+                    self.order("kept", what=message["what"])
+            self.said += came
+            last = [m for m in came if m["is"] in ("failed", "stopped") and m["is"] != word]
+            assert not last, (last, self.residents.log())
+
+    def begin(self) -> Gang:
+        self.until("prepared")
+        self.order("go")
+        return self
+
+    def must_end(self) -> None:
+        """The processes of all hosts, by themselves."""
+        end_s = time.monotonic() + PATIENCE_S
+        for wire in self.wires:
+            while not wire.closed:
+                assert time.monotonic() < end_s, self.residents.log()
+                wire.wait(1.0)
+                wire.receive()
+
+    def end(self) -> None:
+        for wire in self.wires:
+            wire.close()
+
+
+def _spec(entry: str, params: JSON, folder: Path, **more: Any) -> JSON:
+    return {
+        "task": "t1",
+        "run": {"job": entry},
+        "params": params,
+        "inputs": {},
+        "outputs": [],
+        "publish": [],
+        "preset": PRESET,
+        "kind": "cpu",
+        "rank": 0,
+        "world_size": RANKS,
+        "code": str(BUNDLE),
+        "scratch": str(folder),
+        "checkpoint_every_s": 0.0,
+        "lease_margin_s": 1.0,
+        **more,
+    }
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+def _next(wire: Wire) -> JSON:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        wire.wait(1.0)
+        if messages := wire.receive():
+            return messages[0]
+    raise TimeoutError("nothing was said")
+
+
+@pytest.fixture(scope="module")
+def residents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Residents]:
+    found = Residents(tmp_path_factory.mktemp("hosts"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(residents: Residents) -> JSON:
+    """What the job gives on one device of one host."""
+    gang = Gang(residents, [1]).begin()
+    result: JSON = gang.until("finished")["result"]
+    gang.end()
+    return result
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 1, 1]], ids=str)
+def test_ranks_of_several_hosts_give_the_bits_of_one_device(
+    residents: Residents, undisturbed: JSON, hosts: list[int]
+) -> None:
+    gang = Gang(residents, hosts).begin()
+    assert gang.until("finished")["result"] == undisturbed
+    gang.must_end()
+    gang.end()
+
+
+def test_it_is_paused_and_goes_on_in_place(residents: Residents, undisturbed: JSON) -> None:
+    gang = Gang(residents, [2, 1], pace=0.01).begin()
+    step = 0
+    for _ in range(3):
+        gang.until("progress", step + 1)
+        gang.order("pause")
+        paused = gang.until("paused")
+        assert paused["has_state"]
+        assert paused["step"] > step
+        step = paused["step"]
+        gang.order("go")
+    assert gang.until("finished")["result"] == undisturbed
+    gang.end()
+
+
+def test_from_the_image_of_a_cut_it_goes_on_on_any_hosts(
+    residents: Residents, undisturbed: JSON
+) -> None:
+    """One host, two, three, two others, one: each time all ranks begin again from one image."""
+    image: JSON | None = None
+    kept = slab.made(LIMIT_BYTES)
+    for hosts in ([1], [2, 1], [1, 1, 1], [1, 2]):
+        gang = Gang(residents, hosts, image=image, slab_fd=kept, pace=0.02).begin()
+        gang.until("progress", (image or {"step": 0})["step"] + 1)
+        gang.order("pause")
+        paused = gang.until("paused")
+        saving = gang.until("saving")
+        assert saving["at_step"] == paused["step"]
+        image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
+        gang.end()
+    gang = Gang(residents, [1], image=image, slab_fd=kept).begin()
+    assert gang.until("finished")["result"] == undisturbed
+    gang.end()
+
+
+def test_it_is_saved_while_it_runs(residents: Residents, undisturbed: JSON) -> None:
+    gang = Gang(residents, [1, 1], pace=0.02).begin()
+    gang.until("progress", 1)
+    gang.order("save")
+    saving = gang.until("saving")
+    image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
+    gang.end()
+    again = Gang(residents, [2, 1], image=image, slab_fd=gang.slab).begin()
+    assert again.until("finished")["result"] == undisturbed
+    again.end()
+
+
+def test_a_lost_outpost_ends_the_gang_with_its_name(residents: Residents) -> None:
+    gang = Gang(residents, [2, 1], pace=0.02).begin()
+    gang.until("progress", 1)
+    gang.wires[1].close()
+    told = gang.until("failed")["message"]
+    assert "host 1" in told
+    assert "is lost" in told
+    gang.end()
+
+
+def test_a_rank_of_an_outpost_that_fails_is_named(residents: Residents) -> None:
+    gang = Gang(residents, [1, 1, 1], entry="ranks:LastFails").begin()
+    assert gang.until("failed")["message"] == "rank 4: ValueError: the last rank has had enough"
+    gang.end()
+
+
+def test_all_its_ranks_are_cancelled(residents: Residents) -> None:
+    gang = Gang(residents, [2, 1], pace=0.02).begin()
+    gang.until("progress", 1)
+    gang.order("cancel")
+    gang.must_end()
+    gang.end()
