@@ -557,9 +557,7 @@ class Bridge:
         call = crossing.calls[number]
         if fold and not call.fold:
             call.fold = fold
-            call.ticket.shapes = [
-                (count, getattr(torch, dtype.removeprefix("torch."))) for count, dtype in shapes
-            ]
+            call.ticket.shapes = [(count, getattr(torch, dtype)) for count, dtype in shapes]
         return call
 
     def _advance(self, crossing: _Crossing, call: _Call) -> None:

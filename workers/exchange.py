@@ -298,7 +298,7 @@ class Exchange:
         with self.turns.board():
             self.arrive(ticket)
         if group.hosts:
-            shapes = tuple((count, str(dtype)) for count, dtype in ticket.shapes)
+            shapes = tuple((count, _type_name(dtype)) for count, dtype in ticket.shapes)
             told = (group.index, ticket.number, group.me, text, fold, shapes)
             self.ground.tell_bridge(("post", *told))
         return ticket
@@ -687,6 +687,12 @@ class _Arena:
                 if 0 <= since < self.takes - UNUSED_TAKES:
                     self.ground.give_back(offset, size)
                     pieces[index] = (offset, self.takes)
+
+
+@cache
+def _type_name(dtype: torch.dtype) -> str:
+    """One object for each type: what is told of thousands of tensors names it once."""
+    return str(dtype).removeprefix("torch.")
 
 
 def group_key(name: str, members: Sequence[int]) -> int:

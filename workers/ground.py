@@ -173,9 +173,15 @@ class Ground:
     def tell_bridge(self, message: tuple[Any, ...]) -> None:
         """In the order in which one rank tells.  Not under the lock: the bridge may wait for it.
 
-        Raises OSError if there is no bridge any more, or the message is too long.
+        Raises OSError if there is no bridge any more, ValueError if the message is too long.
         """
         data = marshal.dumps(message)
+        if len(data) > TOLD_LIMIT_BYTES:
+            raise ValueError(
+                f"{message[0]!r} takes {len(data)} bytes to tell to other hosts, and "
+                f"{TOLD_LIMIT_BYTES} are allowed: fewer tensors in one call, smaller values in the "
+                "store"
+            )
         while True:
             try:
                 os.write(self.handles.outbox[0], data)

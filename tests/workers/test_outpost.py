@@ -31,28 +31,31 @@ class Residents:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
-        self.zygote = Zygote(lock_fd=self.lock, probe=None)
+        (folder / "probe").mkdir()
+        probe = Room(code=BUNDLE, scratch=folder / "probe", uid=os.getuid(), kind="cpu")
+        self.zygote = Zygote(lock_fd=self.lock, probe=probe)
         self.trust = Trust()
         self.trust.extend(2**62)
         self.born = 0
         said = _next(self.zygote.wire)
         assert said["is"] == "ready"
+        self.walls = said["walls"]
 
-    def spawn(self, slab_fd: int) -> tuple[Wire, Path]:
-        """Its wire, and its own folder."""
+    def spawn(self, slab_fd: int) -> tuple[Wire, tuple[Path, Path]]:
+        """Its wire, and where it sees its code and its own folder."""
         self.born += 1
         scratch = self.folder / str(self.born)
         scratch.mkdir()
         wire, control = pair()
         bulk, bulk_end = socket.socketpair()
         log = os.open(scratch / "log", os.O_CREAT | os.O_WRONLY)
-        room = Room(code=BUNDLE, scratch=scratch, uid=0, kind="cpu")
+        room = Room(code=BUNDLE, scratch=scratch, uid=os.getuid(), kind="cpu")
         fds = [control.fileno(), bulk_end.fileno(), self.trust.fd, log, log, self.lock, slab_fd]
-        self.zygote.spawn(self.born, room, [], fds, "job")
+        self.zygote.spawn(self.born, room, self.walls, fds, "job")
         for end in (control, bulk, bulk_end):
             end.close()
         os.close(log)
-        return wire, scratch
+        return wire, room.inside(self.walls)
 
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted(self.folder.glob("*/log")))
@@ -141,7 +144,7 @@ class Gang:
             wire.close()
 
 
-def _spec(entry: str, params: JSON, folder: Path, **more: Any) -> JSON:
+def _spec(entry: str, params: JSON, folders: tuple[Path, Path], **more: Any) -> JSON:
     return {
         "task": "t1",
         "run": {"job": entry},
@@ -153,8 +156,8 @@ def _spec(entry: str, params: JSON, folder: Path, **more: Any) -> JSON:
         "kind": "cpu",
         "rank": 0,
         "world_size": RANKS,
-        "code": str(BUNDLE),
-        "scratch": str(folder),
+        "code": str(folders[0]),
+        "scratch": str(folders[1]),
         "checkpoint_every_s": 0.0,
         "lease_margin_s": 1.0,
         **more,
@@ -256,6 +259,15 @@ def test_a_lost_outpost_ends_the_gang_with_its_name(residents: Residents) -> Non
     told = gang.until("failed")["message"]
     assert "host 1" in told
     assert "is lost" in told
+    gang.end()
+
+
+def test_outposts_end_with_their_home(residents: Residents) -> None:
+    gang = Gang(residents, [1, 1, 1], pace=0.02).begin()
+    gang.until("progress", 1)
+    gang.home.close()
+    gang.wires = gang.wires[1:]
+    gang.must_end()
     gang.end()
 
 
