@@ -10,8 +10,9 @@ Two connections join each outpost with home: the *line*, of which this module sp
 
 *Image.*  Home's slab holds the parts of all ranks.  What a rank of an outpost stages is sent home
 before it is said that it lies there; when the gang goes on from an image, home first sends each
-outpost the parts of its ranks.  So an image made on any hosts goes on on any others, and a change
-of hosts is that: from the image of a cut, all ranks begin again.
+outpost the parts of its ranks.  Storages that are equal, as those of replicas are, cross once.  So
+an image made on any hosts goes on on any others, and a change of hosts is that: from the image of a
+cut, all ranks begin again.
 
 *Ends.*  An outpost whose line ends, ends its ranks; a gang that loses an outpost fails.
 """
@@ -26,14 +27,17 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from workers import bridge, ground, sandbox, turns
 from workers.bridge import HOME, Link, Place, Said
 from workers.gang import JSON, Conductor, RankProcess, Region, fork, parted, unsaid
 from workers.ground import Ground
-from workers.layout import Extent, Layout, from_json
-from workers.slab import limit_bytes as slab_limit_bytes
+from workers.layout import Layout, from_json
+from workers.slab import Slab
 
 if TYPE_CHECKING:
     from workers.executor import Work
@@ -99,6 +103,60 @@ def _fork_bridge(
     return pid
 
 
+# --- parts of an image ----------------------------------------------------------------------------
+
+
+class Parts:
+    """One end of a line, for images: each part lies at the same place of both slabs."""
+
+    def __init__(self, slab: Slab, line: Link) -> None:
+        self.slab, self.line = slab, line
+        self._crossed: dict[tuple[bytes, int], int] = {}  # (digest, size) -> where it lies
+
+    def begin(self) -> None:
+        """What crossed before belongs to another image."""
+        self._crossed.clear()
+
+    def send(self, start: int, layout: Layout) -> None:
+        """What lies there must not change until it has crossed; `start` is added to all offsets."""
+        for extent in (layout.graph, *layout.storages):
+            view, offset = self.slab.view(start + extent.offset, extent.size), start + extent.offset
+            equal = self._crossed.setdefault((xxhash.xxh3_128_digest(view), extent.size), offset)
+            if equal == offset:
+                self.line.say(("part", offset), view)
+            else:
+                self.line.say(("copy", offset, extent.size, equal))
+
+    def send_index(self, start: int, size: int) -> None:
+        """It lies behind what the slab, or a rank's region of it, may hold."""
+        self.line.say(("index", start), memoryview(os.pread(self.slab.fd, size, start)))
+
+    def place(self, said: Said, size: int) -> Place:
+        if said[0] == "part":
+            return Place(self._view(said[1], size))
+        return Place(memoryview(bytearray(size)))
+
+    def take(self, said: Said, body: Place | None) -> bool:
+        """Whether this was of an image.  Raises OSError for what cannot lie in the slab."""
+        match said:
+            case ("part", _):
+                return True
+            case ("copy", offset, size, equal):
+                self._view(offset, size)[:] = self._view(equal, size)
+                return True
+            case ("index", start) if body is not None:
+                at = 0
+                while at < len(body.view):
+                    at += os.pwrite(self.slab.fd, body.view[at:], start + at)
+                return True
+        return False
+
+    def _view(self, offset: int, size: int) -> memoryview:
+        if not 0 <= offset <= offset + size <= self.slab.limit_bytes:
+            raise OSError(f"{size} bytes of an image at {offset}, where none can lie")
+        return self.slab.view(offset, size)
+
+
 # --- at home --------------------------------------------------------------------------------------
 
 
@@ -142,29 +200,28 @@ class Home(Conductor):
     ) -> None:
         super().__init__(work, board, ranks)
         self.lines = lines
+        self.parts = {host: Parts(work.slab, line) for host, line in lines.items()}
+        for line in lines.values():
+            self._poll.register(line.sock, select.POLLIN)
 
     def begin(self) -> None:
         """Each outpost gets the parts of its ranks; then it may fork them."""
-        image = self.work.spec["image"]
+        slab, image = self.work.slab, self.work.spec["image"]
         for host, line in self.lines.items():
             if image:
-                self._send_parts(line, host, image["index_bytes"])
-            line.say(("begin", self.work.slab.limit_bytes, image))
+                self._send_parts(self.parts[host], host, image["index_bytes"])
+            line.say(("begin", slab.limit_bytes, image))
         self._flush()
 
-    def _send_parts(self, line: Link, host: int, index_bytes: int) -> None:
-        """At the same places as in the slab here."""
+    def _send_parts(self, parts: Parts, host: int, index_bytes: int) -> None:
         slab = self.work.slab
-        index = slab.read_index(index_bytes)
-        whole = from_json(index["layout"], limit_bytes=slab.limit_bytes)
-        extents = [whole.graph]
-        for rank in self.ranks:
-            if self.board.hosts[rank.number] == host:
-                extents += _extents(parted(slab, whole, rank.number))
-        for extent in extents:
-            line.say(("bytes", extent.offset), slab.view(extent.offset, extent.size))
-        text = os.pread(slab.fd, index_bytes, slab.limit_bytes)
-        line.say(("index",), memoryview(text))
+        index = slab.read_index(index_bytes)["layout"]
+        whole = from_json(index, limit_bytes=slab.limit_bytes)
+        parts.send(0, replace(whole, storages=()))
+        for rank, its_host in enumerate(self.board.hosts):
+            if its_host == host:
+                parts.send(0, parted(slab, whole, rank))
+        parts.send_index(slab.limit_bytes, index_bytes)
 
     def hear_all(self) -> None:
         super().hear_all()
@@ -176,34 +233,22 @@ class Home(Conductor):
     def _hear_line(self, host: int, line: Link) -> None:
         why = "its line was closed"
         try:
-            for said, body in line.receive(self._place):
-                self._take_from(said, body)
+            for said, body in line.receive(self.parts[host].place):
+                if not self.parts[host].take(said, body):
+                    self._take_from(said)
         except OSError as error:
             why = error.strerror or str(error)
             line.drop()
         if line.is_over:
             self._is_lost(host, line, why)
 
-    def _take_from(self, said: Said, body: Place | None) -> None:
+    def _take_from(self, said: Said) -> None:
         match said:
             case ("said", rank, message):
                 self._take(self.ranks[rank], message)
-            case ("index", rank):
-                assert body is not None
-                region = self.ranks[rank].region
-                _write(self.work.slab.fd, body, region.start + region.limit_bytes)
             case ("gone", rank, code):
                 gone = self.ranks[rank]
                 gone.is_gone, gone.last = True, gone.last or unsaid(rank, code)
-
-    def _place(self, said: Said, size: int) -> Place:
-        if said[0] != "bytes":
-            return Place(memoryview(bytearray(size)))
-        _, rank, offset = said
-        region = self.ranks[rank].region
-        if not 0 <= offset <= offset + size <= region.limit_bytes:
-            raise OSError(f"a part of the image of rank {rank} lies where none can")
-        return Place(self.work.slab.view(region.start + offset, size))
 
     def _is_lost(self, host: int, line: Link, why: str) -> None:
         self._poll.unregister(line.sock)
@@ -231,16 +276,6 @@ def _events(line: Link) -> int:
     return select.POLLIN | (select.POLLOUT if line.is_waiting else 0)
 
 
-def _extents(layout: Layout) -> list[Extent]:
-    return [layout.graph, *layout.storages]
-
-
-def _write(fd: int, body: Place, start: int) -> None:
-    at = 0
-    while at < len(body.view):
-        at += os.pwrite(fd, body.view[at:], start + at)
-
-
 # --- at an outpost --------------------------------------------------------------------------------
 
 
@@ -257,6 +292,7 @@ class Outpost:
     ) -> None:
         self.work, self.live, self.board = work, live, board
         self.line, self.links = line, links
+        self.parts = Parts(work.slab, line)
         self.ranks: dict[int, RankProcess] = {}
         self.bridge_pid = 0
 
@@ -266,12 +302,13 @@ class Outpost:
             while not self.line.is_over and not self.work.wire.closed:
                 self._wait()
                 self.work.wire.receive()  # nothing: home says what is to be done
-                for said, body in self.line.receive(self._place):
-                    self._take(said, body)
+                for said, body in self.line.receive(self.parts.place):
+                    if not self.parts.take(said, body):
+                        self._take(said)
                 for rank in list(self.ranks.values()):
                     self._hear(rank)
                 self.line.flush()
-        except ConnectionError as error:
+        except OSError as error:
             sys.stderr.write(f"the gang's home is lost: {error}\n")
         finally:
             self._end_all()
@@ -290,18 +327,13 @@ class Outpost:
 
     # --- what home says ---
 
-    def _place(self, said: Said, size: int) -> Place:
-        if said[0] == "bytes" and 0 <= said[1] <= said[1] + size <= self.work.slab.limit_bytes:
-            return Place(self.work.slab.view(said[1], size))
-        return Place(memoryview(bytearray(size)))
-
-    def _take(self, said: Said, body: Place | None) -> None:
+    def _take(self, said: Said) -> None:
         match said:
-            case ("index",) if body is not None:
-                _write(self.work.slab.fd, body, slab_limit_bytes(self.work.slab.fd))
             case ("begin", limit_bytes, image):
                 self._begin(limit_bytes, image)
             case ("tell", rank, message) if rank in self.ranks:
+                if message["is"] == "kept":
+                    self.parts.begin()
                 with suppress(OSError):  # it is ending: its exit is heard
                     self.ranks[rank].wire.send(message)
 
@@ -341,15 +373,12 @@ class Outpost:
 
     def _send_image(self, rank: RankProcess, index_bytes: int) -> None:
         """It lies still until home says that it is kept."""
+        region = rank.region
         layout = from_json(
-            rank.part.read_index(index_bytes)["layout"], limit_bytes=rank.region.limit_bytes
+            rank.part.read_index(index_bytes)["layout"], limit_bytes=region.limit_bytes
         )
-        for extent in _extents(layout):
-            view = rank.part.view(extent.offset, extent.size)
-            self.line.say(("bytes", rank.number, extent.offset), view)
-        end = rank.region.start + rank.region.limit_bytes
-        text = os.pread(self.work.slab.fd, index_bytes, end)
-        self.line.say(("index", rank.number), memoryview(text))
+        self.parts.send(region.start, layout)
+        self.parts.send_index(region.start + region.limit_bytes, index_bytes)
 
     def _end_all(self) -> None:
         for rank in self.ranks.values():

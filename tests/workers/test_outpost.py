@@ -13,8 +13,12 @@ import pytest
 
 from tests.workers.conftest import PRESET
 from workers import slab
+from workers.bridge import Link
+from workers.layout import laid_out
+from workers.outpost import Parts
 from workers.resident import Zygote
 from workers.sandbox import Room
+from workers.slab import Slab
 from workers.wire import Trust, Wire, pair
 
 JSON = dict[str, Any]
@@ -238,6 +242,31 @@ def test_from_the_image_of_a_cut_it_goes_on_on_any_hosts(
     gang = Gang(residents, [1], image=image, slab_fd=kept).begin()
     assert gang.until("finished")["result"] == undisturbed
     gang.end()
+
+
+def test_equal_storages_of_an_image_cross_once() -> None:
+    """Those of replicas are, and what is nowhere else equal is as it was."""
+    one, other = (Slab(slab.made(LIMIT_BYTES)) for _ in range(2))
+    sizes = [5, 100_000, 100_000, 100_000, 0]
+    layout = laid_out(10, [(size, "cpu", False) for size in sizes])
+    for number, extent in enumerate(layout.storages):
+        filled = b"a" if number in (1, 3) else b"b"
+        one.view(extent.offset, extent.size)[:] = filled * extent.size
+    ends = socket.socketpair()
+    sender, receiver = (Link(host, end) for host, end in enumerate(ends))
+    Parts(one, sender).send(0, layout)
+    came, taken = Parts(other, receiver), []
+    while len(taken) < 1 + len(sizes):
+        sender.flush()
+        for said, body in receiver.receive(came.place):
+            assert came.take(said, body)
+            taken.append(said[0])
+    assert taken == ["part", "part", "part", "part", "copy", "part"]
+    for extent in (layout.graph, *layout.storages):
+        place = extent.offset, extent.size
+        assert bytes(other.view(*place)) == bytes(one.view(*place))
+    for end in ends:
+        end.close()
 
 
 def test_it_is_saved_while_it_runs(residents: Residents, undisturbed: JSON) -> None:
