@@ -69,7 +69,7 @@ class Place:
 
 
 class Link:
-    """A connection to the bridge of another host; nothing here blocks."""
+    """A connection to another host; nothing here blocks."""
 
     def __init__(self, host: int, sock: socket.socket) -> None:
         self.host, self.sock = host, sock
@@ -241,7 +241,7 @@ class Bridge:
 
     def run(self) -> None:
         """Until the gang ends, well or not."""
-        self.ground.bridge_is(True)
+        self.ground.bridge_comes()
         while not self.is_done:
             if not self._wait() and not self.has_failed:
                 self._is_quiet()
@@ -251,7 +251,6 @@ class Bridge:
             self._look()
             for link in self.links.values():
                 self._flush(link)
-        self.ground.bridge_is(False)
 
     @property
     def is_home(self) -> bool:

@@ -48,7 +48,7 @@ SEAT_WORDS = 8
 SLOT_WORDS = 16 + TEXT_WORDS
 
 _LAND_TAKEN = 8  # the word of the head that counts it
-_BRIDGE = 9  # the word that holds the process id of the bridge while it is there
+_BRIDGE = 9  # the word that holds the process id of the bridge
 LOOK_EVERY_S = 0.25  # so often who waits looks whether the others are alive
 TOLD_LIMIT_BYTES = 1 << 17  # one message to the bridge
 _PUNCH_HOLE_KEEP_SIZE = 3
@@ -189,25 +189,23 @@ class Ground:
                 poll = select.poll()
                 poll.register(self.handles.outbox[0], select.POLLOUT)
                 if not poll.poll(LOOK_EVERY_S * 1000) and self.has_no_bridge():
-                    raise BrokenPipeError("the bridge to the other hosts has died") from None
+                    raise BrokenPipeError("the bridge to the other hosts is gone") from None
             else:
                 return
 
-    def bridge_is(self, here: bool) -> None:
-        """Said by the bridge itself."""
-        if here:
-            self.hold_lifeline(self.bridge)
-        self.words[_BRIDGE] = os.getpid() if here else 0
+    def bridge_comes(self) -> None:
+        """Said by the bridge itself, which then stays until its ranks need it no more."""
+        self.hold_lifeline(self.bridge)
+        self.words[_BRIDGE] = os.getpid()
 
     @property
     def bridge_process(self) -> int:
-        """Its process id; 0 before it has come and once it has gone well."""
+        """Its process id; 0 before it has come."""
         return self.words[_BRIDGE]
 
     def has_no_bridge(self) -> bool:
-        """Whether the one that came has died."""
-        came = self.bridge_process and self.is_dead(self.bridge)
-        return bool(came and self.bridge_process)  # else it has gone meanwhile, as it should
+        """Whether the one that came is gone."""
+        return self.bridge_process > 0 and self.is_dead(self.bridge)
 
     def clear(self, place: int, words: int) -> None:
         self.words[place : place + words] = memoryview(bytes(words * 8)).cast("q")
