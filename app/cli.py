@@ -615,7 +615,13 @@ def resize(
     _wish_tasks(ctx, id, "resize", {"devices_max": most}, output)
 
 
-def _wish_tasks(ctx: typer.Context, id: str, verb: str, body: JSON, output: Output) -> None:
+@app.command(rich_help_panel=WORK)
+def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """Write a durable image of it at its next safe point; it goes on running."""
+    _wish_tasks(ctx, id, "checkpoint", None, output)
+
+
+def _wish_tasks(ctx: typer.Context, id: str, verb: str, body: JSON | None, output: Output) -> None:
     """Of one task, or of all tasks of a request that have not ended."""
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
@@ -802,6 +808,8 @@ def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
 def tenant(
     ctx: typer.Context,
     which: Annotated[str, typer.Argument(metavar="TENANT", help="its name or id")],
+    new: Annotated[bool, typer.Option("--new", help="make it")] = False,
+    under: Annotated[str, typer.Option(help="with --new: the tenant above it")] = "",
     weight: Weight = None,
     guarantee: Annotated[
         _Kinds, typer.Option("--guarantee", help="KIND=DEVICES or KIND=none; repeatable")
@@ -814,9 +822,11 @@ def tenant(
     max_queued: Annotated[str, typer.Option(help=f"tasks that wait: {_A_BOUND}")] = "",
     output: Format = Output.table,
 ) -> None:
-    """Show a tenant, and change what is given of it."""
+    """Show a tenant, and change what is given of it; or make one."""
+    if under and not new:
+        raise typer.BadParameter("a tenant stays where it is: --under is for --new")
     with _client(ctx) as client:
-        found = _named(client, "tenant", which)
+        found = {"guarantee": {}, "limit": {}} if new else _named(client, "tenant", which)
         changed: JSON = {} if weight is None else {"weight": weight}
         changed |= {"tier": tier} if tier else {}
         for name, kinds in (("guarantee", guarantee), ("limit", limit)):
@@ -825,7 +835,11 @@ def tenant(
         for name, bound in (("max_running", max_running), ("max_queued", max_queued)):
             if bound:
                 changed[name] = _number_or_none(name, bound)
-        found = _changed(client, "tenant", found, changed)
+        if new:
+            above = {"parent_id": _named(client, "tenant", under)["id"]} if under else {}
+            found = client.post("/v1/tenants", {"name": which, **above, **changed})
+        else:
+            found = _changed(client, "tenant", found, changed)
     show(found, output, lambda: telling.tenant(found))
 
 
@@ -841,14 +855,29 @@ def users(ctx: typer.Context, output: Format = Output.table) -> None:
 def user(
     ctx: typer.Context,
     which: Annotated[str, typer.Argument(metavar="USER", help="name or id")],
+    new: Annotated[bool, typer.Option("--new", help="make it")] = False,
+    tenant: Annotated[str, typer.Option(help="with --new; default: your own")] = "",
     weight: Weight = None,
     output: Format = Output.table,
 ) -> None:
-    """Show a user of your tenant, and change what is given of them."""
+    """Show a user of your tenant, and change what is given of them; or make one.
+
+    `roundhouse key add USER` gives them a key.
+    """
+    if tenant and not new:
+        raise typer.BadParameter("a user stays in its tenant: --tenant is for --new")
+    given = {} if weight is None else {"weight": weight}
     with _client(ctx) as client:
-        found = _named(client, "user", which)
-        found = _changed(client, "user", found, {} if weight is None else {"weight": weight})
+        if new:
+            found = _new_user(client, {"name": which, **given}, tenant)
+        else:
+            found = _changed(client, "user", _named(client, "user", which), given)
     show(found, output, lambda: telling.user(found))
+
+
+def _new_user(client: Client, body: JSON, tenant: str) -> JSON:
+    whose = {"tenant_id": _named(client, "tenant", tenant)["id"]} if tenant else {}
+    return client.post("/v1/users", {**body, **whose})
 
 
 # --- webhooks -------------------------------------------------------------------------------------
@@ -1006,9 +1035,7 @@ def add_account(
 ) -> None:
     """Make a service account; `roundhouse key add NAME` gives it a key."""
     with _client(ctx) as client:
-        body: JSON = {"name": name, "service": True}
-        body |= {"tenant_id": _named(client, "tenant", tenant)["id"]} if tenant else {}
-        made = client.post("/v1/users", body)
+        made = _new_user(client, {"name": name, "service": True}, tenant)
     show([made], output, lambda: table([made], telling.ACCOUNTS))
 
 

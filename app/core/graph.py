@@ -126,8 +126,8 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
     wanted = task.devices
     offer = kinds.get(wanted.kind)
     if offer is None:
-        known = ", ".join(sorted(kinds)) or "none at all"
-        yield "devices/kind", f"there is no device of kind {wanted.kind!r} here; there is: {known}"
+        known = f"there is: {', '.join(sorted(kinds))}" if kinds else "none at all has joined yet"
+        yield "devices/kind", f"there is no device of kind {wanted.kind!r} here; {known}"
         return
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"

@@ -705,6 +705,16 @@ class TestWishes:
         assert "its 4 ranks take 1 to 4 devices, not 5" in too_many.stderr
         assert "it has one rank" in run("resize", submitted, "2").stderr
 
+    def test_a_checkpoint_is_asked_for_while_it_runs(self, run, service, submitted):
+        refused = run("checkpoint", submitted)
+        assert refused.exit_code == 4, refused.output
+        sql = "update tasks set state = 'running', capabilities = '[\"save\"]' where id = %s"
+        service.sql(sql, service.task_of(submitted))
+        asked = run("checkpoint", submitted)
+        assert asked.exit_code == 0, asked.output
+        [(wished,)] = service.sql("select save_asked from tasks where request_id = %s", submitted)
+        assert wished
+
     def test_what_was_asked_is_told(self, run, service, submitted):
         task = service.task_of(submitted)
         service.sql("update tasks set move_to = 'local.1' where id = %s", task)
@@ -774,6 +784,26 @@ class TestTenants:
         assert [item["name"] for item in json.loads(run("tenants", "-o", "json").stdout)] == [
             "alpha"
         ]
+
+    def test_tenants_and_users_are_made(self, run, service):
+        words = ("tenant", "delta", "--new", "--under", "gamma", "--weight", "2", "-o", "json")
+        made = run("--as", "platform", *words, "--guarantee", "cpu=1")
+        assert made.exit_code == 0, made.output
+        tenant = json.loads(made.stdout)
+        assert (tenant["weight"], tenant["guarantee"]) == (2.0, {"cpu": 1})
+        assert (
+            tenant["parent_id"] == service.sql("select id from tenants where name = 'gamma'")[0][0]
+        )
+        twice = run("--as", "platform", "tenant", "delta", "--new")
+        assert twice.exit_code == 4, twice.output
+        with Client(service.url, service.keys["platform"]["platform_admin"]) as client:
+            client.delete(f"/v1/tenants/{tenant['id']}")
+        who = ("--as", "alpha:tenant_admin", "user", "grace")
+        assert run(*who, "--new", "--weight", "3").exit_code == 0
+        assert json.loads(run(*who, "-o", "json").stdout)["weight"] == 3.0
+        for option in ("--under", "--tenant"):
+            verb = "tenant" if option == "--under" else "user"
+            assert run("--as", "platform", verb, "alpha", option, "gamma").exit_code == 2
 
     def test_what_is_given_is_changed_and_the_rest_stays(self, run):
         def tenant(*words):
