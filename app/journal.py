@@ -771,6 +771,7 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     _close(session, task, placement, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
+    task.outputs = event.outputs
     older = event.cause == "image" and _damage(session, task, event.epoch)
     away = event.cause == "store"
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)

@@ -406,10 +406,12 @@ class Stub:
             raise Ending("stopped")
         self.step += self.progress.read() + self.has_run
         self._report()
+        folder, publish = Path(self.spec["scratch"]), self.spec["publish"]
         if self.status:
+            with contextlib.suppress(Ending):  # how it failed is what counts
+                self._put_artifacts(folder)
             who = f"rank {self.failed_rank}: " if self.gang is not None else ""
             raise _failed("exit", who + _how_it_ended(self.status))
-        folder, publish = Path(self.spec["scratch"]), self.spec["publish"]
         for name in self.spec["outputs"]:
             body = output_of(name, folder, step=self.step, publish=name in publish)
             self._put(name, body)

@@ -285,6 +285,10 @@ class Resident:
         return declared or (self.is_command and output == messages.ARTIFACTS)
 
     @property
+    def artifacts(self) -> JSON:
+        return {name: kept for name, kept in self.outputs.items() if name == messages.ARTIFACTS}
+
+    @property
     def is_kept(self) -> bool:
         """Of its state, all that can be kept is durable: of a command, its working folder."""
         return not self.has_state or (self.saved is not None and self.saved.step == self.step)

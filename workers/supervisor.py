@@ -1028,8 +1028,9 @@ def _last_word(resident: Resident, status: int) -> JSON:
     if doom == "cancel" or resident.stay.state == "stopping":
         return {"is": messages.Stopped}
     if said is not None and not doom:
-        if resident.is_command and said["is"] is messages.Failed and not said["detail"]:
-            return {**said, "detail": "\n".join(resident.stay.log.last)}
+        if resident.is_command and said["is"] is messages.Failed:
+            detail = said["detail"] or "\n".join(resident.stay.log.last)
+            return {**said, "detail": detail, "outputs": resident.artifacts}
         return said
     cause = {"max_duration": "max_duration", "slow": "bundle"}.get(doom, "exit")
     return {"is": messages.Failed, "cause": cause, "message": _how_it_ended(doom, status)}

@@ -166,11 +166,15 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """`cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a difference."""
+    """`cause` is one of CAUSES; `detail` is for the owner: a traceback, a path, a difference.
+
+    `outputs` are the ARTIFACTS of a command that failed by itself, if it left any.
+    """
 
     cause: str
     message: str
     detail: str = ""
+    outputs: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

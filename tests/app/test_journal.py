@@ -396,6 +396,18 @@ class TestEnd:
         hear(session, residents=[view(running, "ended", epoch=2)], events=again)
         assert (running.state, running.attempts) == ("failed", 1)
 
+    def test_what_a_failed_command_left_is_kept_until_it_is_tried_again(self, session, running):
+        running.retry_max = 1
+        left = {"artifacts.zip": {"sha256": "0" * 64, "size_bytes": 9}}
+        crash = event(Failed, running, 2, cause="exit", message="boom", outputs=left)
+        hear(session, residents=[view(running, "ended")], events=[crash])
+        assert (running.state, running.outputs) == ("waiting", left)
+        decide(session, running, "Launch", devices=("h.0",))
+        done = event(Finished, running, 2, epoch=2, step=10, result={}, outputs={})
+        events = [started(running, epoch=2), done]
+        hear(session, residents=[view(running, "ended", epoch=2, step=10)], events=events)
+        assert (running.state, running.outputs) == ("done", {})
+
     def test_what_is_done_in_the_end_has_no_cause_of_failure(self, session, running):
         running.retry_max = 1
         crash = event(Failed, running, 2, cause="exception", message="boom", detail="trace")

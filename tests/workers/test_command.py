@@ -74,6 +74,10 @@ def test_what_it_leaves_in_the_folder_artifacts_is_kept(ground):
         assert {each: archive.read(each) for each in archive.namelist()} == {"deep/a": b"42\n"}
     ground.launch("t2", shell("mkdir artifacts; ln -s / elsewhere"))
     assert ground.event(Finished, "t2").outputs == {}
+    ground.launch("t3", shell(f"{leave}; echo no >&2; exit 3"))
+    failed = ground.event(Failed, "t3")
+    assert (failed.message, failed.detail) == ("It ended with exit status 3.", "no")
+    assert failed.outputs[ARTIFACTS]["size_bytes"] > 0
 
 
 def test_lines_of_progress_are_its_steps_and_its_metrics(ground):
@@ -142,12 +146,9 @@ def test_what_it_leaves_running_ends_with_it(ground):
     ground.launch("t1", shell("(while :; do date > still; done) & sleep 0.1; echo $!"))
     ground.event(Finished, "t1")
     ground.until(lambda: not ground.supervisor.residents)
-    alive = [
-        p
-        for p in psutil.process_iter()
-        if p.cmdline()[:1] == ["bash"] and "still" in str(p.cmdline())
-    ]
-    assert not alive
+    # Of a process of somebody else that has ended and was not reaped there are no words.
+    words = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [each for each in words if each[:1] == ["bash"] and "still" in str(each)]
 
 
 def test_lines_that_are_no_progress_are_left_out_and_told_once(ground):
