@@ -119,7 +119,10 @@ def _states(text: str | None) -> list[str]:
 
 
 @router.get(
-    "/requests/{id}/plan", response_model=RequestPlan, summary="Who runs what of its graphs"
+    "/requests/{id}/plan",
+    response_model=RequestPlan,
+    summary="Who runs what of its graphs",
+    responses=declared(404),
 )
 def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     """Which executor runs each node, what passes between them, and, once done, what did.

@@ -57,8 +57,10 @@ SHARED = ("/v1/devices", "/v1/hosts", "/v1/islands", "/v1/presets")
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
     "state", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
-    "latest", "range", "if-range", "if-none-match", "content-range",
+    "latest", "range", "if-range", "if-none-match", "content-range", "grep",
 }  # fmt: skip
+#: parts of a path that only have a meaning below the thing before them
+WITHIN = {("GET /v1/tasks/{id}/outputs/{name}", "name")}
 #: the others, and what of vision's they could name
 NAMES = {
     "tenant_id": [TENANT["id"], CHILD],
@@ -160,7 +162,9 @@ def named_in_paths() -> Iterator[tuple[str, str]]:
     for name, operation in OPERATIONS.items():
         path = name.split()[1]
         for parameter in operation.get("parameters", ()):
-            if parameter["in"] == "path" and not path.startswith(SHARED):
+            if parameter["in"] != "path" or (name, parameter["name"]) in WITHIN:
+                continue
+            if not path.startswith(SHARED):
                 yield name, str(parameter["example"])
 
 
