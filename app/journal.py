@@ -862,7 +862,7 @@ def _note(
     before_us = placement.held_us
     ledger.note(session, placement, said.held_us)
     if placement.held_us > before_us and placement.epoch == task.epoch:
-        lending.charge(session, lending.of_task(session, task), placement.held_us - before_us)
+        lending.charge(session, task, lending.of_task(session, task), placement.held_us - before_us)
     placement.staged_us = max(placement.staged_us, said.staged_us)
 
 

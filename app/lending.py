@@ -64,12 +64,14 @@ def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: in
         session.add(guest)
 
 
-def charge(session: Session, lent: Iterable[Placement], held_us: int) -> None:
+def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:
     """Their home held its seat for `held_us` more; none is charged from before it was lent."""
     now = db.now(session)
     for guest in lent:
         since_us = round((now - guest.launched_at).total_seconds() * 1e6)
-        ledger.note(session, guest, min(guest.held_us + held_us, since_us))
+        before_us = guest.held_us
+        ledger.note(session, guest, min(before_us + held_us, since_us))
+        task.guest_held_us += guest.held_us - before_us
 
 
 def cost(session: Session, placements: Iterable[Placement]) -> int:

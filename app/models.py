@@ -430,6 +430,7 @@ class Task(Base):
     first_started_at: Mapped[datetime | None]
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    guest_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
     attempts: Mapped[int] = mapped_column(server_default="0")

@@ -594,6 +594,7 @@ class _Answer:
 _MORE = (
     TaskRow.name,
     TaskRow.total_held_us,
+    TaskRow.guest_held_us,
     TaskRow.descriptor["max_duration_s"].label("max_duration_s"),
 )
 

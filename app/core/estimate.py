@@ -218,7 +218,11 @@ def _at(values: tuple[float, ...], depth: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A task on `width` devices.  `elapsed_s` in all its turns, `turn_s` of them in this one."""
+    """A task on `width` devices.  `elapsed_s` in all its turns, `turn_s` of them in this one.
+
+    An elastic task that holds more than it needs does in a second what takes it `speed` seconds on
+    as few as it needs; `elapsed_s` and `max_duration_s` are such seconds.
+    """
 
     tenant: str
     who: Who
@@ -226,6 +230,7 @@ class Held:
     elapsed_s: float
     turn_s: float = 0.0
     max_duration_s: float | None = None
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -461,7 +466,8 @@ class _Run:
         if held.max_duration_s is not None:
             runtime_s = max(held.elapsed_s, min(runtime_s, held.max_duration_s))
         turn_s = max(0.0, self.cast.scene.slice_s - held.turn_s)
-        self._let_go_later(held.tenant, held.width, runtime_s - held.elapsed_s, turn_s)
+        left_s = (runtime_s - held.elapsed_s) / held.speed
+        self._let_go_later(held.tenant, held.width, left_s, turn_s)
 
     def _let_go_later(self, tenant: str, width: int, left_s: float, turn_s: float) -> None:
         rest = None

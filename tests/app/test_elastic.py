@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import select
 
-from app import db, lending, reports, snapshot, why
-from app.models import Device
+from app import db, forecast, lending, reports, snapshot, why
+from app.core.estimate import History
+from app.models import Device, Placement
 from tests.scenery import Scenery
 
 
@@ -51,3 +53,20 @@ def test_all_that_it_holds_is_told(session, scenery):
     held = {view.id: view.holder for view in reports.devices(session, None, db.now(session))}
     assert held == {"d0": "red", "d1": "red"}
     assert [stay.guest for stay in reports.stays(session, task.request_id)] == [False, True]
+
+
+def test_what_it_did_on_lent_devices_counts_as_work_done(session, scenery):
+    """60 s at home, and 40 s of a second device: as much as 100 s of one."""
+    scenery.device("d0")
+    red = scenery.tenant("red")
+    ended = scenery.task(red, "running", seat="d0", devices_min=1, devices_max=3)
+    placement = session.scalars(select(Placement).where(Placement.task_id == ended.id)).one()
+    placement.end, placement.ended_at = "finished", db.now(session)
+    scenery.move(ended, "done")
+    ended.total_held_us, ended.guest_held_us = 60_000_000, 40_000_000
+    session.flush()
+    who = ((red.id, ended.user_id, ended.name, 1), (red.id, 1), (red.id,), ())
+    expected = History()
+    expected.add(who, 100.0)
+    learned = forecast.Learned().refreshed(session)
+    assert learned.history.remaining(who) == expected.remaining(who)

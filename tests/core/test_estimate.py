@@ -186,6 +186,14 @@ def test_the_next_in_line_starts_when_a_device_is_let_go():
     assert wait_s(scene) == 60
 
 
+def test_who_holds_more_than_it_needs_lets_go_of_all_the_sooner():
+    # 60 s are left of it on one device, so 20 on three; with two of three it needs, 40.
+    lines = {"a": line(0, queued(3, 9))}
+    for speed, left_s in ((3.0, 20), (1.5, 40)):
+        scene = Scene(free=0, held=[held("b", 3, 100, 40, speed=speed)], lines=lines)
+        assert wait_s(scene) == pytest.approx(left_s)
+
+
 def test_a_line_moves_on_as_devices_are_let_go():
     # One device, free at 10 s; then two of 20 s each go before the third.
     scene = Scene(free=0, held=[held("b", 1, 10)], lines={"a": line(0, *[queued(1, 20)] * 3)})
