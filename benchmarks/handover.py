@@ -188,7 +188,7 @@ class Ours:
         if way == "written":
             block.fill_(1)
         stamp(block, number)
-        mine.post(there, block, 1)
+        mine.post(there, block, (1,))
         mine.drop((there, 0))
         mine.wait((answer, 1), lambda: mine.is_there((answer, 1)), "the reader")
         took: float = mine.take((answer, 1)).item()
@@ -224,7 +224,7 @@ def read(mine: Any) -> None:
             break
         took = took_us(mine.take((there, 0)), number)
         mine.drop((there, 0))
-        mine.post(answer, torch.tensor(took, dtype=torch.float64), 1)
+        mine.post(answer, torch.tensor(took, dtype=torch.float64), (0,))
         mine.drop((answer, 1))
     mine.turns.finish()
 
