@@ -183,14 +183,15 @@ class Passing:
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
         """Let these executors have it; returns the value, a large one as it lies in the land."""
-        self.reclaim()
         offset, size = (self._tensor if _is_plain(value) else self._graph)(value)
         posted = self.posted[block] = _Posted(offset, size, readers)
         with self.turns.board():
             entry = self._entry((block, self.me))
             self.words[entry] = posted.offset
             self.turns.ready(Wait.BLOCK, number=entry)
-        return self._seen_here(posted) if size >= LARGE_BYTES else value
+        value = self._seen_here(posted) if size >= LARGE_BYTES else value
+        self.reclaim()  # they run already: the kernel may take long for land that is given back
+        return value
 
     def _seen_here(self, posted: _Posted) -> Any:
         posted.storages = posted.storages or self._lying(posted.offset)
@@ -327,6 +328,8 @@ class Passing:
 
     def _taken(self, size: int) -> int:
         length = rounded(size)
+        if not self._free.get(length):
+            self.reclaim()
         if pieces := self._free.get(length):
             self._free_bytes -= length
             return pieces.pop()
