@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,26 @@ class System:
         zygotes = [child for pid in devices for child in psutil.Process(pid).children()]
         below = [child for zygote in zygotes for child in zygote.children(recursive=True)]
         return [process for process in below if not process.children()]
+
+    def holders_of(self, name: str) -> list[str]:
+        """Processes below the device workers that have this shared memory open, or mapped."""
+        devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
+        below = [p for pid in devices for p in psutil.Process(pid).children(recursive=True)]
+        found = []
+        for process in below:
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                links = [fd.readlink() for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                if name in maps or any(name in str(link) for link in links):
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+        return found
+
+    def until(self, true: Callable[[], object]) -> bool:
+        """Whether it becomes true before long."""
+        until_s = time.monotonic() + SETTLE_S
+        while not (came := bool(true())) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        return came
 
     def check_ledger(self) -> None:
         """What placements, usage and accounts say must be the same, to the microsecond."""

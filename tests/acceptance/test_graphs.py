@@ -173,6 +173,20 @@ def test_a_killed_executor_costs_what_ran_since_the_last_checkpoint(system, undi
     system.check_ledger()
 
 
+@pytest.mark.parametrize("victim", ["device.0", "island"])
+def test_whoever_is_killed_it_ends_right_and_leaves_no_memory(victim, system, undisturbed):
+    client = system.client("alpha")
+    id = submit(client, f"graph-{victim}-killed", graph(nap_s=0.06), devices={"max": 2})
+    client.wait_until(id, lambda request: request["tasks"][1]["step"] > 5, timeout_s=60)
+    assert system.holders_of("gang-land")
+    system.kill(victim)
+    task = done(client, id)
+    assert task["result"] == undisturbed["result"]
+    assert overlaps(runs(client.log_text(task["id"]))) == []
+    system.check_ledger()
+    assert system.until(lambda: not system.holders_of("gang-land")), system.holders_of("gang-land")
+
+
 @pytest.mark.parametrize("name", ["ensemble", "k-means"])
 def test_an_example_gives_what_plain_code_gives(name, system):
     client = system.client("alpha")
