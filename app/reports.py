@@ -726,7 +726,9 @@ def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceV
     holders = {placement.device_id: placement for placement in session.scalars(_holders())}
     names = {id: name for id, name in session.execute(select(Tenant.id, Tenant.name))}
     tasks = {task.id: task for task in running(session, tenant)}
-    query = select(Device, Host.cordoned).join(Host, Host.name == Device.host).order_by(Device.id)
+    # HOST.2 before HOST.10
+    order = (Device.host, func.length(Device.id), Device.id)
+    query = select(Device, Host.cordoned).join(Host, Host.name == Device.host).order_by(*order)
     return [
         _device_view(
             device,

@@ -117,11 +117,11 @@ def _devices(session: Session) -> Check:
 
 def _sandbox(session: Session) -> Check:
     """What walls the devices that are up have around a job; `sandbox: required` needs real ones."""
-    level = Device.facts["sandbox"].astext
-    query = select(level).where(Device.lease_until > func.now()).distinct()
-    levels = sorted(str(found) for found in session.scalars(query))
+    query = select(Device.facts["sandbox"]).where(Device.lease_until > func.now()).distinct()
+    found = [level if isinstance(level, list) else [level] for level in session.scalars(query)]
+    levels = sorted(", ".join(map(str, level)) for level in found)
     weak = settings().sandbox == "required" and bool({"off", "none", "None"} & set(levels))
-    return Check(ok=not weak, detail=", ".join(levels) or "no device has told")
+    return Check(ok=not weak, detail="; ".join(levels) or "no device has told")
 
 
 def _redis() -> Check:

@@ -238,6 +238,10 @@ class Visit:
     def go(self, path: str) -> None:
         self.page.goto(self.service.url + path)
 
+    def documented(self) -> None:
+        """Wait until the page of the API has read and drawn the document."""
+        self.page.locator(".opblock-tag").first.wait_for(timeout=60_000)
+
     def sign_in(self, who: str) -> None:
         self.go("/ui/login")
         self.page.get_by_label("API key").fill(self.service.keys[who])

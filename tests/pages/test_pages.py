@@ -179,21 +179,23 @@ class TestTheApisPage:
     def test_a_problem_leads_to_the_operation_that_it_names(self, visit):
         visit.go("/problems/unsatisfiable")
         visit.page.get_by_role("link", name="GET /v1/devices").click()
+        visit.documented()
         operation = visit.page.locator("#operations-devices-listDevices")
         expect(operation).to_have_class(re.compile("is-open"))
         expect(operation).to_be_in_viewport()
 
     def test_one_says_once_who_one_is_and_examples_run_as_they_stand(self, visit, service):
         page = visit.page
-        visit.go("/docs#/requests/validateRequest")
+        visit.go("/docs")
+        visit.documented()
         page.get_by_role("button", name="Authorize").first.click()
         page.get_by_role("dialog").get_by_role("textbox").first.fill(service.keys["a"])
         page.get_by_role("dialog").get_by_role("button", name="Apply credentials").first.click()
         page.get_by_role("button", name="Close").first.click()
-        page.reload()  # who one is stays in this browser
-        operation = page.locator("#operations-shares-getFairShare")
         visit.go("/docs#/shares/getFairShare")
-        page.reload()
+        page.reload()  # who one is stays in this browser
+        visit.documented()
+        operation = page.locator("#operations-shares-getFairShare")
         operation.get_by_role("button", name="Try it out").click()
         operation.get_by_role("button", name="Execute").click()
         answered = operation.locator(".live-responses-table .response-col_status").last
@@ -347,6 +349,16 @@ class TestEverywhere:
         for path in ("/ui/login", *service.pages[:-1], *service.platform_pages):
             visit.go(path)
             assert visit.page.evaluate("document.documentElement.scrollWidth") <= 320, path
+
+    @pytest.mark.parametrize("visit", [PHONE], indirect=True)
+    def test_all_pages_stand_in_one_line_on_a_phone_and_this_one_is_in_sight(self, visit):
+        visit.sign_in("admin")
+        visit.go("/ui/audit")
+        links = visit.page.locator("header nav a")
+        tops = links.evaluate_all("links => links.map(link => link.getBoundingClientRect().top)")
+        assert len(tops) == 9
+        assert len({round(top) for top in tops}) == 1
+        expect(links.and_(visit.page.locator("[aria-current]"))).to_be_in_viewport()
 
     @pytest.mark.parametrize("visit", [{}, DARK, PHONE], indirect=True)
     def test_text_can_be_read(self, visit, service):
