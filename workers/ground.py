@@ -29,8 +29,6 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +120,25 @@ class _Layout:
         self.words = self.group + GROUPS * self.group_words
 
 
+class _Lock:
+    """That of the board, between threads and between processes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._threads = fd, threading.Lock()
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
+        except BaseException:
+            self._threads.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
+        self._threads.release()
+
+
 class Ground:
     """One process's view of the shared memory."""
 
@@ -130,7 +147,7 @@ class Ground:
         self.hosts, self.host = handles.hosts, handles.host
         self._layout = _Layout(handles.ranks)
         self._board = mmap.mmap(handles.board, self._layout.words * 8)
-        self._thread_lock = threading.Lock()
+        self._lock = _Lock(handles.lock)
         self._polls: dict[int, Any] = {}
         self.words = memoryview(self._board).cast("q")
         self._land = mmap.mmap(handles.land, LAND_BYTES)
@@ -226,15 +243,9 @@ class Ground:
 
     # --- the lock, and who is alive ---
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> _Lock:
         """Alone on the board.  Not to be entered twice by the same thread."""
-        with self._thread_lock:
-            fcntl.lockf(self.handles.lock, fcntl.LOCK_EX, 1, 0)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self.handles.lock, fcntl.LOCK_UN, 1, 0)
+        return self._lock
 
     def hold_lifeline(self, rank: int) -> None:
         fcntl.lockf(self.handles.lock, fcntl.LOCK_EX, 1, 1 + rank)
@@ -288,6 +299,11 @@ class Ground:
     def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
         """The same, as a storage of its own: `uses` tells who else looks at it."""
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
+
+    def typed(self, offset: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `apart`, flat and of this type."""
+        count = size_bytes // dtype.itemsize
+        return torch.frombuffer(self._land, dtype=dtype, offset=offset, count=count)
 
     def is_land(self, address: int) -> bool:
         """Whether memory of this process is that of the land."""

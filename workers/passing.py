@@ -47,6 +47,7 @@ _MOST_SIZES = 4  # of a tensor whose sizes stand in the head
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
 _SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18  # pieces that are cut off, and of what
+_DROPS = 64  # blocks that are done with, before it is looked for small ones among them
 LARGE_BYTES = 1 << 16  # a block of which its maker keeps no copy of its own
 KEPT_BYTES = 1 << 28  # of land that is free, and faulted in, for blocks to come
 
@@ -152,13 +153,13 @@ class Passing:
 
         None: it is no block that is waited for.
         """
-        self.reclaim()
         number = 0 if held is None else self._entry(held)
 
         def is_enough() -> bool:
             return until() or self.turns.is_called()
 
         while not (is_enough() or (held is not None and self.is_soon(held))):
+            self.reclaim()
             self.turns.wait(
                 Wait.BLOCK, number=number, until=is_enough, text=text, timeout_s=math.inf
             )
@@ -190,7 +191,8 @@ class Passing:
             self.words[entry] = posted.offset
             self.turns.ready(Wait.BLOCK, number=entry)
         value = self._seen_here(posted) if size >= LARGE_BYTES else value
-        self.reclaim()  # they run already: the kernel may take long for land that is given back
+        if size >= LARGE_BYTES or len(self.dropping) >= _DROPS:
+            self.reclaim()  # they run already: the kernel may take long for land that is given back
         return value
 
     def _seen_here(self, posted: _Posted) -> Any:
@@ -251,8 +253,13 @@ class Passing:
     def take(self, held: Held) -> Any:
         """Where it lies; it has been posted."""
         offset = self.words[self._entry(held)]
+        kind, about, size, rank, *shape = self.words[offset // 8 : offset // 8 + _HEAD].tolist()
+        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + size
+        if kind == _TENSOR and size > 8 * _HEAD:  # as below, in as few calls as can be
+            whole = self.ground.typed(offset + 8 * _HEAD, size - 8 * _HEAD, _DTYPES[about])
+            self.mapped[held] = [whole.untyped_storage()]
+            return whole.view(shape[:rank])
         storages = self.mapped[held] = self._lying(offset)
-        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + self.words[offset // 8 + 2]
         return self._value(offset, storages)
 
     def _lying(self, offset: int) -> list[torch.UntypedStorage]:
@@ -328,7 +335,7 @@ class Passing:
 
     def _taken(self, size: int) -> int:
         length = rounded(size)
-        if not self._free.get(length):
+        if length > _SMALL_BYTES and not self._free.get(length):
             self.reclaim()
         if pieces := self._free.get(length):
             self._free_bytes -= length
