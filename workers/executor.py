@@ -30,7 +30,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -242,6 +242,7 @@ class Lies:
     fingerprint: JSON
     captured: Captured
     layout: Layout
+    round: int = 0
 
     def index(self) -> JSON:
         layout, tensors = self.layout.as_json(), self.captured.tensors
@@ -262,19 +263,21 @@ class Images:
         self.failed = False  # the last one was not stored; the supervisor says when to try again
         self.last_step: int | None = None  # of the newest image that is stored or on its way
         self.left_s = -math.inf  # when that one left
+        self.round = 0  # of those of a gang, which are called off together
 
     def put(self) -> None:
         """Make one of the last finished step, and have it kept; raises Ending."""
         self.failed = False
         if self.lies_there:
             self._is_leaving()
-            self._tell(cast(Lies, self.lies))
+            self._tell(replace(cast(Lies, self.lies), round=self.round))
             return
         with _told():
             captured = self._captured()
             lies = partial(Lies, self.work.step, preset.fingerprint(), captured)
             self._is_leaving()
-            layout = self.staging.begin(captured, lambda layout: self._tell(lies(layout)))
+            told = partial(lies, round=self.round)
+            layout = self.staging.begin(captured, lambda layout: self._tell(told(layout)))
         self.lies = lies(layout)
 
     def _captured(self) -> Captured:
@@ -324,6 +327,13 @@ class Images:
             self.last_step, self.failed = None, True
         self.work.outgoing.next()
 
+    def call_off(self, round: int) -> None:
+        """Not all ranks have made theirs, so nobody keeps ours."""
+        self.round = round
+        if self.busy:
+            self.busy, self.last_step = False, None
+            self.work.outgoing.next()
+
     def wait(self, for_s: float) -> None:
         """Off the seat, others have the cores for a moment; an order to save is obeyed at once."""
         self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
@@ -342,10 +352,10 @@ class Images:
 
     def _tell(self, lies: Lies) -> None:
         """In the thread that copied the last of it; the slab is not ours until it is kept."""
-        index, step = lies.index(), lies.step
+        index, about = lies.index(), {"at_step": lies.step, "round": lies.round}
         try:
             size = self.work.slab.write_index(index)
-            self.work.say("saving", what="image", at_step=step, index_bytes=size)
+            self.work.say("saving", what="image", **about, index_bytes=size)
         except Abandoned:
             pass  # the main thread will notice
         except (OSError, slabs.BadIndex):
@@ -858,6 +868,8 @@ def _take(work: Work, message: JSON) -> None:
         case "on":
             work.stands_at = message["step"]
             work.wishes.add("on")
+        case "call_off":
+            work.images.call_off(message["round"])
         case "kept" if message["what"] == "image":
             work.images.kept(message)
         case "kept":

@@ -50,7 +50,7 @@ HEAD_BYTES = 2**20  # of the slab: what says which storage is whose
 COLLECTIVE_S = 1800.0  # as long as torch waits for a collective
 LATE_S = 30.0  # to come to a cut, before it is said who is late
 LOOK_S = 0.05
-#: What all ranks have to say before it is said for the gang.
+#: What all ranks have to say before it is said for the gang; images, in the same round.
 TOGETHER = ("prepared", "paused", "saving")
 
 
@@ -249,6 +249,8 @@ class Conductor:
         self.is_seated = False
         self.is_saving = False  # from the order on until the image is kept
         self.saved_step = -1
+        self.save_again = False  # was asked for while one was being kept
+        self.round = 0  # of images: those of one that was called off are of another
         self.is_still = False
         self.saved_s = time.monotonic()
         self.here = [rank for rank in ranks if rank.pid]
@@ -288,15 +290,22 @@ class Conductor:
                 self._tell(message, self.ranks[:1])
             case "leave" | "return":
                 self._stay(message)
+            case "save" if self.is_seated and self.is_saving:
+                self.save_again = True
             case "pause" | "save" | "cancel" if self.is_seated:
                 self._ask(message)
             case "resize":
                 self.wished = message["seats"]
                 turns.wish(self.board, self.wished)
-            case word:
-                self.is_saving &= word != "kept"
-                if word == "go":
-                    self._go()
+            case "go":
+                self._go()
+            case "kept":
+                self._tell(message, self.ranks)
+                self.is_saving = False
+                if self.save_again and self.is_seated:
+                    self.save_again = False
+                    self._ask({"is": "save"})
+            case _:
                 self._tell(message, self.ranks)
 
     def _go(self) -> None:
@@ -304,6 +313,9 @@ class Conductor:
         self.is_seated, self.wished = True, 0
         if turns.seats(self.board) > 1 and not self.board.is_bridged:
             turns.reseat(self.board, 1)
+        self._tell({"is": "go"}, self.ranks)
+        if not self.is_saving:  # some have begun the image of the pause, and others will not
+            self._call_off_image()
 
     def _ask(self, message: JSON) -> None:
         """Of ranks that step: first they must stand at a cut."""
@@ -356,11 +368,14 @@ class Conductor:
         elif word == "saving" and message["what"] != "image":
             self.work.say("saving", **_without_head(message))
         elif word == "spoiled":
-            self._call_off_save()
+            self.is_saving, self.saved_step = False, -1
+            self._call_off_image()
+            if self.is_seated:
+                self._ask({"is": "save"})
         elif word in ("still", "moving"):
             rank.is_still = word == "still"
             self._look_whether_still()
-        elif word in TOGETHER:
+        elif word in TOGETHER and message.get("round") in (None, self.round):
             rank.said[word] = message
             self._look_whether_together(word)
 
@@ -381,20 +396,14 @@ class Conductor:
                 self._say_saving(said)
 
     def _have_all(self, word: str) -> bool:
-        """An image is one of the same step: who speaks of an older one will speak again."""
-        if any(word not in rank.said for rank in self.ranks):
-            return False
-        return len({rank.said[word].get("at_step") for rank in self.ranks}) == 1
+        return all(word in rank.said for rank in self.ranks)
 
-    def _call_off_save(self) -> None:
-        """The part of one rank is no good, so nobody's is: all make another one."""
+    def _call_off_image(self) -> None:
+        """Where one part is lacking the others are no good."""
+        self.round += 1
         for rank in self.ranks:
             rank.said.pop("saving", None)
-        self.is_saving, self.saved_step = False, -1
-        told = "the part of another rank was spoiled"
-        self._tell({"is": "kept", "what": "image", "error": told}, self.ranks)
-        if self.is_seated:
-            self._ask({"is": "save"})
+        self._tell({"is": "call_off", "round": self.round}, self.ranks)
 
     def _look_at_cut(self) -> None:
         """If all stand before the same step they are told why, and to go on from there.
