@@ -9,6 +9,12 @@ import pytest
 
 from app.core.messages import Failed, Finished, Paused, Resized, Saved, Started, Stopped
 from tests.workers.conftest import Ground
+from workers import gang
+from workers.executor import Work
+from workers.ground import Ground as GangGround
+from workers.ground import close, make
+from workers.slab import Slab, made
+from workers.wire import Wire, pair
 
 RANKS, STEPS = 3, 60
 
@@ -152,3 +158,91 @@ def test_it_stands_still_when_the_trust_ends_and_goes_on_with_it(grounds, undist
     assert ground.supervisor.seat.is_still
     ground.deaf = False
     assert ground.event(Finished, "t1", timeout_s=40).result == undisturbed
+
+
+class Led:
+    """A conductor of two ranks that are played here: what it tells them, and its supervisor."""
+
+    def __init__(self):
+        self.slab = Slab(made(gang.HEAD_BYTES + (1 << 20)))
+        upwards, self.supervisor = self._line()
+        ends = [self._line() for _ in range(2)]
+        self.heard = [end for _, end in ends]
+        regions = [gang.Region.of(rank, 2, self.slab.limit_bytes) for rank in range(2)]
+        self.ranks = [
+            gang.RankProcess(n, 0, -1, ends[n][0], regions[n], regions[n].slab(self.slab.fd))
+            for n in range(2)
+        ]
+        work = Work(wire=upwards, bulk=None, trust=None, slab=self.slab, watch=None)
+        work.spec = {"run": {"job": "m:J"}, "checkpoint_every_s": 0.0}
+        self.handles = make(2)
+        self.conductor = gang.Conductor(work, GangGround(self.handles), self.ranks)
+
+    def close(self):
+        for wire in (self.conductor.work.wire, self.supervisor, *self.heard):
+            wire.close()
+        for rank in self.ranks:
+            rank.wire.close()
+        close(self.handles)
+
+    @staticmethod
+    def _line():
+        ours, theirs = pair()
+        return ours, Wire(theirs)
+
+    def order(self, word, **more):
+        self.conductor._order({"is": word, **more})
+
+    def says_saving(self, rank, *, step, round):
+        index = {"layout": {"graph": {"offset": 0, "size": 0}, "storages": []}}
+        size = self.ranks[rank].part.write_index(index | {"fingerprint": {}, "tensors": {}})
+        message = {"is": "saving", "what": "image", "at_step": step, "index_bytes": size}
+        self.conductor._take(self.ranks[rank], {**message, "round": round})
+
+    def told(self, rank):
+        return [message["is"] for message in self.heard[rank].receive()]
+
+    def up(self):
+        return [(message["is"], message.get("at_step")) for message in self.supervisor.receive()]
+
+
+@pytest.fixture
+def led():
+    led = Led()
+    yield led
+    led.close()
+
+
+def test_an_image_that_only_some_have_begun_is_called_off_when_the_gang_goes_on(led):
+    led.order("go")
+    led.says_saving(0, step=9, round=1)  # off the seat, in a pause
+    led.order("go")
+    assert led.told(0)[-2:] == led.told(1)[-2:] == ["go", "call_off"]
+    led.says_saving(1, step=9, round=1)  # had begun it too, and hears only now that it is in vain
+    assert led.up() == []
+    led.says_saving(0, step=12, round=2)
+    assert led.up() == []
+    led.says_saving(1, step=12, round=2)
+    assert led.up() == [("saving", 12)]
+    led.order("go")  # that image is being kept: it is not called off
+    assert led.told(0)[-1] == "go"
+
+
+def test_a_save_that_is_asked_for_while_one_is_kept_comes_after_it(led):
+    led.order("go")
+    for rank in range(2):
+        led.says_saving(rank, step=3, round=1)
+    led.order("save")
+    assert led.conductor.asked == {}
+    led.order("kept", what="image")
+    assert led.conductor.asked == {"save": {"is": "save"}}
+
+
+def test_where_the_part_of_one_rank_was_spoiled_all_make_another(led):
+    led.order("go")
+    led.says_saving(0, step=3, round=1)
+    led.conductor._take(led.ranks[1], {"is": "spoiled"})
+    assert led.told(0)[-1] == "call_off"
+    assert led.conductor.asked == {"save": {"is": "save"}}
+    led.says_saving(1, step=3, round=2)
+    assert led.up() == []
