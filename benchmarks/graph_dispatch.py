@@ -8,6 +8,9 @@ that does the work of all.  Ours is a graph in its resident, from its beginning 
 everything on: safe points between bursts, the wire to the supervisor, seeded nodes, watched inputs.
 How a graph comes there is not counted here (benchmarks.submit_to_first_step).
 
+A hop is the same chain with each node on the other of two executors: processes with a device each,
+between which the block passes in shared memory.  It is timed inside, from when the first node runs.
+
 A chain of nodes that spin for so long gives the efficiency: the time of a plain loop to
 the time of the chain, of each the quickest call, because whoever else uses the cores takes more
 from a call than is to be measured.
@@ -26,8 +29,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,12 +47,16 @@ PEERS = ROOT / "benchmarks" / "peers" / "dispatch.py"
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 Key = tuple[str, float]  # what, spin_us
+HOPS: Key = ("hops", 0.0)
 Took = tuple[float, float]  # microseconds for each node: of the median call, of the quickest
 
 
 def main() -> int:
     if "--ours" in sys.argv:
         return serve()
+    if "--hop" in sys.argv:
+        sys.stdout.write(f"{hop_us()}\n")
+        return 0
     rounds = 3 if quick() else 9
     took_us, missing = defaultdict[tuple[str, Key], list[Took]](list), {}
     with running("ours") as ours, running("direct") as direct:
@@ -65,6 +74,7 @@ def main() -> int:
         who: (statistics.median(one for one, _ in told), min(other for _, other in told))
         for who, told in took_us.items()
     }
+    figures["ours", HOPS] = hops(rounds)
     return report("graph_dispatch", targets(figures), shown(figures, missing))
 
 
@@ -72,6 +82,8 @@ def turns(name: str) -> Iterator[tuple[list[str], Key]]:
     """Who is asked in turn, and what; ours always beside the others."""
     for what in ("op_by_op", "chain", "fused"):
         yield ["ours", name], (what, 0.0)
+    if name == "ray-compiled":
+        yield [name], HOPS
     for spin_us in SPINS_US if name in ("direct", "ray-compiled") else ():
         yield list(dict.fromkeys(("direct", "ours", name))), ("chain", spin_us)
 
@@ -88,6 +100,15 @@ def targets(figures: dict[tuple[str, Key], Took]) -> list[Target]:
             bound=95,
         ),
     ]
+    found.append(
+        Target(
+            name="a hop between two processes",
+            value=round(figures["ours", HOPS][0], 1),
+            unit="us",
+            op="<=",
+            bound=15,
+        )
+    )
     if ("ray-compiled", ("chain", 0.0)) in figures:
         beside = chained_us / figures["ray-compiled", ("chain", 0.0)][0]
         found.append(
@@ -263,6 +284,95 @@ class Ours:
 class Nothing:
     def step(self, ctx: Any) -> None:
         pass
+
+
+# --- a hop, in two processes of its own ----------------------------------------------------------
+
+HOPPED = 2000  # nodes, so that two processes have come to run side by side
+
+
+def hops(rounds: int) -> Took:
+    from workers.sandbox import ENVIRONMENT
+
+    command = [sys.executable, "-m", "benchmarks.graph_dispatch", "--hop"]
+    environment = {**os.environ, **ENVIRONMENT}
+    took_us = [
+        float(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout)
+        for _ in range(rounds)
+    ]
+    return statistics.median(took_us), min(took_us)
+
+
+def hop_us() -> float:
+    """What a node of the chain takes whose predecessor ran in the other process."""
+    import torch
+
+    from workers import turns
+    from workers.ground import Ground, make
+
+    torch.set_num_threads(1)
+    handles = make(2)
+    turns.seat_all(Ground(handles), 2)
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            _run_lane(handles, 1)
+            status = 0
+        finally:
+            os._exit(status)
+    took_us = _run_lane(handles, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return took_us
+
+
+def _run_lane(handles: Any, rank: int) -> float:
+    """An executor with everything on, from its first node to the end of the graph."""
+    import torch
+
+    from app.core.spread import Spread
+    from benchmarks.overhead import resident
+    from workers import executor
+    from workers.gang import Member
+    from workers.lane import LoadedLane
+
+    began_s = 0.0
+
+    def ready(ctx: Any) -> dict[str, Any]:
+        return {"y": torch.zeros(4)}
+
+    def add(ctx: Any, x: Any) -> dict[str, Any]:
+        nonlocal began_s
+        began_s = began_s or time.perf_counter()
+        return {"y": x + 1}
+
+    names = ["ready", *(f"n{n}" for n in range(HOPPED))]
+    nodes = [{"name": "ready", "function": "m:ready", "outputs": ["y"]}]
+    for before, name in pairwise(names):
+        inputs = {"x": f"{before}.y"}
+        nodes.append({"name": name, "function": "m:add", "inputs": inputs, "outputs": ["y"]})
+    work = resident(Nothing())
+    work.spec.update(run={"graph": "sha256:of a benchmark"}, world_size=2, rank=rank)
+    work.member = Member(handles, rank, collective=False)
+    work.member.begin()
+    loaded = LoadedLane(
+        {"nodes": nodes, "outputs": {"y": f"{names[-1]}.y"}},
+        {"m:ready": ready, "m:add": add}.__getitem__,
+        work.accelerator,
+        spread=Spread(
+            executors=2,
+            order=tuple(names),
+            seats={name: (n + 1) % 2 for n, name in enumerate(names)},
+        ),
+        turns=work.member.rank.turns,
+        around=work.around,
+    )
+    work.job, work.ctx.result = loaded.begin({}), None
+    while work.ctx.result is None:
+        executor.one_step(work)
+    took_s = time.perf_counter() - began_s
+    work.member.end()
+    return 1e6 * took_s / HOPPED
 
 
 def serve() -> int:

@@ -111,6 +111,17 @@ class RayCompiled:
     def fused(self, nodes: int) -> Call:
         return self._call(("fused", nodes), lambda x: self.actor.add_many.bind(x, nodes))
 
+    def hops(self, nodes: int, spin_us: float) -> Call:
+        """The chain again, each node on the other of two actors."""
+        actors = [self.actor, self.ray.remote(Adder).remote()]
+
+        def bind(x: Any) -> Any:
+            for n in range(nodes):
+                x = actors[n % 2].add.bind(x, spin_us)
+            return x
+
+        return self._call(("hops", nodes, spin_us), bind)
+
 
 class RayActors(RayCompiled):
     """Calls of one actor, each given the reference of the one before."""
