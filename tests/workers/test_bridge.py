@@ -136,7 +136,8 @@ def test_what_scripts_get_wrong_is_told_to_all_ranks_of_all_hosts(
 ) -> None:
     for error in gangs.errors(entry, ranks=RANKS, hosts=hosts):
         assert error.startswith("GangFailed: ")
-        assert [part for part in (*told, "rank 0", "rank 1") if part not in error] == []
+        assert [part for part in (*told, "rank 1") if part not in error] == []
+        assert "rank 0" in error or "rank 2" in error  # whoever of them came to the odd one first
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 1, 1]], ids=str)

@@ -13,6 +13,7 @@ def is_odd(ctx):
 
 def other_root(ctx):
     dist.broadcast(torch.zeros(4), src=int(is_odd(ctx)))
+    dist.barrier()  # else who sends may have ended well before another one calls
 
 
 def other_operation(ctx):
