@@ -56,7 +56,7 @@ Held = tuple[int, int]  # block, whose
 
 @dataclass(slots=True)
 class _Posted:
-    """A block of this executor's own; `storages` are those of views of it that were given here."""
+    """A block of this executor's own; `storages` are those here that look at its memory."""
 
     offset: int
     size: int
@@ -184,14 +184,14 @@ class Passing:
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
         """Let these executors have it; returns the value, a large one as it lies in the land."""
-        offset, size = (self._tensor if _is_plain(value) else self._graph)(value)
-        posted = self.posted[block] = _Posted(offset, size, readers)
+        posted = self.posted[block] = self._written(value, readers)
         with self.turns.board():
             entry = self._entry((block, self.me))
             self.words[entry] = posted.offset
             self.turns.ready(Wait.BLOCK, number=entry)
-        value = self._seen_here(posted) if size >= LARGE_BYTES else value
-        if size >= LARGE_BYTES or len(self.dropping) >= _DROPS:
+        is_large = posted.size >= LARGE_BYTES
+        value = self._seen_here(posted) if is_large else value
+        if is_large or len(self.dropping) >= _DROPS:
             self.reclaim()  # they run already: the kernel may take long for land that is given back
         return value
 
@@ -199,16 +199,19 @@ class Passing:
         posted.storages = posted.storages or self._lying(posted.offset)
         return self._value(posted.offset, posted.storages)
 
-    def _tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
-        size = 8 * _HEAD + tensor.numel() * tensor.element_size()
-        made = self._made.pop(tensor.data_ptr(), None)
-        if made is not None and made.storage.nbytes() == size - 8 * _HEAD:
-            offset = made.offset
+    def _written(self, value: Any, readers: Collection[int]) -> _Posted:
+        if not _is_plain(value):
+            return _Posted(*self._graph(value), readers)
+        size = 8 * _HEAD + value.numel() * value.element_size()
+        made = self._made.get(value.data_ptr())
+        if made is not None and made.size == size:
+            del self._made[value.data_ptr()]
+            posted = _Posted(made.offset, size, readers, [made.storage])
         else:
-            offset = self._taken(size)
-            self._copy(offset + 8 * _HEAD, tensor, size - 8 * _HEAD)
-        self._say(offset, _TENSOR, _NUMBER[tensor.dtype], size, tensor.dim(), *tensor.shape)
-        return offset, size
+            posted = _Posted(self._taken(size), size, readers)
+            self._copy(posted.offset + 8 * _HEAD, value, size - 8 * _HEAD)
+        self._say(posted.offset, _TENSOR, _NUMBER[value.dtype], size, value.dim(), *value.shape)
+        return posted
 
     def _copy(self, start: int, tensor: torch.Tensor, size: int) -> None:
         if size >= LARGE_BYTES:

@@ -110,3 +110,30 @@ def test_the_first_end_in_the_order_counts(both: Any) -> None:
     other.end_early(3)
     one.end_early(4)
     assert one.early == other.early == (3, 1)
+
+
+def test_what_was_made_there_stays_while_another_value_is_a_view_of_it(both: Any) -> None:
+    one, other = both
+    made = one.empty((LARGE,), torch.float32).fill_(7)
+    part = made[:10]  # as of a node with two outputs
+    one.post(0, made, (1,))
+    first = one.posted[0].offset
+    del made
+    other.take((0, 0))
+    for side in (other, one):
+        side.drop((0, 0))
+        side.reclaim()
+    one.post(1, torch.zeros(LARGE), (1,))
+    assert one.posted[1].offset != first
+    assert part.tolist() == [7.0] * 10
+
+
+def test_a_part_of_what_was_made_there_is_copied_and_the_rest_is_free_again(both: Any) -> None:
+    one, other = both
+    made = one.empty((LARGE,), torch.float32).fill_(7)
+    address = made.data_ptr()
+    one.post(0, made[:10], (1,))
+    assert other.take((0, 0)).tolist() == [7.0] * 10
+    del made
+    one.reclaim()
+    assert one.empty((LARGE,), torch.float32).data_ptr() == address
