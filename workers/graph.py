@@ -123,21 +123,22 @@ class GraphJob:
             self.room.restore(state.get("aside", []), self._values())
 
     def state(self) -> JSON:
-        names = self.program.blocks
+        live = {n: self.blocks[n] for n in self._live()}
+        return {"order": list(self.program.order), **self._state(live)}
+
+    def _state(self, blocks: Mapping[int, Any]) -> JSON:
+        """How far it is, and these blocks."""
+        aside = {} if self.room is None else {"aside": self.room.aside(self._values())}
         return {
-            "order": list(self.program.order),
             "done": self.done,
             "shards": self.shards,
             "count": self.count,
             "items": self.items,
             "owned": self.owned,
             "sizes": self.sizes,
-            "blocks": {names[n]: self.blocks[n] for n in self._live()},
-            **self._aside(),
+            "blocks": {self.program.blocks[n]: value for n, value in blocks.items()},
+            **aside,
         }
-
-    def _aside(self) -> JSON:
-        return {} if self.room is None else {"aside": self.room.aside(self._values())}
 
     def _live(self) -> list[int]:
         """Made, or being made, and still needed."""

@@ -107,24 +107,16 @@ class LaneJob(GraphJob):
             self._finish_early(result, self._next_at())
 
     def state(self) -> JSON:
-        names = self.program.blocks
+        count = len(self.program.blocks)
         self.passing.reclaim()
-        given = {n: value for n, value in self.passing.values().items() if n < len(names)}
-        values = given | {n: self.blocks[n] for n in self.held}
+        given = {n: value for n, value in self.passing.values().items() if n < count}
         return {
             "spread": asdict(self.spread),
-            "done": self.done,
-            "shards": self.shards,
-            "count": self.count,
-            "items": self.items,
-            "owned": self.owned,
-            "sizes": self.sizes,
             "total": self.total,
             "totals": self.totals,
             "result": self.result,
             "passed": self.passing.passed_bytes,
-            "blocks": {names[n]: value for n, value in values.items()},
-            **self._aside(),
+            **self._state(given | {n: self.blocks[n] for n in self.held}),
         }
 
     def passed(self) -> list[list[Any]]:
@@ -154,15 +146,18 @@ class LaneJob(GraphJob):
         while not self._is_ready():
             if passing.turns.is_called():
                 return False
-            early = passing.early
-            if self._is_at_end:
-                passing.tell_passed(self.end if self.result is not None else self._next_at())
-            passing.wait(
-                self._missing(),
-                lambda: self._is_ready() or passing.early != early,  # noqa: B023
-                self._waits_for(),
-            )
+            self._wait(passing.early)
         return True
+
+    def _wait(self, early: Held | None) -> None:
+        """Until it may be ready: also if a node ended the graph before that which is known of."""
+        if self._is_at_end:
+            self.passing.tell_passed(self.end if self.result is not None else self._next_at())
+        self.passing.wait(
+            self._missing(),
+            lambda: self._is_ready() or self.passing.early != early,
+            self._waits_for(),
+        )
 
     def _is_ready(self) -> bool:
         if self.passing.is_over:

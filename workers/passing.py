@@ -28,6 +28,7 @@ import torch
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings, capture, rebuilt
 from workers.ground import aligned, rounded
+from workers.staging import flat
 from workers.turns import Turns, Wait
 
 _TABLE = 24  # the word of the board's head that says where in the land it lies
@@ -365,11 +366,6 @@ class Passing:
             return
         self._free.setdefault(length, []).append(offset)
         self._free_bytes += length
-
-
-def flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Its bytes as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _is_plain(value: Any) -> bool:

@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from app.core.datablock import Held, victims
 from workers.accelerator import Accelerator
+from workers.staging import flat
 from workers.watch import PAGE, Range
 
 _DONTNEED = 4  # MADV_DONTNEED
@@ -136,7 +137,7 @@ class Room:
         """The storages that were put aside, as tensors, so that they can be told apart again."""
         self._tidy()
         lying = self._survey((), ((None, value) for value in held))
-        return [_flat(one.storage) for one in lying if self._is_aside(one.storage)]
+        return [flat(one.storage) for one in lying if self._is_aside(one.storage)]
 
     def restore(self, aside: list[torch.Tensor], held: Iterable[object]) -> None:
         """In another process they came with the others, and are put aside again."""
@@ -283,10 +284,6 @@ def _give_back(storage: torch.UntypedStorage) -> None:
     # Not the first and the last page, where malloc keeps its own words about what is free.
     pages = Range.inside(storage.data_ptr() + PAGE, storage.nbytes() - 2 * PAGE)
     _libc.madvise(pages.start, pages.end - pages.start, _DONTNEED)
-
-
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 _NOT_ENTERED = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)

@@ -394,7 +394,7 @@ class Staging:
         free_bytes, _ = torch.cuda.mem_get_info()
         has_room = free_bytes > 2 * size
         self._side = self._side or torch.cuda.Stream()
-        sources = [_flat(storage) for storage, _ in parts]
+        sources = [flat(storage) for storage, _ in parts]
         if has_room:
             sources = [source.clone() for source in sources]
         torch.cuda.current_stream().synchronize()
@@ -448,7 +448,7 @@ class Staging:
         with torch.cuda.stream(side):
             for storage, offset in parts:
                 part = whole[offset : offset + storage.nbytes()]
-                part.copy_(_flat(storage), non_blocking=True)
+                part.copy_(flat(storage), non_blocking=True)
                 events.append(side.record_event())
         for (storage, _), event in zip(parts, events, strict=True):
             event.synchronize()
@@ -476,5 +476,6 @@ def _extent(storage: torch.UntypedStorage, *, with_cuda: bool) -> tuple[int, str
     return storage.nbytes(), kind, with_cuda and kind == "cpu" and storage.is_pinned()
 
 
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+def flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

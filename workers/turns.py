@@ -34,7 +34,7 @@ from workers.ground import LOOK_EVERY_S, Ground
 if TYPE_CHECKING:
     import torch
 
-# Words of the board's head; further ones belong to `exchange` and `collectives`.
+# Words of the board's head; further ones belong to `exchange`, `collectives` and `passing`.
 FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT = range(7)
 _FAILED_TEXT, _FAILED_WORDS = 64, 448
 

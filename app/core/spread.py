@@ -24,7 +24,6 @@ from app.core.placement import Block, Device, Link, Topology
 from app.core.search import Effort
 from app.core.taskgraph import INPUT, Node, Program, TaskGraph, Unit, declared, program, waits
 
-MAX_EXECUTORS = 64
 USUAL_NS = 1_000_000  # what a node is thought to take that does not say so
 USUAL_BYTES = 1 << 20  # a block of which no size is declared
 RATE = 4 * 10**9  # bytes per second from one executor to another: one copy in host memory
