@@ -435,6 +435,7 @@ def _task(
         memory_bytes=task.devices.memory_bytes,
         devices_min=task.devices.min,
         devices_max=task.devices.max,
+        across_hosts=task.devices.across_hosts,
         tier=request.tier,
         priority=request.priority,
         hold="user" if task.start.hold else "",

@@ -21,6 +21,7 @@ given up before it is promised again.  What only sums up is noted, and written b
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ CHANGES = "roundhouse"  # the channel on which open streams hear that there is s
 RETRY_BACKOFF_S = 2.0  # doubled with each attempt
 RETRY_LONGEST_S = 600.0
 STORE_AGAIN_S = 10.0  # after the store was away
+FOR_EVER_US = 2**61
 LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown: it died there
 
 
@@ -118,10 +120,14 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
         return None
     seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
     seats = {each.task: str(each.device) for each in plan.decisions if each.move == Move.Launch}
-    spliced = [id for each in plan.decisions if each.move == Move.Splice for id in each.devices]
-    query = select(Device).where(Device.id.in_([*seats.values(), *spliced]))
-    devices = {row.id: row for row in session.scalars(query)} if seats or spliced else {}
-    launches = [(tasks[id], devices[seat]) for id, seat in seats.items()]
+    given = [each for each in plan.decisions if each.move in (Move.Launch, Move.Splice)]
+    query = select(Device).where(Device.id.in_([id for each in given for id in each.devices]))
+    devices = {row.id: row for row in session.scalars(query)} if given else {}
+    launches = [
+        (tasks[each.task], devices[str(each.device)])
+        for each in given
+        if each.move == Move.Launch or tasks[each.task].across_hosts
+    ]
     return _Desk(
         tasks=tasks,
         open={row.task_id: row for row in _open(session, Placement.task_id, seated)},
@@ -177,6 +183,7 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     task.cost_milli = decision.cost
     task.seat, task.launched_at = device.id, db.now(session)
     task.started_at = task.resized_at = None
+    all_cost = decision.cost or sum(desk.devices[id].cost_milli for id in decision.devices)
     placement = Placement(
         task_id=task.id,
         epoch=task.epoch,
@@ -184,15 +191,19 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
         tenant_id=task.tenant_id,
         user_id=task.user_id,
         kind=device.kind,
-        cost_milli=decision.cost or device.cost_milli,
+        cost_milli=all_cost // len(decision.devices),
         incarnation=device.incarnation,
     )
     session.add(placement)
     desk.open[task.id] = placement
+    devices = [desk.devices[id] for id in decision.devices]
+    if more := devices[1:]:
+        lending.lend(session, task, more, all_cost - placement.cost_milli)
+        task.resized_at = db.now(session)  # it has guests; since when it is charged, when it starts
     body = desk.shelf.body(task, device)
     if device.id in desk.lent:
         body["surely_until_us"] = 0  # it may get ready; the seat it has when an answer says so
-    _order(session, task, "Launch", **body)
+    _order_hosts(session, desk, task, "Launch", lending.by_host(devices), **body)
     tell(session, task, "task.launched", decision.because, device=device.id, rule=decision.rule)
 
 
@@ -226,7 +237,8 @@ def _splice(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
         cost = decision.cost or sum(desk.devices[id].cost_milli for id in decision.devices)
         lending.lend(session, task, lent, cost - sum(each.cost_milli for each in stay))
         task.resized_at, task.cost_milli = db.now(session), decision.cost
-    _order(session, task, "Resize", seats=len(decision.devices))
+    hosts = lending.by_host(desk.devices[id] for id in decision.devices)
+    _order_hosts(session, desk, task, "Resize", hosts)
     tell(session, task, "task.resizing", decision.because, devices=list(decision.devices))
 
 
@@ -290,6 +302,10 @@ def break_off(session: Session, task: Task, because: str) -> None:
 
 def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
     task.order_seq += 1
+    _order_to(session, task, str(task.seat), kind, **details)
+
+
+def _order_to(session: Session, task: Task, device: str, kind: str, **details: Any) -> None:
     order = messages.decode(
         {"is": kind, "task": task.id, "epoch": task.epoch, "seq": task.order_seq, **details}
     )
@@ -298,11 +314,44 @@ def _order(session: Session, task: Task, kind: str, **details: Any) -> None:
             task_id=task.id,
             epoch=task.epoch,
             seq=task.order_seq,
-            device_id=task.seat,
+            device_id=device,
             kind=kind,
             body=messages.encode(order),
         )
     )
+
+
+def _order_hosts(
+    session: Session,
+    desk: _Desk,
+    task: Task,
+    kind: str,
+    hosts: Sequence[Sequence[Device]],
+    **details: Any,
+) -> None:
+    """The home is told how its ranks are to sit; on each other host an outpost is launched.
+
+    A secret of their own joins them: no worker that obeys an older order can.
+    """
+    seats, links = [len(devices) for devices in hosts], {}
+    if len(hosts) > 1:
+        links = {"secret": secrets.token_hex(32)}
+    _order(session, task, kind, seats=seats, links=links, **details)
+    home = hosts[0][0]
+    for host, (device, *_) in enumerate(hosts[1:], 1):
+        outpost = {
+            "images": [],  # its part of one comes from home
+            "outputs": [],
+            "publish": [],
+            "budget_us": FOR_EVER_US,  # home minds it
+            "incarnation": device.incarnation,
+            "surely_until_us": 0,
+            "seats": seats,
+            "host": host,
+            "links": {**links, "home": home.facts["links"]},
+        }
+        body = {**desk.shelf.body(task, home), **outpost}
+        _order_to(session, task, device.id, "Launch", **body)
 
 
 # --- what a device says -------------------------------------------------------------------------
@@ -313,13 +362,14 @@ class Believed:
     """All that some heartbeats may touch, as it was before them, and locked.
 
     `open` are the placements that have not ended, `unanswered` the orders that the device has not
-    shown to have taken in; both by device.  `lent` are devices that another one's task holds.
+    shown to have taken in; both by device.  `lent` are devices that another one's task holds, as
+    its guests.
     """
 
     devices: dict[str, Device]
     tasks: dict[str, Task]
     open: dict[str, list[Placement]]
-    lent: set[str]
+    lent: dict[str, list[Placement]]
     unanswered: dict[str, list[Order]]
 
 
@@ -327,13 +377,22 @@ class Believed:
 class _House:
     """What we believe of one device while its heartbeat is taken in.
 
-    `open` are its placements that have not ended, by (task, epoch).
+    `open` are its placements that have not ended, by (task, epoch); `guests` are those of tasks
+    with another home, of which the first has to let go before the next.
     """
 
     device: Device
     tasks: dict[str, Task]
     open: dict[tuple[str, int], Placement]
+    guests: list[Placement]
     unanswered: list[Order]
+
+    def is_lent_to(self, view: ResidentView) -> bool:
+        return any((one.task_id, one.epoch) == (view.task, view.epoch) for one in self.guests)
+
+    def may_sit(self, view: ResidentView) -> bool:
+        first = self.guests[0] if self.guests else None
+        return first is None or (first.task_id, first.epoch) == (view.task, view.epoch)
 
     def placement(self, task: Task) -> Placement:
         return self.open[task.id, task.epoch]
@@ -394,7 +453,7 @@ def _record(
         drop: list[list[Any]] = []
         for view in alive.residents:
             here = _confirm(session, house, view)
-            if here and device.id in believed.lent:
+            if here and not house.may_sit(view):
                 continue  # it stays, and has the seat when who was lent it has let go
             (keep if here else drop).append([view.task, view.epoch])
         changed |= _miss(session, house, alive)
@@ -419,10 +478,10 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     mine = select(Device).where(Device.id.in_(ids)).order_by(Device.id)
     locked = mine.with_for_update(key_share=True).execution_options(populate_existing=True)
     devices = {device.id: device for device in session.scalars(locked)}
-    open_, lent = defaultdict[str, list[Placement]](list), set[str]()
+    open_, lent = defaultdict[str, list[Placement]](list), defaultdict[str, list[Placement]](list)
     for placement in _open(session, Placement.device_id, ids, guests=True):
         if placement.guest:
-            lent.add(placement.device_id)
+            lent[placement.device_id].append(placement)
         else:
             open_[placement.device_id].append(placement)
     named = {view.task for alive in alives for view in alive.residents}
@@ -456,6 +515,7 @@ def _house(device: Device, believed: Believed) -> _House:
         device=device,
         tasks=believed.tasks,
         open={(row.task_id, row.epoch): row for row in believed.open.get(device.id, ())},
+        guests=believed.lent.get(device.id, []),
         unanswered=believed.unanswered.get(device.id, []),
     )
 
@@ -593,6 +653,9 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     lost = max(0, task.step - event.step)
     task.lost_steps += lost
     task.step, task.started_at, task.image_on = event.step, db.now(session), None
+    if task.resized_at is not None:
+        task.resized_at = task.started_at
+        lending.seated(session, lending.of_task(session, task))
     if event.resumed != "fresh":  # beginning is no switch, and says nothing about the next one
         task.switch_us = event.switch_us
     task.capabilities, task.preset = event.capabilities, event.preset
@@ -649,15 +712,50 @@ def _moved(session: Session, task: Task, lost: int) -> None:
 def _resized(session: Session, task: Task, placement: Placement, event: messages.Resized) -> None:
     if task.state == "stopping":
         return  # it was cancelled meanwhile, and lets go of all
-    _move(session, task, Move.Spliced)
     guests = lending.of_task(session, task)
+    if not _sit(session, task, guests, event.seats):
+        return _unreached(session, task, placement, guests, event)
+    _move(session, task, Move.Spliced)
+    lending.seated(session, guests)
     if left := [guest for guest in guests if guest.leaving]:
         lending.end(session, left, "resized")
         task.resized_at = db.now(session)
         task.cost_milli = lending.cost(session, [p for p in (placement, *guests) if not p.leaving])
-    seats = "one device" if event.seats == 1 else f"{event.seats} devices"
-    told = f"It goes on after step {event.step} on {seats}."
-    tell(session, task, "task.resized", told, step=event.step, devices=event.seats)
+    number, hosts = sum(event.seats), len(event.seats)
+    seats = "one device" if number == 1 else f"{number} devices"
+    told = f"It goes on after step {event.step} on {seats}"
+    told += "." if hosts == 1 else f" of {hosts} hosts."
+    tell(session, task, "task.resized", told, step=event.step, devices=number, hosts=hosts)
+
+
+def _sit(session: Session, task: Task, guests: Sequence[Placement], seats: list[int]) -> bool:
+    """Do the ranks sit as it was ordered?"""
+    ids = [task.seat, *(guest.device_id for guest in guests if not guest.leaving)]
+    hosts = lending.by_host(session.get_one(Device, id) for id in ids)
+    return seats == [len(devices) for devices in hosts]
+
+
+def _unreached(
+    session: Session,
+    task: Task,
+    placement: Placement,
+    guests: Sequence[Placement],
+    event: messages.Resized,
+) -> None:
+    """A host that it was to grow onto could not be joined, and it goes on as it was.
+
+    If it was to leave some: these are promised already, so it goes back to its line.
+    """
+    if any(guest.leaving for guest in guests):
+        lose(session, task, placement, "It could not leave devices that others wait for.")
+        return
+    _move(session, task, Move.Spliced)
+    lending.end(session, [guest for guest in guests if guest.started_at is None], "unreached")
+    stay = lending.of_task(session, task)
+    task.resized_at = db.now(session)
+    task.cost_milli = lending.cost(session, (placement, *stay))
+    told = f"Its other host could not be reached; it goes on after step {event.step} as it was."
+    tell(session, task, "task.resized", told, step=event.step, devices=sum(event.seats))
 
 
 def _saved(session: Session, task: Task, placement: Placement, event: messages.Saved) -> None:
@@ -773,7 +871,7 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
     task.outputs = event.outputs
     older = event.cause == "image" and _damage(session, task, event.epoch)
-    away = event.cause == "store"
+    away = event.cause in ("store", "host")  # no fault of its own
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
     _move(session, task, Move.Failed if retry else Move.GaveUp)
     task.image_on = None
@@ -782,7 +880,8 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
         return
     told = "It goes on from the checkpoint before that one."
     if away:
-        task.retry_at = db.now(session) + timedelta(seconds=STORE_AGAIN_S)
+        wait_s = STORE_AGAIN_S if event.cause == "store" else 0.0
+        task.retry_at = db.now(session) + timedelta(seconds=wait_s)
         told = "It is launched again soon; this is no attempt of its own."
     elif not older:
         task.attempts += 1
@@ -797,7 +896,8 @@ def _damage(session: Session, task: Task, epoch: int) -> bool:
     launched = select(Order.body).where(
         Order.task_id == task.id, Order.epoch == epoch, Order.kind == "Launch"
     )
-    images = (session.scalar(launched) or {}).get("images", [])
+    home = launched.order_by(Order.id).limit(1)  # those to outposts come after it
+    images = (session.scalar(home) or {}).get("images", [])
     if not images:
         return False
     damaged = update(Checkpoint).where(
@@ -841,6 +941,8 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     if view.state == "ended":
         _sample(session, task, view)
         return True  # it goes by itself when its last event is acknowledged
+    if house.is_lent_to(view):
+        return True  # its home says how far it is
     if task.seat != house.device.id:
         return task.image_on == house.device.id
     placement = house.placement(task)

@@ -1,8 +1,10 @@
-"""Devices that an elastic task holds beyond its home: rows of `placements` that are its *guests*.
+"""Devices that a task holds beyond its home: rows of `placements` that are its *guests*.
 
-Its ranks are processes of the home's host (`workers.gang`), so the device worker of a guest's
-device has nothing to do with it: that its seat is taken is written here, and only here.  A guest is
-charged for the time that its home held its seat meanwhile; so no clock but the home's is read.
+Its ranks are conducted by its home (`workers.gang`).  On the home's host they are processes of the
+home, and the device worker of a guest's device has nothing to do with it: that its seat is taken is
+written here, and only here.  On each other host one of its guests' device workers holds an outpost
+(`workers.outpost`), and has orders of its own.  A guest is charged for the time that its home held
+its seat meanwhile; so no clock but the home's is read.  It has started when home said so.
 """
 
 from __future__ import annotations
@@ -58,10 +60,23 @@ def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: in
             cost_milli=whole + (n < more),
             incarnation=device.incarnation,
             launched_at=db.now(session),
-            started_at=db.now(session),
             guest=True,
         )
         session.add(guest)
+
+
+def seated(session: Session, lent: Iterable[Placement]) -> None:
+    """Ranks sit there."""
+    for guest in lent:
+        guest.started_at = guest.started_at or db.now(session)
+
+
+def by_host(devices: Iterable[Device]) -> list[list[Device]]:
+    """Of a task, home first: those of home's host, then those of each other."""
+    found = dict[str, list[Device]]()
+    for device in devices:
+        found.setdefault(device.host, []).append(device)
+    return list(found.values())
 
 
 def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:

@@ -404,6 +404,7 @@ class Task(Base):
     memory_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     devices_min: Mapped[int] = mapped_column(server_default="1")
     devices_max: Mapped[int] = mapped_column(server_default="1")
+    across_hosts: Mapped[bool] = mapped_column(server_default=text("false"))
     tier: Mapped[str] = mapped_column(server_default="standard")
     priority: Mapped[int] = mapped_column(server_default="0")
     # wishes, written by the API
@@ -650,7 +651,7 @@ class Order(Base):
     sends: Mapped[int] = mapped_column(server_default="0")
     answered_at: Mapped[datetime | None]
     __table_args__ = (
-        UniqueConstraint("task_id", "epoch", "seq"),
+        UniqueConstraint("task_id", "epoch", "seq", "device_id"),
         Index(
             "ix_orders_unanswered", "device_id", "id", postgresql_where=text("answered_at is null")
         ),

@@ -54,6 +54,7 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home)
     database_url: SecretStr = Field(SecretStr(""), validation_alias="DATABASE_URL")
     redis_url: SecretStr = Field(SecretStr(""), validation_alias="REDIS_URL")
+    address: str = ""  # by which other hosts reach this one; default: as the broker sees it
     store: str = ""  # a folder, or s3://bucket/prefix; default: home/store
 
     # the API

@@ -152,7 +152,7 @@ _COLUMNS = (
     TaskRow.resized_at,
     TaskRow.held_us, TaskRow.image_on, TaskRow.saved, TaskRow.switch_us, TaskRow.cancel_asked_at,
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
-    TaskRow.devices_max, TaskRow.island,
+    TaskRow.devices_max, TaskRow.across_hosts, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
     cast(TaskRow.away, Text).label("away"), TaskRow.capabilities,
 )  # fmt: skip
@@ -208,7 +208,7 @@ def _task(
     now_s: float,
 ) -> Task:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
-    resized_s = _seconds(row.resized_at) if row.state in ON_A_DEVICE else None
+    resized_s = None if started_s is None else _seconds(row.resized_at)
     accrued_us = held_us = 0
     if started_s is not None:
         # What it has held since the last heartbeat is charged with the next one.
@@ -237,6 +237,7 @@ def _task(
         away=() if row.away == "[]" else tuple(tuple(one) for one in json.loads(row.away)),
         width=row.devices_min,
         width_max=row.devices_max if elastic else 0,
+        across_hosts=row.across_hosts,
         tier=row.tier,
         movable=MOVABLE in row.capabilities,
         moves_to=_moves_to(row),

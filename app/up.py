@@ -1,6 +1,6 @@
 """The whole system on one machine, from one command, until Ctrl-C.
 
-    python -m app.up [--home FOLDER] [--devices N] [--port PORT]
+    python -m app.up [--home FOLDER] [--devices N] [--hosts N] [--port PORT]
 
 Embedded Postgres and Redis (`app.embedded`; DATABASE_URL and REDIS_URL win), then the schema and
 first keys (`app.seed`), then the API, control, one island scheduler and N CPU devices, each a
@@ -46,6 +46,7 @@ Env = dict[str, str]
 class Wanted:
     home: Path
     devices: int = 2
+    hosts: int = 1  # that these devices say they belong to
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
 
@@ -59,7 +60,8 @@ class Wanted:
 
     @property
     def device_names(self) -> list[str]:
-        return [f"{HOST_NAME}.{n}" for n in range(self.devices)]
+        hosts = [HOST_NAME, *(f"{HOST_NAME}-{n}" for n in range(2, self.hosts + 1))]
+        return [f"{hosts[n * self.hosts // self.devices]}.{n}" for n in range(self.devices)]
 
 
 # --- up, until somebody says stop -----------------------------------------------------------------
@@ -334,16 +336,16 @@ class Handle:
 
 @contextmanager
 def running(
-    home: Path, *, devices: int = 2, env: Mapping[str, str] | None = None
+    home: Path, *, devices: int = 2, hosts: int = 1, env: Mapping[str, str] | None = None
 ) -> Iterator[Handle]:
     """The system on `home`, ready, until the context ends; call it from a long-lived thread."""
-    wanted = Wanted(home=home, devices=devices)
+    wanted = Wanted(home=home, devices=devices, hosts=hosts)
     embedded.prepare(home)
     output = home / "up.log"
-    words = ("-m", "app.up", "--home", str(home), "--devices", str(devices))
+    words = ("-m", "app.up", "--home", home, "--devices", devices, "--hosts", hosts)
     spec = Spec(
         name="up",
-        command=(sys.executable, *words),
+        command=(sys.executable, *map(str, words)),
         env={**os.environ, **(env or {})},
         death=signal.SIGTERM,
     )
@@ -374,7 +376,11 @@ def running(
 def main(arguments: list[str] | None = None) -> int:
     asked = _arguments(arguments)
     wanted = Wanted(
-        home=asked.home.absolute(), devices=asked.devices, host=asked.host, port=asked.port
+        home=asked.home.absolute(),
+        devices=asked.devices,
+        hosts=asked.hosts,
+        host=asked.host,
+        port=asked.port,
     )
     try:
         up(wanted, _say)
@@ -389,6 +395,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     home, port = settings().home, int(os.environ.get("ROUNDHOUSE_PORT", "0"))
     parser.add_argument("--home", type=Path, default=home, help=f"data folder ({home})")
     parser.add_argument("--devices", type=int, default=2, help="how many CPU devices (2)")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="so many hosts are played on this machine (1)"
+    )
     parser.add_argument("--host", default=settings().host, help="address to listen on")
     parser.add_argument("--port", type=int, default=port, help="port of the API (any free one)")
     return parser.parse_args(arguments)

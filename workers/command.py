@@ -207,7 +207,7 @@ class Stub:
             case "kept":
                 self.settled[message["what"]] = message
             case "resize":
-                self.asked_seats = message["seats"]
+                (self.asked_seats,) = message["seats"]
             case wish:
                 self.wishes.add(wish)
 
@@ -372,7 +372,7 @@ class Stub:
 
     def _mind_seats(self) -> None:
         if self.gang is not None and self.is_seated and (seats := self.gang.has_resized()):
-            self.say("resized", seats=seats)
+            self.say("resized", seats=[seats])
 
     def _mind_progress(self) -> None:
         self.step += self.progress.read()

@@ -396,7 +396,7 @@ def execute(
         read_graph(work)
     if work.spec["world_size"] == 1:
         return live(work)
-    return outpost.conduct(work, live) if work.spec.get("hosts") else gang.conduct(work, live)
+    return outpost.conduct(work, live)
 
 
 def live(work: Work) -> int:
@@ -500,7 +500,8 @@ def bring_in(work: Work) -> None:
             work.capabilities = ["pause", "save", "move", "equivalent"]
         restored = _restored(work, index["layout"])
         work.job = work.entry.go_on(restored) if work.is_graph else restored
-        work.step = work.images.last_step = spec["image"]["step"]
+        work.step = spec["image"]["step"]
+        work.images.last_step = work.step if spec["image"].get("is_kept", True) else None
     except BaseException as error:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
 
@@ -780,6 +781,8 @@ def _save_off_the_seat(work: Work) -> None:
         work.images.put()
     except Ending as ending:
         work.ending = ending  # nobody ends without a seat: it is told of when it is back on it
+        if work.member is not None:
+            work.say("unsaved")
 
 
 def _stand_still(work: Work) -> None:

@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from workers import ground, sandbox, turns
+from workers import sandbox, turns
 from workers.ground import Ground, Handles
 from workers.layout import Extent, Layout
 from workers.slab import INDEX_LIMIT_BYTES, Slab
@@ -178,23 +178,6 @@ class RankProcess:
     is_gone: bool = False
 
 
-def conduct(work: Work, live: Callable[[Work], int]) -> int:
-    """Fork the ranks, each of which is to `live`, and conduct them; the exit status."""
-    ranks = work.spec["world_size"]
-    handles = ground.make(ranks)
-    board = Ground(handles)
-    turns.seat_all(board, 1)
-    regions = [Region.of(rank, ranks, work.slab.limit_bytes) for rank in range(ranks)]
-    members = [fork(work, live, handles, rank, regions[rank]) for rank in range(ranks)]
-    for fd in work.fds:
-        os.close(fd)
-    conductor = Conductor(work, board, members)
-    try:
-        return conductor.run()
-    finally:
-        conductor.end_all()
-
-
 def fork(
     work: Work,
     live: Callable[[Work], int],
@@ -241,36 +224,46 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
 class Conductor:
     """What the ranks are told, and what is said for them."""
 
-    def __init__(self, work: Work, board: Ground, ranks: list[RankProcess]) -> None:
-        self.work, self.board, self.ranks = work, board, ranks
+    board: Ground
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.ranks: list[RankProcess] = []
+        self.here: list[RankProcess] = []  # of these, those of this host
         self.asked: dict[str, JSON] = {}  # of ranks that step: told when all stand at a cut
         self.asked_s = 0.0
         self.wished = 0  # so many seats, and not told yet that they have them
         self.is_seated = False
         self.is_saving = False  # from the order on until the image is kept
         self.saved_step = -1
+        self.index_bytes = 0  # of the image of that step
         self.save_again = False  # was asked for while one was being kept
         self.round = 0  # of images: those of one that was called off are of another
         self.is_still = False
         self.saved_s = time.monotonic()
+        self.poll = select.poll()
+        self.poll.register(work.wire.fileno(), select.POLLIN)
+
+    def take_up(self, board: Ground, ranks: list[RankProcess]) -> None:
+        """These are the gang from now on."""
+        self.board, self.ranks, self.round = board, ranks, 0
         self.here = [rank for rank in ranks if rank.pid]
-        self._poll = select.poll()
-        ours = (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd))
-        for fd in (work.wire.fileno(), *ours):
-            self._poll.register(fd, select.POLLIN)
+        for rank in self.here:
+            for fd in (rank.wire.fileno(), rank.pidfd):
+                self.poll.register(fd, select.POLLIN)
 
     def run(self) -> int:
         while True:
-            self._poll.poll(self._look_in_ms())
+            self.poll.poll(self.look_in_ms())
             for message in self.work.wire.receive():
-                self._order(message)
+                self.order(message)
             if self.work.wire.closed:
                 return 1
             self.hear_all()
-            if (last := self._last_word()) is not None:
+            if (last := self.last_word()) is not None:
                 self.work.say(last.pop("is"), **last)
                 return 0
-            self._keep_time()
+            self.keep_time()
 
     def hear_all(self) -> None:
         for rank in self.here:
@@ -284,40 +277,40 @@ class Conductor:
 
     # --- orders ---
 
-    def _order(self, message: JSON) -> None:
+    def order(self, message: JSON) -> None:
         match message["is"]:
             case "kept" if message["what"] != "image":
-                self._tell(message, self.ranks[:1])
+                self.tell(message, self.ranks[:1])
             case "leave" | "return":
                 self._stay(message)
             case "save" if self.is_seated and self.is_saving:
                 self.save_again = True
             case "pause" | "save" | "cancel" if self.is_seated:
-                self._ask(message)
+                self.ask(message)
             case "resize":
-                self.wished = message["seats"]
+                (self.wished,) = message["seats"]
                 turns.wish(self.board, self.wished)
             case "go":
-                self._go()
+                self.go(message["seats"])
             case "kept":
-                self._tell(message, self.ranks)
+                self.tell(message, self.ranks)
                 self.is_saving = False
                 if self.save_again and self.is_seated:
                     self.save_again = False
-                    self._ask({"is": "save"})
+                    self.ask({"is": "save"})
             case _:
-                self._tell(message, self.ranks)
+                self.tell(message, self.ranks)
 
-    def _go(self) -> None:
-        """The seat is theirs; what they were lent besides, before, is not."""
+    def go(self, seats: list[int]) -> None:
+        """These seats are theirs, and what they were lent besides, before, is not."""
         self.is_seated, self.wished = True, 0
-        if turns.seats(self.board) > 1 and not self.board.is_bridged:
-            turns.reseat(self.board, 1)
-        self._tell({"is": "go"}, self.ranks)
+        if not self.board.is_bridged:
+            turns.reseat(self.board, seats[0])
+        self.tell({"is": "go"}, self.ranks)
         if not self.is_saving:  # some have begun the image of the pause, and others will not
             self._call_off_image()
 
-    def _ask(self, message: JSON) -> None:
+    def ask(self, message: JSON) -> None:
         """Of ranks that step: first they must stand at a cut."""
         if message.get("leave"):
             self._stay(message)
@@ -332,7 +325,7 @@ class Conductor:
         said = {"bytes": 0, "settled": True, "memory_bytes": self._memory_bytes()}
         self.work.say("away", turn=message["turn"], **said)
 
-    def _tell(self, message: JSON, ranks: list[RankProcess]) -> None:
+    def tell(self, message: JSON, ranks: list[RankProcess]) -> None:
         for rank in ranks:
             with suppress(OSError):  # it is ending: its exit is heard
                 rank.wire.send(message)
@@ -341,19 +334,19 @@ class Conductor:
 
     def _hear(self, rank: RankProcess) -> None:
         for message in rank.wire.receive():
-            self._take(rank, message)
+            self.take(rank, message)
         if not rank.is_gone and select.select([rank.pidfd], [], [], 0)[0]:
             for message in rank.wire.receive():
-                self._take(rank, message)
-            self._poll.unregister(rank.pidfd)
+                self.take(rank, message)
+            self.poll.unregister(rank.pidfd)
             _, status = os.waitpid(rank.pid, 0)
             rank.is_gone = True
             rank.last = rank.last or unsaid(rank.number, os.waitstatus_to_exitcode(status))
         if rank.wire.closed and rank.wire.fileno() >= 0:
-            self._poll.unregister(rank.wire.fileno())
+            self.poll.unregister(rank.wire.fileno())
             rank.wire.close()
 
-    def _take(self, rank: RankProcess, message: JSON) -> None:
+    def take(self, rank: RankProcess, message: JSON) -> None:
         word = message["is"]
         if word in ("failed", "finished", "stopped"):
             rank.last = message
@@ -371,7 +364,7 @@ class Conductor:
             self.is_saving, self.saved_step = False, -1
             self._call_off_image()
             if self.is_seated:
-                self._ask({"is": "save"})
+                self.ask({"is": "save"})
         elif word in ("still", "moving"):
             rank.is_still = word == "still"
             self._look_whether_still()
@@ -380,20 +373,24 @@ class Conductor:
             self._look_whether_together(word)
 
     def _look_whether_together(self, word: str) -> None:
-        if not self._have_all(word):
-            return
-        said = [rank.said.pop(word) for rank in self.ranks]
+        if self._have_all(word):
+            self.together(word, [rank.said.pop(word) for rank in self.ranks])
+
+    def together(self, word: str, said: list[JSON]) -> None:
+        """What all ranks have said, for the gang."""
         match word:
             case "prepared":
                 capabilities = max((each["capabilities"] for each in said), key=_inexact)
                 first = {**said[0], "capabilities": capabilities}
-                self.work.say("prepared", **_without_head(first), step=self._same_step(said))
+                self.work.say("prepared", **_without_head(first), step=_same_step(said))
             case "paused":
                 self.is_seated = False
                 has_state = all(each["has_state"] for each in said)
-                self.work.say("paused", has_state=has_state, step=self._same_step(said))
+                self.work.say("paused", has_state=has_state, step=_same_step(said))
             case "saving":
-                self._say_saving(said)
+                self.write_index(said)
+                about = {"at_step": self.saved_step, "index_bytes": self.index_bytes}
+                self.work.say("saving", what="image", **about)
 
     def _have_all(self, word: str) -> bool:
         return all(word in rank.said for rank in self.ranks)
@@ -403,7 +400,7 @@ class Conductor:
         self.round += 1
         for rank in self.ranks:
             rank.said.pop("saving", None)
-        self._tell({"is": "call_off", "round": self.round}, self.ranks)
+        self.tell({"is": "call_off", "round": self.round}, self.ranks)
 
     def _look_at_cut(self) -> None:
         """If all stand before the same step they are told why, and to go on from there.
@@ -415,24 +412,29 @@ class Conductor:
         if not here or any("at_cut" not in rank.said for rank in here):
             return
         turns.end_cut(self.board)
-        asked, self.asked = self.asked, {}
         stand = [rank.said.pop("at_cut")["ran"] for rank in here]
-        for word, message in asked.items():
-            if len(here) == len(self.ranks) or word == "cancel":
-                self._tell(message, here)
         step = sum(stand) if self.work.is_graph else stand[0]
-        self.is_saving |= "save" in asked and step != self.saved_step
-        self._tell({"is": "on", "step": step}, here)
+        asked, self.asked = self.asked, {}
+        if len(here) < len(self.ranks):
+            asked = {word: message for word, message in asked.items() if word == "cancel"}
+        self.at_cut(step, asked, here)
+        self.tell({"is": "on", "step": step}, here)
 
-    def _say_saving(self, said: list[JSON]) -> None:
+    def at_cut(self, step: int, asked: dict[str, JSON], here: list[RankProcess]) -> None:
+        """These stand after step `step`: tell them what is asked of them."""
+        for message in asked.values():
+            self.tell(message, here)
+        self.is_saving |= "save" in asked and step != self.saved_step
+
+    def write_index(self, said: list[JSON]) -> None:
+        """Of the image whose parts lie in the slab."""
         slab, regions = self.work.slab, [rank.region for rank in self.ranks]
         sizes = [each["index_bytes"] for each in said]
         parts = zip(self.ranks, sizes, strict=True)
         indices = [rank.part.read_index(size) for rank, size in parts]
-        size = slab.write_index(joined(slab, indices, regions))
+        self.index_bytes = slab.write_index(joined(slab, indices, regions))
         self.saved_step, self.is_saving = said[0]["at_step"], True
         self.saved_s = time.monotonic()
-        self.work.say("saving", what="image", at_step=self.saved_step, index_bytes=size)
 
     def _say_progress(self) -> None:
         said = self.ranks[0].progress
@@ -447,7 +449,7 @@ class Conductor:
             "memory_bytes": self._memory_bytes(),
             "spilled_bytes": sum(rank.progress.get("spilled_bytes", 0) for rank in self.ranks),
             "staged_us": staged_us,
-            "step": self._step(),
+            "step": self.step(),
         }
         self.work.say("progress", **{**_without_head(said), **own})
 
@@ -463,17 +465,17 @@ class Conductor:
 
     # --- time ---
 
-    def _keep_time(self) -> None:
+    def keep_time(self) -> None:
         now_s, every_s = time.monotonic(), self.work.spec["checkpoint_every_s"]
         if self.wished and turns.seats(self.board) == self.wished:
-            self.work.say("resized", seats=self.wished, step=self._step())
+            self.work.say("resized", seats=[self.wished], step=self.step())
             self.wished = 0
         if any(rank.is_still for rank in self.ranks):
             self._look_whether_still()
         due = every_s > 0 and now_s - self.saved_s >= every_s
         if due and self.is_seated and not (self.is_saving or self.asked):
             self.saved_s = now_s  # until the ranks say that they do
-            self._ask({"is": "save"})
+            self.ask({"is": "save"})
         if self.asked and now_s - self.asked_s >= LATE_S:
             self.asked_s = now_s
             late = [str(rank.number) for rank in self.ranks if "at_cut" not in rank.said]
@@ -481,7 +483,7 @@ class Conductor:
             sys.stderr.write(told + turns.Turns(self.board, 0).standing() + "\n")
             sys.stderr.flush()
 
-    def _look_in_ms(self) -> float:
+    def look_in_ms(self) -> float:
         if self.wished or any(rank.is_still for rank in self.ranks):
             return LOOK_S * 1000
         every_s = self.work.spec["checkpoint_every_s"]
@@ -489,7 +491,7 @@ class Conductor:
 
     # --- all of them ---
 
-    def _last_word(self) -> JSON | None:
+    def last_word(self) -> JSON | None:
         """The gang's: the first failure that is one, or the first rank's when all have ended."""
         words = [rank.last for rank in self.ranks]
         failed = [(n, word) for n, word in enumerate(words) if word and word["is"] == "failed"]
@@ -501,14 +503,9 @@ class Conductor:
         said = [word for word in words if word is not None]
         return {**said[0], **_together(said)} if self.work.is_graph else dict(said[0])
 
-    def _step(self) -> int:
+    def step(self) -> int:
         ran = [rank.progress.get("ran", 0) for rank in self.ranks]
         return sum(ran) if self.work.is_graph else min(ran)
-
-    def _same_step(self, said: list[JSON]) -> int:
-        steps = {each["step"] for each in said}
-        assert len(steps) == 1, f"the ranks stand after steps {sorted(steps)}"
-        return int(steps.pop())
 
     def _memory_bytes(self) -> int:
         return sum(rank.progress.get("memory_bytes", 0) for rank in self.here)
@@ -524,6 +521,12 @@ def _together(said: list[JSON]) -> JSON:
             for block, source, size in word.get("passed", ())
         ],
     }
+
+
+def _same_step(said: list[JSON]) -> int:
+    steps = {each["step"] for each in said}
+    assert len(steps) == 1, f"the ranks stand after steps {sorted(steps)}"
+    return int(steps.pop())
 
 
 def _inexact(capabilities: list[str]) -> bool:

@@ -6,13 +6,16 @@ locks, so whoever gets those knows that nobody of the house before is left.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import socket
 import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from app.settings import Settings
 from app.signing import Signer
@@ -40,6 +43,7 @@ class House:
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
     sandbox: str = "preferred"
+    address: str = "127.0.0.1"  # by which other hosts reach this one
     incarnation: str = field(
         default_factory=lambda: f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
     )
@@ -61,6 +65,7 @@ class House:
             lease_margin_s=settings.lease_margin_s,
             beat_s=settings.beat_s,
             sandbox=settings.sandbox,
+            address=settings.address or _address_towards(settings.redis_url.get_secret_value()),
         )
 
     @property
@@ -89,6 +94,18 @@ class House:
             "key": self.signer.public,
             "splice": self.kind == "cpu",  # ranks can take turns here and on other devices
         }
+
+
+def _address_towards(url: str) -> str:
+    """By which address a server of ours sees this host."""
+    place = urlsplit(url)
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(place.hostname, place.port or 1, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, there in found if place.hostname else ():
+            with socket.socket(family, kind) as probe:
+                probe.connect(there)  # sends nothing
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 class CannotServe(Exception):

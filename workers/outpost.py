@@ -3,18 +3,22 @@
     home: conductor, its ranks, bridge  <- line, link ->  outpost, its ranks, bridge: another host
 
 An outpost is what conducts the ranks of its host, as far as that can be done there: it forks them
-and passes on what they say, and what is said to them.  Everything else the conductor at home does
-for all ranks of the gang, so to its supervisor the gang is a resident as ever, with one image.
-Two connections join each outpost with home: the *line*, of which this module speaks, and the
-*link* of the two bridges.
+and passes on what they say and print, and what is said to them.  Everything else the conductor at
+home does for all ranks of the gang, so to its supervisor the gang is a resident as ever, with one
+image.  Two connections join each outpost with home: the *line*, of which this module speaks, and
+the *link* of the two bridges.
 
 *Image.*  Home's slab holds the parts of all ranks.  What a rank of an outpost stages is sent home
 before it is said that it lies there; when the gang goes on from an image, home first sends each
 outpost the parts of its ranks.  Storages that are equal, as those of replicas are, cross once.  So
-an image made on any hosts goes on on any others, and a change of hosts is that: from the image of a
-cut, all ranks begin again.
+an image made on any hosts goes on on any others.
 
-*Ends.*  An outpost whose line ends, ends its ranks; a gang that loses an outpost fails.
+*A change of hosts* is that: the outposts to be are connected while the ranks still run; then all
+ranks stage at a cut, end, and are forked anew, here and there, from the image in the slab.  Nothing
+of it goes to the store, and the seat at home is held all the time.
+
+*Ends.*  An outpost whose line ends, ends its ranks; a gang that loses an outpost fails, by no fault
+of its own.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -44,49 +49,74 @@ if TYPE_CHECKING:
 
 Live = Callable[["Work"], int]
 
+PRINTED_BYTES = 1 << 16  # read at once
+PRINTED_PIECES = 256  # kept for the log while it is not read
+PRINTED_WITHIN_S = 5.0  # at the end
+
 
 def conduct(work: Work, live: Live) -> int:
-    """As `gang.conduct`, for a gang whose spec says how many of its seats lie on which `hosts`.
+    """Fork the ranks, each of which is to `live`, and conduct them; the exit status.
 
-    The last of the file descriptors are, for each other host, its line and its link; of an outpost,
-    whose spec says which `host` it is, those to home.
+    The spec says how many of the gang's seats lie on each host, home's first, and which `host` this
+    is.  The last of home's file descriptors are, for each other host, its line and its link; an
+    outpost is given those to home when it is connected.
     """
-    hosts = turns.hosts_of(work.spec["world_size"], tuple(work.spec["hosts"]))
-    host = work.spec["host"]
-    others = range(1, max(hosts) + 1) if host == HOME else [HOME]
-    lines, links = {}, {}
-    for other in reversed(others):
-        links[other] = socket.socket(fileno=work.fds.pop())
-        lines[other] = Link(other, socket.socket(fileno=work.fds.pop()))
-    board = Ground(ground.make(work.spec["world_size"], hosts, host))
-    turns.seat_all(board, sum(work.spec["hosts"]))
-    if host == HOME:
-        return _at_home(work, live, board, lines, links)
-    return Outpost(work, live, board, lines[HOME], links).run()
+    if work.spec["host"] != HOME:
+        return Outpost(work, live).run()
+    home = Home(work, live)
+    try:
+        home.begin(Seats.taken(work.spec["seats"], work.fds))
+        return home.run()
+    finally:
+        home.end_all()
 
 
-def _processes(
-    work: Work, live: Live, board: Ground, lines: list[Link], links: dict[int, socket.socket]
-) -> tuple[list[RankProcess], int]:
-    """Of each rank of this host; and the process id of its bridge.  The links are theirs only."""
-    ranks = work.spec["world_size"]
-    sockets = (*(line.sock for line in lines), *links.values())
-    held = tuple(sock.fileno() for sock in sockets)
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """How many lie on each host, home's first; and what joins the others with home."""
+
+    numbers: tuple[int, ...]
+    lines: dict[int, socket.socket] = field(default_factory=dict)
+    links: dict[int, socket.socket] = field(default_factory=dict)
+
+    @staticmethod
+    def taken(numbers: list[int], fds: list[int]) -> Seats:
+        """The connections are the last of `fds`, and taken out of them."""
+        seats = Seats(tuple(numbers))
+        for host in reversed(range(1, len(numbers))):
+            seats.links[host] = socket.socket(fileno=fds.pop())
+            seats.lines[host] = socket.socket(fileno=fds.pop())
+        return seats
+
+    def close(self) -> None:
+        for sock in (*self.lines.values(), *self.links.values()):
+            sock.close()
+
+
+def _ground(ranks: int, seats: tuple[int, ...], host: int) -> Ground:
+    """Fresh, for the ranks that sit there."""
+    hosts = turns.hosts_of(ranks, seats) if len(seats) > 1 else ()
+    board = Ground(ground.make(ranks, hosts, host))
+    turns.seat_all(board, sum(seats))
+    return board
+
+
+def _fork_all(
+    work: Work, live: Live, board: Ground, not_theirs: list[socket.socket]
+) -> dict[int, RankProcess]:
+    """The ranks of this host."""
+    ranks, held = work.spec["world_size"], tuple(sock.fileno() for sock in not_theirs)
     regions = {rank: Region.of(rank, ranks, work.slab.limit_bytes) for rank in board.here()}
-    members = [
-        fork(work, live, board.handles, rank, region, held) for rank, region in regions.items()
-    ]
-    for fd in work.fds:
-        os.close(fd)
-    pid = _fork_bridge(work, board, lines, links)
-    for sock in links.values():
-        sock.close()
-    return members, pid
+    return {
+        rank: fork(work, live, board.handles, rank, region, held)
+        for rank, region in regions.items()
+    }
 
 
 def _fork_bridge(
-    work: Work, board: Ground, lines: list[Link], links: dict[int, socket.socket]
+    work: Work, board: Ground, lines: list[socket.socket], links: dict[int, socket.socket]
 ) -> int:
+    """Its process id.  The links are its own from now on."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -94,13 +124,30 @@ def _fork_bridge(
             sandbox.die_with_parent()
             work.wire.close()
             for line in lines:
-                line.sock.close()
+                line.close()
             status = bridge.main(board, links)
         except BaseException:
             traceback.print_exc()  # into the job's log
         finally:
             os._exit(status)
+    for sock in links.values():
+        sock.close()
     return pid
+
+
+def _end(ranks: Iterable[RankProcess], bridge_pid: int) -> None:
+    """At once, and until they are gone."""
+    for rank in ranks:
+        if not rank.is_gone:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+            os.waitpid(rank.pid, 0)
+        os.close(rank.pidfd)
+        rank.wire.close()
+    if bridge_pid:
+        with suppress(ProcessLookupError):
+            os.kill(bridge_pid, signal.SIGKILL)
+        os.waitpid(bridge_pid, 0)
 
 
 # --- parts of an image ----------------------------------------------------------------------------
@@ -170,48 +217,57 @@ class _Away:
         self.line.say(("tell", self.rank, message))
 
 
-def _at_home(
-    work: Work, live: Live, board: Ground, lines: dict[int, Link], links: dict[int, socket.socket]
-) -> int:
-    ranks = work.spec["world_size"]
-    here, bridge_pid = _processes(work, live, board, list(lines.values()), links)
-    members = {member.number: member for member in here}
-    for rank in range(ranks):
-        if rank not in members:
-            region = Region.of(rank, ranks, work.slab.limit_bytes)
-            wire: Any = _Away(lines[board.hosts[rank]], rank)
-            part = region.slab(work.slab.fd)
-            members[rank] = RankProcess(rank, 0, -1, wire, region, part)
-    home = Home(work, board, [members[rank] for rank in range(ranks)], lines)
-    try:
-        home.begin()
-        return home.run()
-    finally:
-        home.end_all()
-        with suppress(ProcessLookupError):
-            os.kill(bridge_pid, signal.SIGKILL)
-
-
 class Home(Conductor):
-    """A conductor some of whose ranks are at outposts."""
+    """A conductor, some of whose ranks may be at outposts.
 
-    def __init__(
-        self, work: Work, board: Ground, ranks: list[RankProcess], lines: dict[int, Link]
-    ) -> None:
-        super().__init__(work, board, ranks)
-        self.lines = lines
-        self.parts = {host: Parts(work.slab, line) for host, line in lines.items()}
-        for line in lines.values():
-            self._poll.register(line.sock, select.POLLIN)
+    `wanted` are the seats that the gang is to change to, which it `changes` to from the cut on
+    until its ranks sit there; what is ordered meanwhile comes `later`.
+    """
 
-    def begin(self) -> None:
-        """Each outpost gets the parts of its ranks; then it may fork them."""
-        slab, image = self.work.slab, self.work.spec["image"]
+    def __init__(self, work: Work, live: Live) -> None:
+        super().__init__(work)
+        self.live = live
+        self.lines: dict[int, Link] = {}
+        self.parts: dict[int, Parts] = {}
+        self.bridge_pid = 0
+        self.wanted: Seats | None = None
+        self.changes = False
+        self.is_silent = False  # its supervisor knows of the change
+        self.has_begun = False  # it has been on its seats
+        self.stand_at = -1  # the step after which all stand meanwhile
+        self.later: list[JSON] = []
+        self.printed = Printed()
+
+    def begin(self, seats: Seats) -> None:
+        """Fork the ranks of this host; an outpost forks its own when it has their parts."""
+        self.seats = seats.numbers
+        ranks, work = self.work.spec["world_size"], self.work
+        board = _ground(ranks, seats.numbers, HOME)
+        socks = [*seats.lines.values(), *seats.links.values()]
+        members = _fork_all(work, self.live, board, socks)
+        if seats.lines:
+            self.bridge_pid = _fork_bridge(work, board, list(seats.lines.values()), seats.links)
+        self.lines = {host: Link(host, sock) for host, sock in seats.lines.items()}
+        self.parts = {host: Parts(work.slab, line) for host, line in self.lines.items()}
+        for rank in range(ranks):
+            if rank not in members:
+                members[rank] = self._far(rank, self.lines[board.hosts[rank]])
+        self.take_up(board, [members[rank] for rank in range(ranks)])
         for host, line in self.lines.items():
-            if image:
-                self._send_parts(self.parts[host], host, image["index_bytes"])
-            line.say(("begin", slab.limit_bytes, image))
+            self.poll.register(line.sock, select.POLLIN)
+            self._brief(host, line)
         self._flush()
+
+    def _far(self, rank: int, line: Link) -> RankProcess:
+        region = Region.of(rank, self.work.spec["world_size"], self.work.slab.limit_bytes)
+        wire: Any = _Away(line, rank)
+        return RankProcess(rank, 0, -1, wire, region, region.slab(self.work.slab.fd))
+
+    def _brief(self, host: int, line: Link) -> None:
+        slab, image = self.work.slab, self.work.spec["image"]
+        if image:
+            self._send_parts(self.parts[host], host, image["index_bytes"])
+        line.say(("begin", slab.limit_bytes, image))
 
     def _send_parts(self, parts: Parts, host: int, index_bytes: int) -> None:
         slab = self.work.slab
@@ -223,12 +279,128 @@ class Home(Conductor):
                 parts.send(0, parted(slab, whole, rank))
         parts.send_index(slab.limit_bytes, index_bytes)
 
+    def end_all(self) -> None:
+        self.printed.write(PRINTED_WITHIN_S)
+        _end(self.here, self.bridge_pid)
+        self.bridge_pid = 0
+        for line in self.lines.values():
+            line.sock.close()
+
+    # --- a change of hosts ---
+
+    def order(self, message: JSON) -> None:
+        match message["is"]:
+            case "kept" | "leave" | "return":
+                super().order(message)
+            case _ if self.changes:
+                self.later.append(message)
+            case "resize" if self.lines or len(message["seats"]) > 1:
+                self._want(Seats.taken(message["seats"], self.work.wire.fds))
+            case "go" if message["linked"] or (self.lines and len(message["seats"]) == 1):
+                self._go_to(Seats.taken(message["seats"], self.work.wire.fds))
+            case _:
+                super().order(message)
+
+    def go(self, seats: list[int]) -> None:
+        self.has_begun = True
+        super().go(seats)
+
+    def _want(self, seats: Seats) -> None:
+        self._want_no_more()
+        if self.is_seated:
+            self.wanted = seats
+            self.ask({"is": "change"})
+        else:
+            seats.close()
+
+    def _go_to(self, seats: Seats) -> None:
+        """From its pause, or from before it began, on other hosts."""
+        self.wanted, self.changes, self.is_silent = seats, True, True
+        if self.has_begun and self.stand_at != self.saved_step:
+            self.tell({"is": "save"}, self.ranks)
+
+    def _want_no_more(self) -> None:
+        if self.wanted is not None:
+            self.wanted.close()
+        self.wanted = None
+
+    def at_cut(self, step: int, asked: dict[str, JSON], here: list[RankProcess]) -> None:
+        if asked.pop("change", None) is None or asked.keys() & {"pause", "cancel"}:
+            self._want_no_more()
+            super().at_cut(step, asked, here)
+            return
+        self.changes, self.is_seated, self.stand_at = True, False, step
+        self.later += asked.values()
+        if step != self.saved_step:
+            for word in ("pause", "save"):
+                self.tell({"is": word}, here)
+
+    def together(self, word: str, said: list[JSON]) -> None:
+        match word:
+            case "prepared" if self.changes:
+                self._go_on(said[0]["step"])
+            case "paused" if self.changes:
+                pass
+            case "paused":
+                self.stand_at = said[0]["step"]
+                super().together(word, said)
+            case "saving" if self.changes:
+                self.write_index(said)
+                self.is_saving = False  # nobody is to keep it
+            case _:
+                super().together(word, said)
+
+    def keep_time(self) -> None:
+        lies = not self.has_begun or self.saved_step == self.stand_at
+        if self.changes and self.wanted is not None and lies and not self.is_saving:
+            seats, self.wanted = self.wanted, None
+            self._begin_again(seats)
+        super().keep_time()
+
+    def _begin_again(self, seats: Seats) -> None:
+        """All stand still, and the image of the cut lies in the slab."""
+        for fd in (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd)):
+            self.poll.unregister(fd)
+        for line in self.lines.values():
+            if not line.is_over:
+                self.poll.unregister(line.sock)
+        before = self.ranks
+        self.end_all()
+        ground.close(self.board.handles)
+        if self.has_begun:
+            image = {"step": self.stand_at, "index_bytes": self.index_bytes, "is_kept": False}
+            self.work.spec = {**self.work.spec, "image": image}
+        self.saved_step = -1
+        self.begin(seats)
+        for rank in self.ranks:
+            rank.progress = before[rank.number].progress
+
+    def _go_on(self, step: int) -> None:
+        self.changes = False
+        self.go(list(self.seats))
+        if not self.is_silent:
+            self.work.say("resized", seats=list(self.seats), step=step)
+        self.is_silent = False
+        later, self.later = self.later, []
+        for message in later:
+            self.order(message)
+
+    def take(self, rank: RankProcess, message: JSON) -> None:
+        if message["is"] == "unsaved" and self.changes:
+            self._want_no_more()  # it tells why on its seat
+            self.changes, self.is_seated = False, True
+            self.tell({"is": "go"}, self.ranks)
+        super().take(rank, message)
+
+    # --- lines ---
+
     def hear_all(self) -> None:
         super().hear_all()
         for host, line in self.lines.items():
             if not line.is_over:
                 self._hear_line(host, line)
         self._flush()
+        self.printed.write()
 
     def _hear_line(self, host: int, line: Link) -> None:
         why = "its line was closed"
@@ -245,19 +417,28 @@ class Home(Conductor):
     def _take_from(self, said: Said) -> None:
         match said:
             case ("said", rank, message):
-                self._take(self.ranks[rank], message)
+                self.take(self.ranks[rank], message)
+            case ("printed", fd, data):
+                self.printed.add(fd, data)
             case ("gone", rank, code):
                 gone = self.ranks[rank]
                 gone.is_gone, gone.last = True, gone.last or unsaid(rank, code)
 
     def _is_lost(self, host: int, line: Link, why: str) -> None:
-        self._poll.unregister(line.sock)
+        self.poll.unregister(line.sock)
         line.sock.close()
         told = f"the connection to its host {host} is lost: {why}"
         for rank in self.ranks:
             if self.board.hosts[rank.number] == host and rank.last is None:
                 rank.is_gone = True
-                rank.last = {"is": "failed", "cause": "exit", "message": told, "detail": ""}
+                rank.last = {"is": "failed", "cause": "host", "message": told, "detail": ""}
+
+    def last_word(self) -> JSON | None:
+        """With a host that is lost the bridges fail too, and ranks may be told of that first."""
+        word = super().last_word()
+        if word and word["is"] == "failed" and any(line.is_over for line in self.lines.values()):
+            return {**word, "cause": "host"}
+        return word
 
     def _flush(self) -> None:
         for host, line in self.lines.items():
@@ -269,11 +450,40 @@ class Home(Conductor):
                 line.drop()
                 self._is_lost(host, line, error.strerror or str(error))
             else:
-                self._poll.register(line.sock, _events(line))
+                self.poll.register(line.sock, _events(line))
 
 
 def _events(line: Link) -> int:
     return select.POLLIN | (select.POLLOUT if line.is_waiting else 0)
+
+
+class Printed:
+    """What ranks of outposts print, on its way into the job's log, for which nobody waits."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[int, bytes]] = deque()
+        self._dropped = 0
+
+    def add(self, fd: int, data: bytes) -> None:
+        """Who prints faster than it is read loses some of it."""
+        if len(self._pieces) >= PRINTED_PIECES:
+            self._dropped += len(data)
+            return
+        if self._dropped:
+            told = f"… {self._dropped} bytes dropped: printed faster than they are kept\n"
+            self._pieces.append((2, told.encode()))
+            self._dropped = 0
+        size = select.PIPE_BUF  # so much goes into a pipe at once, or nothing
+        self._pieces.extend((fd, data[at : at + size]) for at in range(0, len(data), size))
+
+    def write(self, timeout_s: float = 0.0) -> None:
+        """What the log takes now; for each piece it is waited so long."""
+        while self._pieces:
+            fd, piece = self._pieces[0]
+            if not select.select([], [fd], [], timeout_s)[1]:
+                return
+            os.write(fd, piece)
+            self._pieces.popleft()
 
 
 # --- at an outpost --------------------------------------------------------------------------------
@@ -282,37 +492,60 @@ def _events(line: Link) -> int:
 class Outpost:
     """The ranks of this host: forked when home says so, and passed on to what they say."""
 
-    def __init__(
-        self,
-        work: Work,
-        live: Live,
-        board: Ground,
-        line: Link,
-        links: dict[int, socket.socket],
-    ) -> None:
-        self.work, self.live, self.board = work, live, board
-        self.line, self.links = line, links
-        self.parts = Parts(work.slab, line)
+    line: Link
+    links: dict[int, socket.socket]
+
+    def __init__(self, work: Work, live: Live) -> None:
+        self.work, self.live = work, live
+        self.board = _ground(work.spec["world_size"], tuple(work.spec["seats"]), work.spec["host"])
         self.ranks: dict[int, RankProcess] = {}
         self.bridge_pid = 0
+        self.brief: Said = ()  # how to begin,
+        self.is_seated = False  # which it does when its seat is free
+        self.printed: dict[int, int] = {}  # where what ranks print comes out -> as what
 
     def run(self) -> int:
         """Until home is done with us, or lost; the exit status."""
+        self.work.say("prepared", preset={}, capabilities=[])
         try:
-            while not self.line.is_over and not self.work.wire.closed:
-                self._wait()
-                self.work.wire.receive()  # nothing: home says what is to be done
-                for said, body in self.line.receive(self.parts.place):
-                    if not self.parts.take(said, body):
-                        self._take(said)
-                for rank in list(self.ranks.values()):
-                    self._hear(rank)
-                self.line.flush()
+            if self._is_linked():
+                self._serve()
         except OSError as error:
             sys.stderr.write(f"the gang's home is lost: {error}\n")
         finally:
-            self._end_all()
+            _end(self.ranks.values(), self.bridge_pid)
         return 0
+
+    def _is_linked(self) -> bool:
+        """When our supervisor has connected us with home; False if it never will."""
+        wire = self.work.wire
+        while not wire.closed and not wire.fds:
+            wire.wait()
+            self._take_orders()
+        if not wire.fds:
+            return False
+        sockets = Seats.taken([0, 0], wire.fds)  # there is one other: home
+        self.line, self.links = Link(HOME, sockets.lines[1]), {HOME: sockets.links[1]}
+        self.parts = Parts(self.work.slab, self.line)
+        return True
+
+    def _take_orders(self) -> None:
+        for order in self.work.wire.receive():
+            self.is_seated |= order["is"] == "go"  # all else home is told, and says
+
+    def _serve(self) -> None:
+        while not self.line.is_over and not self.work.wire.closed:
+            self._wait()
+            self._take_orders()
+            for said, body in self.line.receive(self.parts.place):
+                if not self.parts.take(said, body):
+                    self._take(said)
+            if self.brief and self.is_seated:
+                self._begin()
+            self._pass_on_printed()
+            for rank in list(self.ranks.values()):
+                self._hear(rank)
+            self.line.flush()
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -323,23 +556,26 @@ class Outpost:
                 poll.register(rank.pidfd, select.POLLIN)
             if not rank.wire.closed:
                 poll.register(rank.wire.fileno(), select.POLLIN)
+        if not self.line.is_waiting:  # else whoever prints waits, too
+            for fd in self.printed:
+                poll.register(fd, select.POLLIN)
         poll.poll()
 
     # --- what home says ---
 
     def _take(self, said: Said) -> None:
         match said:
-            case ("begin", limit_bytes, image):
-                self._begin(limit_bytes, image)
+            case ("begin", *brief):
+                self.brief = tuple(brief)
             case ("tell", rank, message) if rank in self.ranks:
                 if message["is"] == "kept":
                     self.parts.begin()
                 with suppress(OSError):  # it is ending: its exit is heard
                     self.ranks[rank].wire.send(message)
 
-    def _begin(self, limit_bytes: int, image: JSON | None) -> None:
-        own = self.work.slab.limit_bytes
-        if own != limit_bytes:
+    def _begin(self) -> None:
+        (limit_bytes, image), self.brief = self.brief, ()
+        if (own := self.work.slab.limit_bytes) != limit_bytes:
             told = (
                 f"the hosts of a gang keep images of different lengths: {limit_bytes} bytes at "
                 f"home, {own} here (ROUNDHOUSE_HOST_MEMORY_BYTES)"
@@ -349,10 +585,26 @@ class Outpost:
                 self.line.say(("said", rank, said))
             return
         self.work.spec = {**self.work.spec, "image": image}
-        members, self.bridge_pid = _processes(
-            self.work, self.live, self.board, [self.line], self.links
-        )
-        self.ranks = {member.number: member for member in members}
+        self._redirect()
+        sockets = [self.line.sock, *self.links.values()]
+        self.ranks = _fork_all(self.work, self.live, self.board, sockets)
+        self.bridge_pid = _fork_bridge(self.work, self.board, [self.line.sock], self.links)
+
+    def _redirect(self) -> None:
+        """What is printed from here on is read by us, and goes home."""
+        for fd in (1, 2):
+            reads, writes = os.pipe()
+            os.set_blocking(reads, False)
+            os.dup2(writes, fd)
+            os.close(writes)
+            self.printed[reads] = fd
+
+    def _pass_on_printed(self) -> None:
+        """What is there now; before anything is passed on that a rank said after it."""
+        for reads, fd in self.printed.items():
+            with suppress(BlockingIOError):
+                while data := os.read(reads, PRINTED_BYTES):
+                    self.line.say(("printed", fd, data))
 
     # --- what ranks say ---
 
@@ -364,9 +616,11 @@ class Outpost:
                 self._pass_on(rank, message)
             _, status = os.waitpid(rank.pid, 0)
             rank.is_gone = True
+            self._pass_on_printed()
             self.line.say(("gone", rank.number, os.waitstatus_to_exitcode(status)))
 
     def _pass_on(self, rank: RankProcess, message: JSON) -> None:
+        self._pass_on_printed()
         if message["is"] == "saving" and message["what"] == "image":
             self._send_image(rank, message["index_bytes"])
         self.line.say(("said", rank.number, message))
@@ -379,12 +633,3 @@ class Outpost:
         )
         self.parts.send(region.start, layout)
         self.parts.send_index(region.start + region.limit_bytes, index_bytes)
-
-    def _end_all(self) -> None:
-        for rank in self.ranks.values():
-            if not rank.is_gone:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
-        if self.bridge_pid:
-            with suppress(ProcessLookupError):
-                os.kill(self.bridge_pid, signal.SIGKILL)

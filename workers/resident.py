@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from app.core import messages
-from app.core.messages import Event, Launch, LogLines, Order, ResidentView
+from app.core.messages import Event, Launch, LogLines, Order, ResidentView, Resize
 from workers import slab
 from workers.checkpoint import Known
+from workers.links import Sockets
 from workers.sandbox import ENVIRONMENT, Room
 from workers.wire import Wire, pair
 
@@ -62,7 +63,11 @@ class Stay:
     successor: str = ""  # the task that it gives way to, which may get ready first,
     yield_by_us: int | None = None  # until then
     moves: bool = False  # its image is waited for on another device
-    seats: int = 1  # that its ranks have been told to take turns on
+    seats: list[int] = field(default_factory=lambda: [1])  # that its ranks sit on, by host,
+    wanted: Resize | None = None  # and are to sit on
+    links: Sockets | None = None  # to the other hosts of its gang, for its process
+    expects: str = ""  # the secret of those hosts that are waited for,
+    give_up_us: int | None = None  # until then
     event_seq: int = 0
     events: list[Event] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log())
@@ -75,6 +80,21 @@ class Stay:
     @property
     def key(self) -> tuple[str, int]:
         return self.launch.task, self.launch.epoch
+
+    @property
+    def is_outpost(self) -> bool:
+        """Its home speaks for it."""
+        return self.launch.host > 0
+
+    @property
+    def is_linked(self) -> bool:
+        """All other hosts of its gang are connected, or there are none."""
+        return len(self.launch.seats) == 1 or self.is_outpost or self.links is not None
+
+    def hand_over(self) -> list[int]:
+        """The descriptors of its links, for whoever sends them to its process and closes them."""
+        taken, self.links = self.links or [], []
+        return [sock.detach() for sock in taken]
 
     def held_us(self, now_us: int) -> int:
         on_it_us = 0 if self.seated_us is None else now_us - self.seated_us
@@ -92,6 +112,8 @@ class Stay:
         self.before_us, self.seated_us = self.held_us(now_us), None
 
     def tell(self, kind: type[Event], now_us: int, *, step: int | None = None, **said: Any) -> None:
+        if self.is_outpost:
+            return
         self.event_seq += 1
         event = kind(
             task=self.launch.task,
@@ -377,6 +399,7 @@ class Nonsense(Exception):
     """A resident said what no resident of ours says."""
 
 
+HOSTS_LIMIT = 64  # of one gang
 COPIES_LIMIT = 100_000  # of blocks, between executors
 _COPY = ("block", "source", "target", "bytes")
 
@@ -386,6 +409,14 @@ def number(message: JSON, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
         raise Nonsense(f"{name} is {value!r}")
     return value
+
+
+def numbers(message: JSON, name: str) -> list[int]:
+    """A few."""
+    value = message.get(name)
+    if not isinstance(value, list) or len(value) > HOSTS_LIMIT:
+        raise Nonsense(f"{name} is {value!r:.100}")
+    return [number({name: each}, name) for each in value]
 
 
 def text(message: JSON, name: str) -> str:

@@ -45,11 +45,13 @@ from app.core.messages import (
     Save,
 )
 from workers import ahead, sandbox, transfer
+from workers import links as links_
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
 from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
 from workers.house import CannotServe, House, locked
+from workers.links import Links, Sockets
 from workers.residency import Residency
 from workers.resident import Nonsense, Resident, Saving, Stay, Zygote, log_lines
 from workers.sandbox import Room
@@ -88,12 +90,12 @@ class Supervisor(threading.Thread):
         self.rhythm = Rhythm(int(house.beat_s * 1e6))
         self.lease = Lease()
         self.trust = Trust()
-        self.facts = house.facts
+        self.facts: JSON = {}
         self.walls: list[str] = []
         self.residents: dict[int, Resident] = {}
         self.read_from: list[Resident] = []  # gone, but a thread still stores what they left
         self.stays: dict[tuple[str, int], Stay] = {}
-        self.newest: dict[str, int] = {}  # task -> the highest epoch ever launched here
+        self.newest: dict[str, tuple[int, int]] = {}  # task -> the latest Launch: epoch, seq
         self.fetched: list[tuple[Stay, Fetched]] = []  # wait for room
         self.residency = Residency(
             house,
@@ -108,11 +110,13 @@ class Supervisor(threading.Thread):
         self.zygote: Zygote | None = None
         self.zygote_due_us: int | None = None
         self.stop_by_us: int | None = None
+        self.links = Links(house.address, self.receive)
         self.last_id = 0
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
         self._lock_fd = -1
+        self.facts = {**house.facts, "links": self.links.place}
 
     # --- from other threads ---
 
@@ -178,6 +182,7 @@ class Supervisor(threading.Thread):
             shutil.rmtree(self.house.folder / name, ignore_errors=True)
             (self.house.folder / name).mkdir(parents=True)
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
+        self.links.listen(self._selector)
         self.pulse.start()
         self._start_zygote()
 
@@ -225,6 +230,7 @@ class Supervisor(threading.Thread):
         for _, fetched in self.fetched:
             fetched.close()
         self.lookout.close()
+        self.links.close()
         self._selector.close()
         self.trust.close()
         if self._lock_fd >= 0:
@@ -316,14 +322,15 @@ class Supervisor(threading.Thread):
             self._pause(stay)
         elif isinstance(order, Save):
             self._save(stay)
-        elif isinstance(order, Resize) and stay.resident and stay.state == "running":
-            stay.seats = order.seats
-            stay.resident.send("resize", seats=order.seats)
+        elif isinstance(order, Resize) and stay.state == "running":
+            stay.wanted = order
+            self._expect(stay, order.seats, order.links)
 
     def _launch(self, launch: Launch) -> None:
-        if launch.epoch <= self.newest.get(launch.task, 0) or self.stop_by_us is not None:
+        number = launch.epoch, launch.seq
+        if number <= self.newest.get(launch.task, (0, 0)) or self.stop_by_us is not None:
             return
-        self.newest[launch.task] = launch.epoch
+        self.newest[launch.task] = number
         if len(self.newest) > REMEMBERED:
             del self.newest[next(iter(self.newest))]
         stay = Stay(launch=launch, arrived_us=now_us(), order_seq=launch.seq)
@@ -331,6 +338,8 @@ class Supervisor(threading.Thread):
         self.rhythm.chatter = True  # it is soon told that it has the seat
         self.rhythm.happened |= not stay.is_confirmed
         self.stays[stay.key] = stay
+        if not stay.is_outpost:
+            self._expect(stay, launch.seats, launch.links)
         resident = self._living(launch.task)
         if resident is not None and _can_go_on(resident, launch):
             _begin_again(resident, stay)
@@ -349,8 +358,9 @@ class Supervisor(threading.Thread):
         return mine and now_us() < launch.surely_until_us
 
     def _living(self, task: str) -> Resident | None:
+        """Not an outpost: that ends when its home does."""
         living = (r for r in self.residents.values() if r.task == task and not r.doom)
-        return next(living, None)
+        return next((r for r in living if not r.stay.is_outpost), None)
 
     def _take_fetched(self, stay: Stay, fetched: Fetched | BaseException) -> None:
         if stay.state != "seating":
@@ -362,8 +372,67 @@ class Supervisor(threading.Thread):
             assert isinstance(fetched, NotFetched), fetched
             self._end(stay, messages.Failed, cause=fetched.cause, message=fetched.message)
 
+    # --- hosts of a gang ---
+
+    def _expect(self, stay: Stay, seats: list[int], links: JSON) -> None:
+        """All of its hosts are to connect; then it is seated, or resized."""
+        self._expect_no_more(stay)
+        if len(seats) == 1:
+            self._linked(stay, [])
+            return
+        stay.expects, stay.give_up_us = links["secret"], now_us() + int(links_.WITHIN_S * 1e6)
+        self.links.expect(stay.expects, len(seats) - 1, lambda socks: self._linked(stay, socks))
+
+    def _expect_no_more(self, stay: Stay) -> None:
+        if stay.expects:
+            self.links.forget(stay.expects)
+        stay.expects, stay.give_up_us = "", None
+        transfer.close_all(stay.hand_over())
+
+    def _linked(self, stay: Stay, links: Sockets) -> None:
+        stay.expects, stay.give_up_us, stay.links = "", None, links
+        if stay.wanted is not None and stay.resident is not None:
+            fds = stay.hand_over()
+            stay.resident.send("resize", fds, seats=stay.wanted.seats)
+            transfer.close_all(fds)
+
+    def _give_up(self, stay: Stay) -> None:
+        """A host of its gang does not connect."""
+        self._expect_no_more(stay)
+        if stay.wanted is not None:
+            stay.wanted = None
+            stay.tell(messages.Resized, now_us(), seats=stay.seats)
+        elif stay.state == "seating":
+            told = f"A host of its gang did not connect within {links_.WITHIN_S:.0f} s."
+            self._vanish(stay, "unlinked")
+            self._end(stay, messages.Failed, cause="host", message=told)
+        self.rhythm.happened = True
+
+    def _join_home(self, resident: Resident) -> None:
+        """Our side of it: the process of an outpost is there."""
+        stay, launch = resident.stay, resident.stay.launch
+        home, secret = launch.links["home"], launch.links["secret"]
+        self._aside(
+            lambda: links_.connect(home, secret, launch.host, lambda: not resident.doom),
+            lambda links: self._joined_home(stay, links),
+        )
+
+    def _joined_home(self, stay: Stay, links: Sockets | BaseException) -> None:
+        if isinstance(links, BaseException):
+            log.warning("the home of task %s cannot be joined: %s", stay.launch.task, links)
+            self._vanish(stay, "unlinked")
+            return
+        stay.links = links
+        fds = stay.hand_over()
+        if stay.resident is not None:
+            stay.resident.send("link", fds)
+        transfer.close_all(fds)
+
+    # --- pausing, saving, ending ---
+
     def _pause(self, stay: Stay) -> None:
         resident = stay.resident
+        self._expect_no_more(stay)
         if stay.state == "running" and resident is not None:
             stay.state = "pausing"
             resident.send("pause", **self.residency.with_pause(resident, now_us()))
@@ -388,6 +457,7 @@ class Supervisor(threading.Thread):
 
     def _cancel(self, stay: Stay) -> None:
         self.rhythm.happened = True
+        self._expect_no_more(stay)
         resident = stay.resident
         if resident is None:
             if stay.state == "seating":
@@ -432,6 +502,9 @@ class Supervisor(threading.Thread):
         stay = self.stays.pop((task, epoch), None)
         if stay is not None and stay.state != "ended":
             self._vanish(stay, "dropped")
+        for resident in self.residents.values():  # outposts whose place another one has taken
+            if resident.stay.is_outpost and resident.stay.key == (task, epoch):
+                self._doom(resident, "dropped")
 
     # --- time ---
 
@@ -444,6 +517,9 @@ class Supervisor(threading.Thread):
             elif resident.save_again_us is not None and now >= resident.save_again_us:
                 resident.save_again_us = None
                 resident.send("save")
+        for stay in list(self.stays.values()):
+            if stay.give_up_us is not None and now >= stay.give_up_us:
+                self._give_up(stay)
         self._watch_the_seat(now)
         for due_us, resident, fd in list(self.muted):
             if now >= due_us:
@@ -470,6 +546,7 @@ class Supervisor(threading.Thread):
         due = [self.rhythm.due_us(self.lease.answered_us)] if self._may_report() else []
         due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
         due += [due_us for due_us, _, _ in self.muted]
+        due += [s.give_up_us for s in self.stays.values() if s.give_up_us is not None]
         if self.residency.lacks and self.seat is None:
             due.append(max(self._lacking_until_us(), now_us() + 500_000))
         for resident in self.residents.values():
@@ -493,13 +570,15 @@ class Supervisor(threading.Thread):
         if not self.residency.look(now):
             self._end_a_frozen(now)
             return
-        while self.fetched and self.zygote is not None and self.zygote.is_ready:
-            stay, fetched = self.fetched[0]
+        for here in list(self.fetched):
+            stay, fetched = here
             if stay.state != "seating":
-                self.fetched.pop(0)
+                self.fetched.remove(here)
                 fetched.close()
+            elif not stay.is_linked or self.zygote is None or not self.zygote.is_ready:
+                continue
             elif self.residency.has_room(stay.launch.memory_bytes, now):
-                self.fetched.pop(0)
+                self.fetched.remove(here)
                 self._spawn(stay, fetched)
             else:
                 self._end_a_frozen(now)
@@ -551,6 +630,7 @@ class Supervisor(threading.Thread):
             for r in self.residents.values()
             if r.stay.state == "seating"
             and r.stay.is_confirmed
+            and r.stay.is_linked
             and r.is_prepared
             and r.level == "device"
             and not r.doom
@@ -561,7 +641,9 @@ class Supervisor(threading.Thread):
         stay, self.seat = resident.stay, resident
         resident.has_state, resident.is_still = True, False
         resident.was_absent(now)
-        resident.send("go")
+        stay.seats, fds = stay.launch.seats, stay.hand_over()
+        resident.send("go", fds, seats=stay.seats, linked=bool(fds))
+        transfer.close_all(fds)
         stay.take_seat(now)
         stay.state = "running"
         stay.tell(
@@ -616,12 +698,14 @@ class Supervisor(threading.Thread):
         self.residents[resident.id] = resident
         stay.resident = resident
         stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
-        resident.may_leave = not resident.is_command  # what it has is its own to keep
+        # What these have is their own to keep.
+        resident.may_leave = not (resident.is_command or stay.is_outpost)
         stay.resumed = "fresh"
         if fetched.image:
             stay.resumed = "folder" if resident.is_command else "image"
-        resident.send("begin", fetched.fds, spec=self._spec(stay, room, fetched))
-        transfer.close_all(fetched.fds)
+        fds = [*fetched.fds, *stay.hand_over()]
+        resident.send("begin", fds, spec=self._spec(stay, room, fetched))
+        transfer.close_all(fds)
         self._selector.register(wire, selectors.EVENT_READ, lambda: self._resident_says(resident))
         for fd in resident.pipes:
             os.set_blocking(fd, False)
@@ -644,6 +728,8 @@ class Supervisor(threading.Thread):
             "kind": self.house.kind,
             "rank": 0,
             "world_size": launch.world_size,
+            "seats": launch.seats,
+            "host": launch.host,
             "code": str(code),
             "scratch": str(scratch),
             "image": fetched.image
@@ -733,6 +819,8 @@ class Supervisor(threading.Thread):
         resident.stay.step = residents.number(message, "step")
         if resident.stay.state == "pausing":
             self._paused(resident)
+        elif resident.stay.is_outpost:
+            self._join_home(resident)
 
     def _says_progress(self, resident: Resident, message: JSON) -> None:
         if self.seat is not resident:
@@ -768,11 +856,12 @@ class Supervisor(threading.Thread):
         self._paused(resident)
 
     def _says_resized(self, resident: Resident, message: JSON) -> None:
-        seats = residents.number(message, "seats")
-        if self.seat is not resident or seats != resident.stay.seats:
+        seats, stay = residents.numbers(message, "seats"), resident.stay
+        if self.seat is not resident or stay.wanted is None or seats != stay.wanted.seats:
             raise Nonsense(f"it sits on {seats} seats")
-        resident.stay.step = residents.number(message, "step")
-        resident.stay.tell(messages.Resized, now_us(), seats=seats)
+        stay.step = residents.number(message, "step")
+        stay.seats, stay.wanted = seats, None
+        stay.tell(messages.Resized, now_us(), seats=seats)
         self.rhythm.happened = True
 
     def _paused(self, resident: Resident) -> None:
@@ -781,7 +870,14 @@ class Supervisor(threading.Thread):
         stay.tell(messages.Paused, now_us())
         if resident.saved is not None and resident.saved.step == stay.step:
             self._tell_saved(stay, resident.saved)
+        self._let_hosts_go(resident)
         self.rhythm.happened = True
+
+    def _let_hosts_go(self, resident: Resident) -> None:
+        """Ranks of a gang that is off its seats are in nobody's way on other hosts."""
+        stay = resident.stay
+        if stay.state == "paused" and len(stay.seats) > 1 and resident.is_kept:
+            self._vanish(stay, "evicted")
 
     def _says_saving(self, resident: Resident, message: JSON) -> None:
         what, step = residents.text(message, "what"), residents.number(message, "at_step")
@@ -830,6 +926,7 @@ class Supervisor(threading.Thread):
                 new_bytes=written.new_bytes,
             )
             self._tell_saved(resident.stay, resident.saved)
+            self._let_hosts_go(resident)
         self._close_if_gone(resident)
 
     def _close_if_gone(self, resident: Resident) -> None:
@@ -895,6 +992,7 @@ class Supervisor(threading.Thread):
     def _vanish(self, stay: Stay, why: str) -> None:
         """The stay ends without a word."""
         stay.state = "vanished"
+        self._expect_no_more(stay)
         if stay.resident is not None and stay.resident.stay is stay:
             self._doom(stay.resident, why)
         self.rhythm.happened = True
@@ -902,6 +1000,7 @@ class Supervisor(threading.Thread):
     def _end(self, stay: Stay, kind: type[messages.Event], **said: Any) -> None:
         stay.tell(kind, now_us(), **said)
         stay.state = "ended"
+        self._expect_no_more(stay)
         self.rhythm.happened = True
 
     def _exited(self, resident: Resident, status: int) -> None:
@@ -917,7 +1016,7 @@ class Supervisor(threading.Thread):
         else:
             resident.close_stores()
         self._hands.submit(shutil.rmtree, resident.scratch, ignore_errors=True)
-        if resident.doom in _SILENT or stay.state in ("vanished", "paused"):
+        if resident.doom in _SILENT or stay.state in ("vanished", "paused") or stay.is_outpost:
             self._vanish(stay, resident.doom)
         else:
             last = _last_word(resident, status)

@@ -212,9 +212,14 @@ _TASK = _object(
         "devices": _object(
             {
                 "kind": {"type": "string", "default": "cpu"},
-                "min": _whole("devices it needs; only 1 so far", 1),
+                "min": _whole("devices it needs; more than 1 with `across_hosts` only", 1),
                 "max": _whole("devices it can use; default: of a job as many as ranks, else 1", 1),
                 "memory_bytes": _whole("that each device must have", 0),
+                "across_hosts": {
+                    "type": "boolean",
+                    "default": False,
+                    "description": "of a job of several ranks: may they lie on several hosts?",
+                },
             }
         ),
         "checkpoint": _object(

@@ -259,8 +259,16 @@ def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, beca
         return False
     if task.state != State.running:
         return True
+    if rule == "lease" and paper.board.policy.homebound and not _are_near(paper.board, task, gone):
+        return False  # ranks have died there
     _make_smaller(paper, task, left, rule, f"{because}; it goes on with fewer devices.")
     return True
+
+
+def _are_near(board: Board, task: Task, devices: list[str]) -> bool:
+    """Do they lie on the host of its home, where its ranks are?"""
+    home = board.devices[task.seats[0]].host
+    return all(board.devices[id].host == home for id in devices)
 
 
 def _make_smaller(

@@ -114,12 +114,16 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """From `min` to `max` devices of one kind, each with at least `memory_bytes`."""
+    """From `min` to `max` devices of one kind, each with at least `memory_bytes`.
+
+    They lie on one host, or `across_hosts` of an island.
+    """
 
     kind: str = "cpu"
     min: int = 1
     max: int = 1
     memory_bytes: int = 0
+    across_hosts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +378,7 @@ def _devices(fields: Fields, world_size: int, usual_most: int) -> Devices:
         min=least,
         max=most,
         memory_bytes=fields.integer("memory_bytes", 0, least=0, most=MAX_MEMORY_BYTES),
+        across_hosts=fields.flag("across_hosts", False),
     )
     fields.close()
     return devices
@@ -446,6 +451,7 @@ def as_json(task: TaskDescriptor) -> JSON:
             "min": task.devices.min,
             "max": task.devices.max,
             "memory_bytes": task.devices.memory_bytes,
+            "across_hosts": task.devices.across_hosts,
         },
         "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
         "retry": {"max": task.retry_max},

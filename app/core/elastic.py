@@ -11,8 +11,9 @@ So this always holds.
 * Growing is nobody's claim: nobody is paused for it, no limit is exceeded by it, and whether a task
   has room, borrows or lends is decided by what tasks need.  So who pauses whom does not depend on
   it.
-* Where ranks are processes of their task's *home*, the first device that it took, it grows onto
-  devices of that host only, and never gives its home back (`Policy.homebound`).
+* Where ranks are conducted by their task's *home*, the first device that it took, it never gives
+  its home back, and grows onto devices of that host first, and of others only if it may live
+  `across_hosts` (`Policy.homebound`).
 * It is calm: nobody grows before a while, and a turn, has passed since it was seated or resized, so
   that resizing costs no more of the time than taking turns does.
 
@@ -328,7 +329,7 @@ class _Shares:
                 heapreplace(line, (now, stay))
                 continue
             mine = given.get(stay.id, [])
-            device = next((id for id in free if self._may(stay, len(mine), id)), None)
+            device = self._next(stay, mine, free)
             if device is None:
                 heappop(line)
                 continue
@@ -337,13 +338,24 @@ class _Shares:
             self._give(stay)
         return given
 
+    def _next(self, stay: Stay, mine: Sequence[str], free: Sequence[str]) -> str | None:
+        """The first that it may have; of its home's host, if there is one."""
+        found = None
+        for id in free:
+            if self._may(stay, len(mine), id):
+                if not self.board.policy.homebound or self._is_near(stay, id):
+                    return id
+                found = found or id
+        return found
+
     def _may(self, stay: Stay, more: int, id: str) -> bool:
         """Can it use one more, this one, and is there room within all limits (F4)?"""
         if len(stay.devices) + more >= stay.task.width_max:
             return False
         if self.board.pools[stay.lane.kind].open[id] < stay.lane.memory_bytes:
             return False
-        if self.board.policy.homebound and not self._is_near(stay, id):
+        bound = self.board.policy.homebound and not stay.task.across_hosts
+        if bound and not self._is_near(stay, id):
             return False
         return all(
             branch.held[k] + branch.grown.get(k, 0) + self.given[branch, k] < branch.limit[k]

@@ -138,9 +138,12 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
-    if task.devices.min > 1:
-        told = "ranks that take turns need no more than one device; leave it at 1"
+    if task.devices.min > 1 and not task.devices.across_hosts:
+        told = "several devices at once may lie on several hosts: say `across_hosts: true`"
         yield "devices/min", told
+    if task.devices.across_hosts and task.run.kind != "job":
+        told = f"the ranks of a {task.run.kind} stay on one host; only those of a job may part"
+        yield "devices/across_hosts", told
     if task.world_size > RANKS_ON_A_DEVICE:
         yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
     if task.world_size > 1 and task.devices.kind != "cpu":

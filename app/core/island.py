@@ -34,7 +34,7 @@ class Policy:
     turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
     backfill: str = "easy"  # F7: behind a gang that does not fit; BACKFILLS
     grow_after_s: float = 60.0  # so long (and a turn) after it was seated or resized a task grows
-    homebound: bool = False  # ranks stay on the host of their task's home (`core.elastic`)
+    homebound: bool = False  # ranks are conducted by their task's home (`core.elastic`)
     patience_s: float = 36000.0  # F7: a gang that waited so long goes before all others,
     wide_share: float = 0.02  # if it needs this part of its kind; a narrower one waits longer
     aged_share: float = 0.5  # F7: no more than this part of the devices is held by such gangs
@@ -121,9 +121,10 @@ class Task:
     captured; `moves_to` is the device that is kept for it while it is moved there ("": asked for,
     and not begun); it `stops` when only the last difference is left.
 
-    An elastic task needs `width` devices and can use `width_max`.  What it holds beyond `width` is
-    lent to it, and counts as free for who waits (`core.elastic`).  While it is made smaller it
-    still holds what it `leaves`.  `accrued_us` and `held_us` are since it was resized, if it was.
+    An elastic task needs `width` devices and can use `width_max`, all on one host but if it may
+    live `across_hosts`.  What it holds beyond `width` is lent to it, and counts as free for who
+    waits (`core.elastic`).  While it is made smaller it still holds what it `leaves`.  `accrued_us`
+    and `held_us` are since it was resized, if it was.
     """
 
     id: str
@@ -136,6 +137,7 @@ class Task:
     memory_bytes: int = 0
     width: int = 1  # devices it needs at once
     width_max: int = 0  # and can use; 0: no more than it needs
+    across_hosts: bool = False
     tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0

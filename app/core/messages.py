@@ -48,6 +48,11 @@ class Launch(Order):
     `budget_us` is what is left of `max_duration_s`, measured in seat time.  Of the `outputs`, those
     to `publish` are kept as files of tensors (`core.tensorfile`), the others as images.
 
+    A gang's `seats` lie on one host or several, home's first; this device is of the `host` with
+    that number.  On any but home it is an outpost, which runs ranks there and says nothing of them:
+    home does.  `links` are {"secret"}, and for an outpost {"home": [address, port]}: how it joins
+    them (`workers.links`).
+
     Until `surely_until_us`, by the device's clock and for this incarnation of it, the island cannot
     have given the task to anybody else; then the order alone seats it, and no answer is waited for.
     """
@@ -65,6 +70,9 @@ class Launch(Order):
     checkpoint_every_s: float
     memory_bytes: int
     publish: list[str] = field(default_factory=list)
+    seats: list[int] = field(default_factory=lambda: [1])
+    host: int = 0
+    links: JSON = field(default_factory=dict)
     incarnation: str = ""
     surely_until_us: int = 0
 
@@ -88,10 +96,11 @@ class Save(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Order):
-    """From the next safe point on the ranks take turns on so many `seats`: this one, and others of
-    this host that are kept for them."""
+    """From the next safe point on the ranks take turns on so many `seats`, as in a Launch: this
+    one, and others that are kept for them."""
 
-    seats: int
+    seats: list[int]
+    links: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +151,12 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(Event):
-    """The ranks sit on so many `seats` now; what they left is free."""
+    """The ranks sit on so many `seats` now; what they left is free.
 
-    seats: int
+    They are not those that were ordered if a host could not be reached: then it is as it was.
+    """
+
+    seats: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +206,7 @@ CAUSES = {
     "preset": False,  # the device did not take the preset
     "bundle": False,  # the code could not be loaded
     "image": True,  # the checkpoint could not be restored; an older one is tried
+    "host": True,  # another host of its gang was lost: tried again, and no attempt is used up
     "store": True,  # the store did not answer: tried again, and no attempt is used up
 }
 

@@ -526,7 +526,7 @@ def grown(session, running):
     running.devices_max = 3
     decide(session, running, "Splice", devices=("h.0", "h.1"))
     assert running.state == "splicing"
-    hear(session, events=[event(Resized, running, 2, seats=2, step=4)])
+    hear(session, events=[event(Resized, running, 2, seats=[2], step=4)])
     assert running.state == "running"
     return running
 
@@ -544,7 +544,7 @@ def long_ago(session):
 class TestLending:
     def test_growing_orders_a_resize_and_takes_the_seat(self, session, grown):
         order = session.scalars(select(Order).where(Order.kind == "Resize")).one()
-        assert (order.device_id, order.body["seats"], order.seq) == ("h.0", 2, 2)
+        assert (order.device_id, order.body["seats"], order.seq) == ("h.0", [2], 2)
         (guest,) = guests(session)
         assert (guest.device_id, guest.epoch, guest.ended_at) == ("h.1", 1, None)
         other = copy_of(session, grown)
@@ -578,7 +578,7 @@ class TestLending:
         answer = hear(session, device="h.1", residents=ready)
         assert (answer.keep, answer.drop) == ([], [])
         grown.devices_max = 1
-        hear(session, events=[event(Resized, grown, 3, seats=1, step=9)])
+        hear(session, events=[event(Resized, grown, 3, seats=[1], step=9)])
         assert [guest.end for guest in guests(session)] == ["resized"]
         answer = hear(session, device="h.1", residents=ready)
         assert answer.keep == [[other.id, 1]]
@@ -601,7 +601,7 @@ class TestLending:
     def test_a_resize_that_was_cancelled_meanwhile_changes_nothing(self, session, grown):
         decide(session, grown, "Splice", devices=("h.0",))
         decide(session, grown, "Cancel")
-        hear(session, events=[event(Resized, grown, 3, seats=1)])
+        hear(session, events=[event(Resized, grown, 3, seats=[1])])
         assert grown.state == "stopping"
         hear(session, events=[event(Stopped, grown, 4)])
         assert (grown.state, [g.end for g in guests(session)]) == ("cancelled", ["stopped"])

@@ -35,14 +35,14 @@ class Home(protocol.DeviceDouble):
         resident = self.house.get((order.task, order.epoch))
         runs = resident is not None and resident.state == "running"
         if isinstance(order, Resize) and runs and order.seq > resident.order_seq:
-            resident.wished = order.seats
+            (resident.wished,) = order.seats
         super().take(order)
 
     def work(self):
         resident = self.running()
         if resident is not None and resident.wished != resident.seats:
             resident.seats = resident.wished
-            resident.tell(Resized, seats=resident.seats)
+            resident.tell(Resized, seats=[resident.seats])
         super().work()
 
 

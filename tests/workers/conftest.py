@@ -190,7 +190,7 @@ class Ground:
 
     def resize(self, task: str, seats: int, epoch: int = 1) -> None:
         seq = self._seq(task, epoch)
-        self.supervisor.receive(Resize(task=task, epoch=epoch, seq=seq, seats=seats))
+        self.supervisor.receive(Resize(task=task, epoch=epoch, seq=seq, seats=[seats]))
 
     def _seq(self, task: str, epoch: int) -> int:
         self.orders[task, epoch] += 1

@@ -99,7 +99,7 @@ def test_it_is_resized_and_paused_as_it_runs_with_the_same_bits(ground, undistur
             there = ground.until(
                 lambda n=before, e=epoch: ground.all(Resized, "t1", e)[n:], timeout_s=IMPORTS_S
             )
-            assert there[0].seats == seats
+            assert there[0].seats == [seats]
         ground.pause("t1", epoch)
         ground.event(Paused, "t1", epoch)
         time.sleep(1.5)  # longer than a rank that sleeps is left its seat
@@ -111,7 +111,7 @@ def test_on_a_seat_for_each_rank_it_computes_the_same_bits(ground, undisturbed):
     train(ground)
     ground.event(Started, "t1")
     ground.resize("t1", RANKS)
-    assert ground.event(Resized, "t1", timeout_s=IMPORTS_S).seats == RANKS
+    assert ground.event(Resized, "t1", timeout_s=IMPORTS_S).seats == [RANKS]
     assert parameters(ground) == undisturbed
 
 
@@ -124,7 +124,7 @@ def test_ranks_that_never_meet_keep_their_seat_and_nothing_else_waits_for_that(g
     ground.launch("t1", shell(""), epoch=2, world_size=2)
     ground.event(Started, "t1", 2)
     ground.resize("t1", 1, epoch=2)
-    assert ground.event(Resized, "t1", 2).seats == 1
+    assert ground.event(Resized, "t1", 2).seats == [1]
     assert not ground.all(Resized, "t1")
 
 

@@ -66,7 +66,7 @@ def test_it_is_resized_saved_and_paused_as_it_runs_with_the_same_bits(ground, un
             seats = chance.choice([n for n in range(1, RANKS + 1) if n != seats])
             ground.resize("t1", seats, epoch)
             ground.until(lambda n=resized, e=epoch: len(ground.all(Resized, "t1", e)) == n)
-            assert ground.all(Resized, "t1", epoch)[-1].seats == seats
+            assert ground.all(Resized, "t1", epoch)[-1].seats == [seats]
         ground.pause("t1", epoch)
         ground.event(Paused, "t1", epoch)
     train(ground, epoch=4)
@@ -82,7 +82,7 @@ def test_who_is_paused_while_it_is_resized_begins_again_on_one_seat(ground, undi
     train(ground, epoch=2)
     ground.event(Started, "t1", 2)
     ground.resize("t1", 2, epoch=2)
-    assert ground.event(Resized, "t1", 2).seats == 2
+    assert ground.event(Resized, "t1", 2).seats == [2]
     assert ground.event(Finished, "t1", 2).result == undisturbed
 
 
@@ -176,7 +176,8 @@ class Led:
         work = Work(wire=upwards, bulk=None, trust=None, slab=self.slab, watch=None)
         work.spec = {"run": {"job": "m:J"}, "checkpoint_every_s": 0.0}
         self.handles = make(2)
-        self.conductor = gang.Conductor(work, GangGround(self.handles), self.ranks)
+        self.conductor = gang.Conductor(work)
+        self.conductor.ranks, self.conductor.board = self.ranks, GangGround(self.handles)
 
     def close(self):
         for wire in (self.conductor.work.wire, self.supervisor, *self.heard):
@@ -191,13 +192,13 @@ class Led:
         return ours, Wire(theirs)
 
     def order(self, word, **more):
-        self.conductor._order({"is": word, **more})
+        self.conductor.order({"is": word, **more})
 
     def says_saving(self, rank, *, step, round):
         index = {"layout": {"graph": {"offset": 0, "size": 0}, "storages": []}}
         size = self.ranks[rank].part.write_index(index | {"fingerprint": {}, "tensors": {}})
         message = {"is": "saving", "what": "image", "at_step": step, "index_bytes": size}
-        self.conductor._take(self.ranks[rank], {**message, "round": round})
+        self.conductor.take(self.ranks[rank], {**message, "round": round})
 
     def told(self, rank):
         return [message["is"] for message in self.heard[rank].receive()]
@@ -214,9 +215,9 @@ def led():
 
 
 def test_an_image_that_only_some_have_begun_is_called_off_when_the_gang_goes_on(led):
-    led.order("go")
+    led.order("go", seats=[1])
     led.says_saving(0, step=9, round=1)  # off the seat, in a pause
-    led.order("go")
+    led.order("go", seats=[1])
     assert led.told(0)[-2:] == led.told(1)[-2:] == ["go", "call_off"]
     led.says_saving(1, step=9, round=1)  # had begun it too, and hears only now that it is in vain
     assert led.up() == []
@@ -224,12 +225,12 @@ def test_an_image_that_only_some_have_begun_is_called_off_when_the_gang_goes_on(
     assert led.up() == []
     led.says_saving(1, step=12, round=2)
     assert led.up() == [("saving", 12)]
-    led.order("go")  # that image is being kept: it is not called off
+    led.order("go", seats=[1])  # that image is being kept: it is not called off
     assert led.told(0)[-1] == "go"
 
 
 def test_a_save_that_is_asked_for_while_one_is_kept_comes_after_it(led):
-    led.order("go")
+    led.order("go", seats=[1])
     for rank in range(2):
         led.says_saving(rank, step=3, round=1)
     led.order("save")
@@ -239,9 +240,9 @@ def test_a_save_that_is_asked_for_while_one_is_kept_comes_after_it(led):
 
 
 def test_where_the_part_of_one_rank_was_spoiled_all_make_another(led):
-    led.order("go")
+    led.order("go", seats=[1])
     led.says_saving(0, step=3, round=1)
-    led.conductor._take(led.ranks[1], {"is": "spoiled"})
+    led.conductor.take(led.ranks[1], {"is": "spoiled"})
     assert led.told(0)[-1] == "call_off"
     assert led.conductor.asked == {"save": {"is": "save"}}
     led.says_saving(1, step=3, round=2)

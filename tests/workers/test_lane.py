@@ -55,7 +55,7 @@ def test_it_takes_as_many_seats_as_it_is_lent(ground: Ground) -> None:
     ground.steps("t1", 2)
     for seats in (3, 1, 2):
         ground.resize("t1", seats)
-        ground.until(lambda n=seats: [e for e in ground.all(Resized, "t1", 1) if e.seats == n])
+        ground.until(lambda n=seats: [e for e in ground.all(Resized, "t1", 1) if e.seats == [n]])
     assert ground.event(Finished, "t1").result == ran(SLOW)
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +84,47 @@ class Gang:
         slab_fd: int = -1,
         pace: float = 0.0,
     ) -> None:
-        self.residents = residents
+        self.residents, self.hosts = residents, hosts
         self.slab = slab.made(LIMIT_BYTES) if slab_fd < 0 else slab_fd
         self.said: list[JSON] = []
-        slabs = [self.slab, *(slab.made(LIMIT_BYTES) for _ in hosts[1:])]
-        self.wires, folders = zip(*(residents.spawn(fd) for fd in slabs), strict=True)
-        home, outposts = [], []
-        for _ in hosts[1:]:
-            ends = [_connected() for _ in ("line", "link")]
-            home += [ours for ours, _ in ends]
-            outposts.append([theirs for _, theirs in ends])
-        params = {"steps": STEPS, "pace": pace}
-        for host, ends in enumerate([home, *outposts]):
-            where = {"hosts": hosts, "host": host} if len(hosts) > 1 else {}
-            own = {"image": None if host else image}
-            spec = _spec(entry, params, folders[host], **where, **own)
-            self.wires[host].send({"is": "begin", "spec": spec}, [end.fileno() for end in ends])
-            for end in ends:
-                end.close()
-        for fd in slabs[1:]:
+        self.params = {"steps": STEPS, "pace": pace}
+        self.entry = entry
+        home, folders = residents.spawn(self.slab)
+        self.wires, self.folder = [home], residents.folder / str(residents.born)
+        own = {"seats": hosts, "host": 0, "image": image}
+        spec = _spec(entry, self.params, folders, **own)
+        with self.outposts(hosts) as ends:
+            home.send({"is": "begin", "spec": spec}, ends)
+
+    @contextmanager
+    def outposts(self, hosts: list[int]) -> Iterator[list[int]]:
+        """Born and seated; home's ends of their lines and links."""
+        ends = []
+        for host in range(1, len(hosts)):
+            fd = slab.made(LIMIT_BYTES)
+            wire, folders = self.residents.spawn(fd)
             os.close(fd)
+            ours, theirs = zip(*(_connected() for _ in ("line", "link")), strict=True)
+            spec = _spec(self.entry, self.params, folders, seats=hosts, host=host, image=None)
+            wire.send({"is": "begin", "spec": spec})
+            assert _next(wire)["is"] == "prepared"
+            wire.send({"is": "link"}, [end.fileno() for end in theirs])
+            for end in theirs:
+                end.close()
+            wire.send({"is": "go"})
+            self.wires.append(wire)
+            ends += ours
+        yield [end.fileno() for end in ends]
+        for end in ends:
+            end.close()
+
+    def change(self, hosts: list[int]) -> None:
+        with self.outposts(hosts) as ends:
+            self.home.send({"is": "resize", "seats": hosts}, ends)
+
+    def go_to(self, hosts: list[int]) -> None:
+        with self.outposts(hosts) as ends:
+            self.home.send({"is": "go", "seats": hosts, "linked": bool(ends)}, ends)
 
     @property
     def home(self) -> Wire:
@@ -131,7 +153,7 @@ class Gang:
 
     def begin(self) -> Gang:
         self.until("prepared")
-        self.order("go")
+        self.order("go", seats=self.hosts, linked=False)
         return self
 
     def must_end(self) -> None:
@@ -219,7 +241,7 @@ def test_it_is_paused_and_goes_on_in_place(residents: Residents, undisturbed: JS
         assert paused["has_state"]
         assert paused["step"] > step
         step = paused["step"]
-        gang.order("go")
+        gang.order("go", seats=gang.hosts, linked=False)
     assert gang.until("finished")["result"] == undisturbed
     gang.end()
 
@@ -241,6 +263,68 @@ def test_from_the_image_of_a_cut_it_goes_on_on_any_hosts(
         gang.end()
     gang = Gang(residents, [1], image=image, slab_fd=kept).begin()
     assert gang.until("finished")["result"] == undisturbed
+    gang.end()
+
+
+def test_its_hosts_change_while_it_runs(residents: Residents, undisturbed: JSON) -> None:
+    """To other hosts, more, fewer, none; what was asked meanwhile comes after."""
+    gang, step = Gang(residents, [1], pace=0.02).begin(), 0
+    for hosts in ([2, 1], [1, 1, 1], [3], [1, 2], [1]):
+        gang.until("progress", step + 1)
+        gang.change(hosts)
+        if len(hosts) == 2:
+            gang.order("save")
+        resized = gang.until("resized")
+        assert resized["seats"] == hosts
+        assert resized["step"] > step
+        step = resized["step"]
+        if len(hosts) == 2:
+            assert gang.until("saving")["at_step"] >= step
+    gang.order("pause")
+    assert gang.until("paused")["step"] >= step
+    gang.order("go", seats=[2], linked=False)
+    assert gang.until("finished")["result"] == undisturbed
+    gang.must_end()
+    gang.end()
+
+
+def test_off_its_seats_it_changes_hosts_too(residents: Residents, undisturbed: JSON) -> None:
+    gang = Gang(residents, [1], pace=0.02)
+    gang.until("prepared")
+    for hosts in ([2, 1], [1, 1, 1], [1], [1, 2]):
+        gang.go_to(hosts)
+        step = gang.until("progress", 1)["step"]
+        gang.order("pause")
+        assert gang.until("paused")["step"] >= step
+    gang.go_to([1, 1])
+    assert gang.until("finished")["result"] == undisturbed
+    gang.must_end()
+    gang.end()
+
+
+def test_who_is_paused_before_its_hosts_change_stays_where_it_was(
+    residents: Residents, undisturbed: JSON
+) -> None:
+    gang = Gang(residents, [2, 1], pace=0.02).begin()
+    gang.until("progress", 1)
+    gang.change([1, 1, 1])
+    gang.order("pause")
+    paused = gang.until("paused")
+    image = gang.until("saving")
+    assert image["at_step"] == paused["step"]
+    gang.end()
+    kept = {"step": image["at_step"], "index_bytes": image["index_bytes"]}
+    again = Gang(residents, [1, 2], image=kept, slab_fd=gang.slab).begin()
+    assert again.until("finished")["result"] == undisturbed
+    again.end()
+
+
+def test_what_ranks_of_an_outpost_print_comes_home(residents: Residents) -> None:
+    gang = Gang(residents, [1, 1, 1], entry="ranks:Prints").begin()
+    gang.until("finished")
+    gang.must_end()
+    log = gang.folder.joinpath("log").read_text()
+    assert sorted(log.splitlines()) == sorted(f"rank {rank}, step 3" for rank in range(RANKS))
     gang.end()
 
 

@@ -56,6 +56,13 @@ class LastFails(Train):
         return super().step(ctx)
 
 
+class Prints(Train):
+    def step(self, ctx):
+        if ctx.step == 3:
+            print(f"rank {ctx.rank}, step {ctx.step}")
+        return super().step(ctx)
+
+
 class Dies(Train):
     def step(self, ctx):
         if ctx.rank == 1 and ctx.step == 3:
