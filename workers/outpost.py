@@ -233,6 +233,7 @@ class Home(Conductor):
         self.wanted: Seats | None = None
         self.changes = False
         self.is_silent = False  # its supervisor knows of the change
+        self.is_left = False  # a host stops: it ends when the image of the cut is kept
         self.has_begun = False  # it has been on its seats
         self.stand_at = -1  # the step after which all stand meanwhile
         self.later: list[JSON] = []
@@ -325,7 +326,10 @@ class Home(Conductor):
         self.wanted = None
 
     def at_cut(self, step: int, asked: dict[str, JSON], here: list[RankProcess]) -> None:
-        if asked.pop("change", None) is None or asked.keys() & {"pause", "cancel"}:
+        self.is_left = asked.pop("leave", None) is not None
+        changes = asked.pop("change", None) is not None and not self.is_left
+        if asked.keys() & {"pause", "cancel"} or not (changes or self.is_left):
+            self.is_left = False
             self._want_no_more()
             super().at_cut(step, asked, here)
             return
@@ -344,7 +348,7 @@ class Home(Conductor):
             case "paused":
                 self.stand_at = said[0]["step"]
                 super().together(word, said)
-            case "saving" if self.changes:
+            case "saving" if self.changes and not self.is_left:
                 self.write_index(said)
                 self.is_saving = False  # nobody is to keep it
             case _:
@@ -420,6 +424,8 @@ class Home(Conductor):
                 self.take(self.ranks[rank], message)
             case ("printed", fd, data):
                 self.printed.add(fd, data)
+            case ("leaves",) if self.is_seated:
+                self.ask({"is": "leave"})
             case ("gone", rank, code):
                 gone = self.ranks[rank]
                 gone.is_gone, gone.last = True, gone.last or unsaid(rank, code)
@@ -431,10 +437,13 @@ class Home(Conductor):
         for rank in self.ranks:
             if self.board.hosts[rank.number] == host and rank.last is None:
                 rank.is_gone = True
-                rank.last = {"is": "failed", "cause": "host", "message": told, "detail": ""}
+                rank.last = {**_fault(told), "step": self.step()}
 
     def last_word(self) -> JSON | None:
         """With a host that is lost the bridges fail too, and ranks may be told of that first."""
+        if self.is_left and self.saved_step == self.stand_at and not self.is_saving:
+            told = "a host of it stops; all that was done is kept"
+            return {**_fault(told), "step": self.stand_at}
         word = super().last_word()
         if word and word["is"] == "failed" and any(line.is_over for line in self.lines.values()):
             return {**word, "cause": "host"}
@@ -451,6 +460,11 @@ class Home(Conductor):
                 self._is_lost(host, line, error.strerror or str(error))
             else:
                 self.poll.register(line.sock, _events(line))
+
+
+def _fault(told: str) -> JSON:
+    """The last word of a gang that lost a host."""
+    return {"is": "failed", "cause": "host", "message": told, "detail": ""}
 
 
 def _events(line: Link) -> int:
@@ -530,8 +544,11 @@ class Outpost:
         return True
 
     def _take_orders(self) -> None:
+        """All else home is told, and says."""
         for order in self.work.wire.receive():
-            self.is_seated |= order["is"] == "go"  # all else home is told, and says
+            self.is_seated |= order["is"] == "go"
+            if order["is"] == "pause" and self.ranks:
+                self.line.say(("leaves",))  # our worker stops
 
     def _serve(self) -> None:
         while not self.line.is_over and not self.work.wire.closed:

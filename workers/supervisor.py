@@ -380,6 +380,7 @@ class Supervisor(threading.Thread):
         if len(seats) == 1:
             self._linked(stay, [])
             return
+        stay.links = None
         stay.expects, stay.give_up_us = links["secret"], now_us() + int(links_.WITHIN_S * 1e6)
         self.links.expect(stay.expects, len(seats) - 1, lambda socks: self._linked(stay, socks))
 

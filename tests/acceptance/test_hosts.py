@@ -85,7 +85,7 @@ def test_a_gang_that_needs_two_devices_begins_on_two_hosts_and_is_paused_as_any_
         hosts.wait_running(client, id)
     task = is_right(hosts, client, id, undisturbed)
     assert task["lost_steps"] == 0
-    assert not overlaps(runs(client, task["id"]))
+    assert not overlaps(runs(client.log_text(task["id"])))
 
 
 @pytest.mark.parametrize("victim", ["home", "other"])

@@ -234,7 +234,7 @@ def test_who_is_cancelled_while_it_is_made_smaller_lets_go_of_all() -> None:
     assert sorted(board.pools["cpu"].free) == ["d0", "d1", "d2", "d3"]
 
 
-# --- whose ranks are processes of its home -------------------------------------------------------
+# --- whose ranks are conducted by its home -------------------------------------------------------
 
 
 def at_home(*tasks: Task, far: str = "", **drawn: Any) -> Snapshot:
@@ -250,6 +250,12 @@ def at_home(*tasks: Task, far: str = "", **drawn: Any) -> Snapshot:
 def test_it_grows_onto_devices_of_its_host_only() -> None:
     drawn = at_home(task("a", "d1", width_max=4), far="d0 d3")
     assert told(decide(drawn, now_s=NOW_S)) == ["a: d1 d2"]
+
+
+def test_if_its_ranks_may_part_it_grows_onto_other_hosts_but_first_onto_its_own() -> None:
+    parts = task("a", "d1", width_max=3, across_hosts=True)
+    assert told(decide(at_home(parts, far="d0 d3"), now_s=NOW_S)) == ["a: d1 d2 d0"]
+    assert told(decide(at_home(parts, far="d0 d2 d3"), now_s=NOW_S)) == ["a: d1 d0 d2"]
 
 
 def test_it_never_gives_its_home_back() -> None:
@@ -274,6 +280,17 @@ def test_it_goes_on_when_a_device_is_lost_that_was_lent_and_not_without_its_home
     assert told(without("d1")) == ["a: d0 d2"]
     assert told(without("d1", "d2")) == ["a: d0"]
     assert next(d.move for d in without("d0").decisions) == Move.Lost
+
+
+def test_ranks_die_with_a_lost_device_of_another_host_and_leave_one_that_is_drained() -> None:
+    drawn = at_home(grown("a", "d0 d1", across_hosts=True), devices=2, far="d1")
+
+    def with_d1(**changes: Any) -> Plan:
+        devices = {**drawn.devices, "d1": replace(drawn.devices["d1"], **changes)}
+        return decide(replace(drawn, devices=devices), now_s=NOW_S)
+
+    assert [d.move for d in with_d1(lease_until_s=NOW_S - 1).decisions][:1] == [Move.Lost]
+    assert told(with_d1(cordoned=True)) == ["a: d0"]
 
 
 def test_a_device_lost_while_it_is_resized_is_seen_when_that_is_done() -> None:

@@ -375,6 +375,22 @@ def test_a_lost_outpost_ends_the_gang_with_its_name(residents: Residents) -> Non
     gang.end()
 
 
+def test_before_a_host_stops_all_that_was_done_is_kept(
+    residents: Residents, undisturbed: JSON
+) -> None:
+    gang = Gang(residents, [2, 1], pace=0.02).begin()
+    gang.until("progress", 3)
+    gang.wires[1].send({"is": "pause"})
+    saving = gang.until("saving")
+    failed = gang.until("failed", saving["at_step"])
+    assert (failed["cause"], failed["step"]) == ("host", saving["at_step"])
+    gang.end()
+    image = {"step": saving["at_step"], "index_bytes": saving["index_bytes"]}
+    again = Gang(residents, [1], image=image, slab_fd=gang.slab).begin()
+    assert again.until("finished")["result"] == undisturbed
+    again.end()
+
+
 def test_outposts_end_with_their_home(residents: Residents) -> None:
     gang = Gang(residents, [1, 1, 1], pace=0.02).begin()
     gang.until("progress", 1)
