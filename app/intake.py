@@ -15,12 +15,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import chain
+from typing import Any
 
 import uuid_utils
-from sqlalchemy import func, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from app import datablocks, graphs, outbox, tree, webhooks
@@ -41,18 +41,7 @@ from app.core.webhook import networks
 from app.db import after_commit
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
 from app.graphs import Sent
-from app.models import (
-    Bundle,
-    Checkpoint,
-    Datablock,
-    Device,
-    Event,
-    Idempotency,
-    Need,
-    Request,
-    Task,
-    Tenant,
-)
+from app.models import Checkpoint, Datablock, Idempotency, Task, Tenant
 from app.settings import settings
 
 _SORT_OF = {"job": "class", "function": "function"}
@@ -67,19 +56,93 @@ class Owner:
     user_name: str
 
 
+# --- what it is checked against ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """A call that is to be done once; without a key it is done each time."""
+
+    key: str | None
+    route: str
+    body: JSON
+
+    @property
+    def body_sha256(self) -> str:
+        return hashlib.sha256(json.dumps(self.body, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the database knows of a request before it is read; `now` is when its transaction began.
+
+    `path`: its tenant and all above it.  `entry_points`: of its bundle, None if the tenant has no
+    such bundle.  `offers`: what there is of each device kind, whether up at this moment or not.
+    `is_first`: nobody came with its Idempotency-Key before, or it has none.
+    """
+
+    now: datetime
+    path: Sequence[tree.OnPath]
+    entry_points: Mapping[str, str] | None
+    offers: Mapping[str, graph.Offer]
+    is_first: bool
+
+
+# One statement, as a round trip costs more than all that is read here.
+_GROUND = text(
+    f"""
+    with recursive {tree.WAY},
+    once as (
+        insert into idempotency (user_id, key, route, body_sha256)
+        select :user, cast(:key as text), cast(:route as text), cast(:body_sha256 as text)
+        where cast(:key as text) is not null
+        on conflict do nothing returning 1
+    ),
+    offers as (
+        select kind, count(*) as devices, max(memory_bytes) as bytes from devices group by kind
+    )
+    select now(),
+        (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
+        (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
+        (select json_agg(json_build_array(kind, devices, bytes)) from offers),
+        cast(:key as text) is null or exists (select from once)
+    """
+)
+
+
+def ground(session: Session, owner: Owner, once: Once) -> Ground:
+    """Waits for a twin that is being done at this moment."""
+    bundle = once.body.get("bundle")
+    given = {
+        "id": owner.tenant_id,
+        "user": owner.user_id,
+        "key": once.key,
+        "route": once.route,
+        "body_sha256": once.body_sha256 if once.key is not None else None,
+        "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
+    }
+    now, path, entry_points, offers, is_first = session.execute(_GROUND, given).one()
+    return Ground(
+        now=now,
+        path=[tree.OnPath(*row) for row in path],
+        entry_points=entry_points,
+        offers={kind: graph.Offer(devices=n, memory_bytes=size) for kind, n, size in offers or ()},
+        is_first=is_first,
+    )
+
+
 # --- checking -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A descriptor that could run here; `path` are its tenant and all above it.
+    """A descriptor that could run here.
 
     `begun` are the checkpoints from which tasks go on, by the task's name, `graphs` what they run;
     `taken` the datablocks that inputs mean.
     """
 
     descriptor: Descriptor
-    path: Sequence[tree.OnPath]
     begun: Mapping[str, Checkpoint]
     graphs: Mapping[str, Sent]
     taken: Mapping[Source, Datablock]
@@ -103,28 +166,26 @@ class Checked:
         return {"name": name, "tier": tier, "tasks": tasks}
 
 
-def checked(session: Session, owner: Owner, body: JSON) -> Checked:
+def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Checked:
     """Raises BadInput or Unsatisfiable with everything that is wrong, never only the first."""
     try:
         descriptor = descriptors.parse(body)
     except BadDescriptor as error:
         raise _refused(BadInput, error.faults) from error
-    path = tree.path(session, owner.tenant_id)
     if body.get("tier") is None:
-        descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(path)))
+        descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(ground.path)))
     sent, faults = graphs.of_tasks(session, owner.tenant_id, descriptor)
-    faults += [*graph.check(descriptor), *_entry_faults(session, owner, descriptor, sent)]
+    faults += [*graph.check(descriptor), *_entry_faults(descriptor, ground.entry_points, sent)]
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
     descriptor, taken, unknown = _taken(session, owner, descriptor)
-    more += [*unknown, *_tier_faults(descriptor.tier, path), *_notify_faults(descriptor)]
+    more += [*unknown, *_tier_faults(descriptor.tier, ground.path), *_notify_faults(descriptor)]
     if faults := [*faults, *more]:
         raise _refused(BadInput, faults)
-    offers = _offers(session)
-    never = graph.unsatisfiable(descriptor, offers)
-    if faults := [*never, *graphs.too_large(descriptor, sent, offers)]:
+    never = graph.unsatisfiable(descriptor, ground.offers)
+    if faults := [*never, *graphs.too_large(descriptor, sent, ground.offers)]:
         raise _refused(Unsatisfiable, faults)
-    return Checked(graphs.named(descriptor, sent), path, begun, sent, taken)
+    return Checked(graphs.named(descriptor, sent), begun, sent, taken)
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:
@@ -159,41 +220,40 @@ def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
 
 
 def _entry_faults(
-    session: Session, owner: Owner, descriptor: Descriptor, sent: Mapping[str, Sent]
+    descriptor: Descriptor, entry_points: Mapping[str, str] | None, sent: Mapping[str, Sent]
 ) -> list[Fault]:
     """What `run` names and the bundle does not hold."""
     if descriptor.bundle is None:
         return []
-    sha256 = descriptor.bundle.removeprefix("sha256:")
-    bundle = session.get(Bundle, (owner.tenant_id, sha256))
-    if bundle is None:
+    if entry_points is None:
+        sha256 = descriptor.bundle.removeprefix("sha256:")
         told = f"your tenant has no such bundle; upload it with PUT /v1/bundles/{sha256}"
         return [Fault("/bundle", told, "unknown-bundle")]
-    found = (_entry_fault(n, task, bundle) for n, task in enumerate(descriptor.tasks))
+    found = (_entry_fault(n, task, entry_points) for n, task in enumerate(descriptor.tasks))
     of_nodes = (
-        graphs.unknown_functions(one, bundle.entry_points, _listed(bundle, "function"))
+        graphs.unknown_functions(one, entry_points, _listed(entry_points, "function"))
         for one in sent.values()
     )
     return [*(fault for fault in found if fault is not None), *chain.from_iterable(of_nodes)]
 
 
-def _entry_fault(n: int, task: TaskDescriptor, bundle: Bundle) -> Fault | None:
+def _entry_fault(n: int, task: TaskDescriptor, entry_points: Mapping[str, str]) -> Fault | None:
     wanted = _SORT_OF.get(task.run.kind)
     if wanted is None:
         return None
     pointer = f"/tasks/{n}/run/{task.run.kind}"
-    sort = bundle.entry_points.get(task.run.entry)
+    sort = entry_points.get(task.run.entry)
     if sort == wanted:
         return None
     if sort is not None:
         told = f"{task.run.entry} is a {sort}, and a {task.run.kind} must be a {wanted}"
         return Fault(pointer, told, "unknown-entry-point")
-    told = f"the bundle has no {wanted} {task.run.entry}; it has: {_listed(bundle, wanted)}"
+    told = f"the bundle has no {wanted} {task.run.entry}; it has: {_listed(entry_points, wanted)}"
     return Fault(pointer, told, "unknown-entry-point")
 
 
-def _listed(bundle: Bundle, wanted: str) -> str:
-    there = sorted(name for name, sort in bundle.entry_points.items() if sort == wanted)
+def _listed(entry_points: Mapping[str, str], wanted: str) -> str:
+    there = sorted(name for name, sort in entry_points.items() if sort == wanted)
     return ", ".join(there[:10]) or "none (a job is a top-level class with a step method)"
 
 
@@ -293,64 +353,122 @@ def _taken(
     return replace(descriptor, tasks=tasks), taken, faults
 
 
-_OFFERS = select(Device.kind, func.count(), func.max(Device.memory_bytes)).group_by(Device.kind)
-
-
-def _offers(session: Session) -> dict[str, graph.Offer]:
-    """What there is of each device kind, whether it is up at this moment or not."""
-    return {
-        kind: graph.Offer(devices=devices, memory_bytes=memory_bytes)
-        for kind, devices, memory_bytes in session.execute(_OFFERS)
-    }
-
-
 # --- writing ------------------------------------------------------------------------------------
 
 
-def submit(session: Session, owner: Owner, body: JSON) -> Request:
-    """Raises BadInput, Unsatisfiable, QueueFull or QuotaExceeded; control hears of it after the
-    commit.
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that is to be taken in: its row and those of its tasks as values, but for what is
+    the same in every new one; `needs` by the task's name.
     """
-    found = checked(session, owner, body)
+
+    owner: Owner
+    request: dict[str, Any]
+    tasks: Sequence[dict[str, Any]]
+    needs: Mapping[str, Sequence[graph.Need]]
+    found: Checked
+
+
+def accept(session: Session, owner: Owner, body: JSON, ground: Ground) -> Accepted:
+    """Raises BadInput, Unsatisfiable, QueueFull or QuotaExceeded."""
+    found = checked(session, owner, body, ground)
     descriptor = found.descriptor
-    _check_room(session, found.path, len(descriptor.tasks))
-    graphs.keep(session, owner.tenant_id, found.graphs.values())
+    _check_room(session, ground.path, len(descriptor.tasks))
     if any(task.publish for task in descriptor.tasks):
         datablocks.check_room(session, owner.tenant_id, 0)
-    request = _request(session, owner, descriptor, body)
-    if descriptor.notify is not None:
-        webhooks.expect_addresses(session, owner.tenant_id)
-    ids = {task.name: _new_id("tsk") for task in descriptor.tasks}
+    request = _request(owner, descriptor, body, ground.now)
     tasks = [
-        _task(request, task, ids[task.name], ordinal, found.begun.get(task.name))
+        _task(task, ordinal, found.begun.get(task.name))
         for ordinal, task in enumerate(descriptor.tasks)
     ]
-    # As values: objects would have every default of a hundred rows read back.
-    session.execute(insert(Task), tasks)
-    session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
+    ordinals = {task.name: n for n, task in enumerate(descriptor.tasks)}
+    needs = {
+        name: sorted(needed, key=lambda n: (ordinals[n.task], n.port))
+        for name, needed in graph.needs(descriptor).items()
+    }
+    return Accepted(owner, request, tasks, needs, found)
+
+
+# All rows of a request in one statement.  They come as JSON, which is read at once however many
+# they are.
+_WRITE = text(
+    """
+    with request as (
+        insert into requests
+            (id, tenant_id, user_id, name, tier, priority, labels, descriptor, submitted_at)
+        values (:id, :tenant, :user, :name, :tier, :priority, cast(:labels as jsonb),
+            cast(:descriptor as jsonb), :at)
+    ),
+    task as (
+        insert into tasks
+            (id, request_id, tenant_id, user_id, ordinal, name, type, kind, descriptor,
+             memory_bytes, devices_min, devices_max, across_hosts, tier, priority, hold,
+             not_before, retry_max, step, submitted_at)
+        select t.id, :id, :tenant, :user, t.ordinal, t.name, t.type, t.kind, t.descriptor,
+            t.memory_bytes, t.devices_min, t.devices_max, t.across_hosts, :tier, :priority, t.hold,
+            t.not_before, t.retry_max, t.step, :at
+        from json_to_recordset(cast(:tasks as json)) as t
+            (id text, ordinal int, name text, type text, kind text, descriptor jsonb,
+             memory_bytes bigint, devices_min int, devices_max int, across_hosts bool, hold text,
+             not_before timestamptz, retry_max int, step bigint)
+    ),
+    need as (
+        insert into needs (task_id, needs_id, port, output)
+        select n.task_id, n.needs_id, n.port, n.output
+        from json_to_recordset(cast(:needs as json)) as n
+            (task_id text, needs_id text, port text, output text)
+    ),
+    once as (
+        update idempotency
+        set status = :status, response = cast(:answer as jsonb), location = :location
+        where user_id = :user and key = cast(:key as text)
+    )
+    insert into events (tenant_id, request_id, type, message)
+    values (:tenant, :id, 'request.submitted', :told)
+    """
+)
+
+
+def write(session: Session, accepted: Accepted, once: Once, answer: Answer) -> None:
+    """Write down what was accepted, and what the call is answered; control hears of it after the
+    commit.
+    """
+    owner, request, found = accepted.owner, accepted.request, accepted.found
+    graphs.keep(session, owner.tenant_id, found.graphs.values())
+    if found.descriptor.notify is not None:
+        webhooks.expect_addresses(session, owner.tenant_id)
+    ids = {task["name"]: task["id"] for task in accepted.tasks}
     needs = [
         {"task_id": ids[name], "needs_id": ids[n.task], "port": n.port, "output": n.output}
-        for name, needed in graph.needs(descriptor).items()
+        for name, needed in accepted.needs.items()
         for n in needed
     ]
-    if needs:
-        session.execute(insert(Need), needs)
-    for task in descriptor.tasks:
+    n = len(ids)
+    given = {
+        "id": request["id"],
+        "tenant": owner.tenant_id,
+        "user": owner.user_id,
+        "name": request["name"],
+        "tier": request["tier"],
+        "priority": request["priority"],
+        "labels": json.dumps(request["labels"]),
+        "descriptor": json.dumps(request["descriptor"]),
+        "at": request["submitted_at"],
+        "tasks": json.dumps(accepted.tasks),
+        "needs": json.dumps(needs),
+        "key": once.key,
+        "status": answer.status,
+        "answer": answer.body if once.key is not None else None,
+        "location": answer.location,
+        "told": f"{owner.user_name} submitted {request['name']}: {n} task{'s' * (n > 1)}.",
+    }
+    session.execute(_WRITE, given)
+    session.add_all(_copied(row, ids[name]) for name, row in found.begun.items())
+    for task in found.descriptor.tasks:
         taken = {port: found.taken.get(source) for port, source in task.inputs.items()}
         datablocks.use(session, ids[task.name], {p: row for p, row in taken.items() if row})
-    n = len(ids)
-    session.add(
-        Event(
-            tenant_id=owner.tenant_id,
-            request_id=request.id,
-            type="request.submitted",
-            message=f"{owner.user_name} submitted {request.name}: {n} task{'s' * (n > 1)}.",
-        )
-    )
-    session.flush()
     after_commit(session, outbox.nudge_control)
-    after_commit(session, lambda: changes.tell(request.tenant_id, request.id))
-    return request
+    after_commit(session, lambda: changes.tell(owner.tenant_id, request["id"]))
 
 
 def _check_room(session: Session, path: Sequence[tree.OnPath], wanted: int) -> None:
@@ -382,23 +500,20 @@ def _no_room(name: str, queued: int, wanted: int, most: int) -> str:
     return f"{told}: cancel some, wait until some have started, or have max_queued raised"
 
 
-def _request(session: Session, owner: Owner, descriptor: Descriptor, body: JSON) -> Request:
+def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) -> dict[str, Any]:
+    """The values of a row."""
     id = _new_id("req")
-    request = Request(
+    return dict(
         id=id,
         tenant_id=owner.tenant_id,
         user_id=owner.user_id,
         name=descriptor.name or f"{descriptor.tasks[0].name}-{id[-6:]}",
-        state="queued",
         tier=descriptor.tier,
         priority=descriptor.priority,
         labels=dict(descriptor.labels),
         descriptor=body,
-        submitted_at=func.now(),
+        submitted_at=now,
     )
-    session.add(request)
-    session.flush()
-    return request
 
 
 def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
@@ -417,29 +532,22 @@ def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
     )
 
 
-def _task(
-    request: Request, task: TaskDescriptor, id: str, ordinal: int, begun: Checkpoint | None
-) -> dict[str, object]:
-    """The values of a row."""
-    not_before_s = task.start.not_before_s
+def _task(task: TaskDescriptor, ordinal: int, begun: Checkpoint | None) -> dict[str, Any]:
+    """The values of a row that are not its request's."""
+    descriptor = descriptors.as_json(task)
     return dict(
-        id=id,
-        request_id=request.id,
-        tenant_id=request.tenant_id,
-        user_id=request.user_id,
+        id=_new_id("tsk"),
         ordinal=ordinal,
         name=task.name,
         type=task.type,
         kind=task.devices.kind,
-        descriptor=descriptors.as_json(task),
+        descriptor=descriptor,
         memory_bytes=task.devices.memory_bytes,
         devices_min=task.devices.min,
         devices_max=task.devices.max,
         across_hosts=task.devices.across_hosts,
-        tier=request.tier,
-        priority=request.priority,
         hold="user" if task.start.hold else "",
-        not_before=None if not_before_s is None else datetime.fromtimestamp(not_before_s, UTC),
+        not_before=descriptor["start"]["not_before"],
         retry_max=task.retry_max,
         step=0 if begun is None else begun.step,
     )
@@ -453,50 +561,19 @@ def _new_id(kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
-    """A call that is to be done once; without a key it is done each time."""
-
-    user_id: str
-    key: str | None
-    route: str
-    body: JSON
-
-    @property
-    def body_sha256(self) -> str:
-        return hashlib.sha256(json.dumps(self.body, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
+    """`body` is JSON."""
+
     status: int
-    body: JSON
+    body: str
     location: str
 
 
-def replay(session: Session, once: Once) -> Answer | None:
-    """The answer given before, or None: then do it, and `remember` the answer.
-
-    Waits for a twin that is being done at this moment.  Raises KeyReused.
-    """
-    if once.key is None:
-        return None
-    row = insert(Idempotency).values(
-        user_id=once.user_id, key=once.key, route=once.route, body_sha256=once.body_sha256
-    )
-    made = session.execute(row.on_conflict_do_nothing().returning(Idempotency.key)).one_or_none()
-    if made is not None:
-        return None
-    before = session.get_one(Idempotency, (once.user_id, once.key), populate_existing=True)
+def replay(session: Session, owner: Owner, once: Once) -> Answer:
+    """The answer that was given to whoever came with this key first; raises KeyReused."""
+    before = session.get_one(Idempotency, (owner.user_id, once.key), populate_existing=True)
     if (before.route, before.body_sha256) != (once.route, once.body_sha256):
         told = "this Idempotency-Key came with another body before; take a new key for new work"
         raise KeyReused.at("Idempotency-Key:", told, "reused")
     assert before.status is not None, "a key is committed together with its answer"
-    return Answer(before.status, before.response or {}, before.location or "")
-
-
-def remember(session: Session, once: Once, answer: Answer) -> None:
-    if once.key is None:
-        return
-    this = (Idempotency.user_id == once.user_id, Idempotency.key == once.key)
-    values = {"status": answer.status, "response": answer.body, "location": answer.location}
-    session.execute(update(Idempotency).where(*this).values(**values))
+    return Answer(before.status, json.dumps(before.response), before.location or "")

@@ -59,17 +59,14 @@ class OnPath:
     max_queued: int | None
 
 
-_PATH = text(
-    """
-    with recursive way as (
-        select 0 as up, id, parent_id, name, tier, max_queued from tenants where id = :id
-        union all
-        select way.up + 1, t.id, t.parent_id, t.name, t.tier, t.max_queued
-        from tenants t join way on t.id = way.parent_id
-    )
-    select id, name, tier, max_queued from way order by up
-    """
-)
+#: From the tenant :id up to the root.
+WAY = """way as (
+    select 0 as up, id, parent_id, name, tier, max_queued from tenants where id = :id
+    union all
+    select way.up + 1, t.id, t.parent_id, t.name, t.tier, t.max_queued
+    from tenants t join way on t.id = way.parent_id
+)"""
+_PATH = text(f"with recursive {WAY} select id, name, tier, max_queued from way order by up")
 
 
 def path(session: Session, id: str) -> list[OnPath]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Annotated, Any, get_args
 
-from fastapi import Header, Query
-from fastapi.responses import JSONResponse
+from fastapi import Header, Query, Response
 from pydantic import BeforeValidator, Field
 from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
@@ -30,7 +31,7 @@ from app.api.schemas import (
     RequestSummary,
     Validated,
 )
-from app.api.tasks import task_outs
+from app.api.tasks import new_task_out, task_outs
 from app.api.times import Time
 from app.changes import changes
 from app.core.lifecycle import ENDED
@@ -65,7 +66,7 @@ IdempotencyKey = Annotated[
 )
 def submit_request(
     caller: Submitter, session: Db, body: DescriptorIn, idempotency_key: IdempotencyKey = None
-) -> JSONResponse:
+) -> Response:
     """Accepted work is never lost: it is durable before this is answered.
 
     What can never run is refused at once (422, with a pointer to the reason); everything else is
@@ -73,15 +74,21 @@ def submit_request(
     tenant (`max_queued`), and it is full, that is told (409 `queue-full`).
     """
     owner = _owner(caller)
-    once = intake.Once(owner.user_id, idempotency_key, "POST /v1/requests", body)
-    if (answer := intake.replay(session, once)) is not None:
-        headers = {"Location": answer.location, "Idempotency-Replayed": "true"}
-        return JSONResponse(answer.body, answer.status, headers=headers)
-    accepted = intake.submit(session, owner, body)
-    location = f"/v1/requests/{accepted.id}"
-    shown = RequestOut.model_validate(request_out(session, accepted)).model_dump(mode="json")
-    intake.remember(session, once, intake.Answer(202, shown, location))
-    return JSONResponse(shown, 202, headers={"Location": location})
+    once = intake.Once(idempotency_key, "POST /v1/requests", body)
+    ground = intake.ground(session, owner, once)
+    if not ground.is_first:
+        answer = intake.replay(session, owner, once)
+        return _accepted(answer, {"Idempotency-Replayed": "true"})
+    accepted = intake.accept(session, owner, body, ground)
+    shown = _new_request_out(caller, accepted).model_dump_json()
+    answer = intake.Answer(202, shown, f"/v1/requests/{accepted.request['id']}")
+    intake.write(session, accepted, once, answer)
+    return _accepted(answer)
+
+
+def _accepted(answer: intake.Answer, more: Mapping[str, str] = MappingProxyType({})) -> Response:
+    headers = {"Location": answer.location, **more}
+    return Response(answer.body, answer.status, headers, media_type="application/json")
 
 
 @router.post(
@@ -95,7 +102,9 @@ def validate_request(caller: Submitter, session: Db, body: DescriptorIn) -> dict
 
     Whether a bounded queue has room is not looked at: that changes by the moment.
     """
-    return intake.checked(session, _owner(caller), body).shown()
+    owner = _owner(caller)
+    ground = intake.ground(session, owner, intake.Once(None, "", body))
+    return intake.checked(session, owner, body, ground).shown()
 
 
 def _owner(caller: Caller) -> intake.Owner:
@@ -301,6 +310,24 @@ _TASKS = (
     .order_by(Task.ordinal)
     .execution_options(populate_existing=True)
 )
+
+
+def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
+    """What `request_out` would read of it, once it is written."""
+    request, tasks = accepted.request, accepted.tasks
+    return RequestOut.model_validate(
+        {
+            **request,
+            "state": "queued",
+            "tenant": caller.tenant_name,
+            "user": caller.user_name,
+            "ended_at": None,
+            "task_states": {"blocked": len(tasks)},
+            "hold": min(task["hold"] for task in tasks),
+            "bundle": str(request["descriptor"].get("bundle") or ""),
+            "tasks": [new_task_out(request, task, accepted.needs[task["name"]]) for task in tasks],
+        }
+    )
 
 
 def request_out(session: Session, request: Request) -> dict[str, Any]:

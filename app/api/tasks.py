@@ -4,7 +4,7 @@ resize, cancel."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from fastapi import Body, Path, Query, Response
@@ -31,7 +31,7 @@ from app.api.schemas import (
     TaskOut,
     TaskState,
 )
-from app.core import migration
+from app.core import graph, migration
 from app.core.messages import ARTIFACTS
 from app.core.migration import ANYWHERE
 from app.db import Db
@@ -307,6 +307,23 @@ def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
     needs = _needs(session, [task.id for task in tasks])
     lent = lending.guests(session, [task.id for task in tasks if task.resized_at is not None])
     return [_task_out(task, needs[task.id], lent[task.id]) for task in tasks]
+
+
+def new_task_out(
+    request: Mapping[str, Any], task: Mapping[str, Any], needs: Iterable[graph.Need]
+) -> dict[str, Any]:
+    """Of the values of a task that is just being written; what they do not say is as ever."""
+    return {
+        **task,
+        "request_id": request["id"],
+        "tenant_id": request["tenant_id"],
+        "tier": request["tier"],
+        "state": "blocked",
+        "submitted_at": request["submitted_at"],
+        "needs": [{"task": n.task, "port": n.port, "output": n.output} for n in needs],
+        "inputs": task["descriptor"]["inputs"],
+        "publish": task["descriptor"]["publish"],
+    }
 
 
 _NEEDED = aliased(Task)

@@ -70,6 +70,7 @@ class TestSubmit:
             {"task": "prep", "port": "x", "output": "h"},
         ]
         assert event_types(session) == ["request.submitted"]
+        assert red.get(f"/v1/requests/{body['id']}").json() == body  # it was not read back
 
     def test_one_without_a_name_is_called_after_its_first_task(self, submitted):
         assert submitted["name"] == f"train-{submitted['id'][-6:]}"
@@ -167,8 +168,7 @@ class TestMaxQueued:
             session.get_one(Tenant, "ten_red").max_queued = 1
         with ThreadPoolExecutor() as threads:
             with transaction() as first:
-                intake.submit(first, owner, descriptor())
-                first.flush()
+                _taken_in(first, owner)
                 second = threads.submit(_submit, owner)
                 _until_somebody_waits_for(first)
                 assert not second.done()
@@ -189,7 +189,14 @@ def _bundle():
 
 def _submit(owner):
     with transaction() as session:
-        intake.submit(session, owner, descriptor())
+        _taken_in(session, owner)
+
+
+def _taken_in(session, owner):
+    once = intake.Once(None, "", descriptor())
+    ground = intake.ground(session, owner, once)
+    accepted = intake.accept(session, owner, once.body, ground)
+    intake.write(session, accepted, once, intake.Answer(202, "{}", ""))
 
 
 def _until_somebody_waits_for(session):
