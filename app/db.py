@@ -6,26 +6,50 @@ use `transaction()`.  Sessions are synchronous everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import select
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
+import psycopg
+from anyio import CancelScope
 from fastapi import Depends
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.orm import Session, sessionmaker
+from starlette.concurrency import run_in_threadpool
 
 from app.settings import settings
 
 
 @lru_cache
 def engine() -> Engine:
-    """The process' engine; a connection is tested before use, as Postgres may have restarted."""
+    """The process' engine."""
     url = settings().database_url.get_secret_value()
     if not url:
         raise RuntimeError("DATABASE_URL is not set; `make up` starts an embedded Postgres")
-    return create_engine(url, pool_pre_ping=True, pool_size=8, max_overflow=8)
+    engine = create_engine(url, pool_size=8, max_overflow=8)
+
+    @event.listens_for(engine, "checkout")
+    def check_alive(connection: Any, *_: Any) -> None:
+        """Postgres may have restarted.  One that still stands says nothing while it is idle, so
+        that most are not asked: a question costs as much as a small statement.
+        """
+        try:
+            if _has_news(connection):
+                engine.dialect.do_ping(connection)
+        except psycopg.Error as error:
+            raise InvalidatePoolError from error
+
+    return engine
+
+
+def _has_news(connection: Any) -> bool:
+    news = select.poll()
+    news.register(connection.fileno(), select.POLLIN)
+    return bool(news.poll(0))
 
 
 @lru_cache
@@ -36,9 +60,15 @@ def _sessions() -> sessionmaker[Session]:
 @contextmanager
 def transaction() -> Iterator[Session]:
     """Commits on the way out, rolls back on any error."""
-    with _sessions().begin() as session:
+    with _sessions()() as session:
         yield session
-    for act in session.info.get("after_commit", ()):
+        commit(session)
+
+
+def commit(session: Session) -> None:
+    """Commits, and does what was to be done after it."""
+    session.commit()
+    for act in session.info.pop("after_commit", ()):
         act()
 
 
@@ -47,9 +77,17 @@ def after_commit(session: Session, act: Callable[[], None]) -> None:
     session.info.setdefault("after_commit", []).append(act)
 
 
-def get_session() -> Iterator[Session]:
-    with transaction() as session:
+async def get_session() -> AsyncIterator[Session]:
+    """What is committed already, or was never begun, costs no change of thread."""
+    session = _sessions()()
+    try:
         yield session
+        if session.in_transaction() or "after_commit" in session.info:
+            await run_in_threadpool(commit, session)
+    finally:
+        if session.in_transaction():
+            with CancelScope(shield=True):
+                await run_in_threadpool(session.close)
 
 
 # scope="function": the commit comes before the answer, so a failed commit is not a 200.

@@ -3,6 +3,10 @@
 A bucket holds a minute's calls and fills up evenly.  It is one number: when it will be full again.
 A call takes from all its buckets or from none, in one round trip, by the clock of Redis.
 
+A key that calls all the time takes some calls ahead, so that most cost no round trip.  What it has
+not used after AHEAD_S is gone; that, and AHEAD, are so little that no quota notices: small ones
+are counted call by call.
+
 Redis keeps nothing that may not be lost.  While it is away nobody is refused, and only every
 AGAIN_S is it waited for, for TIMEOUT_S twice.
 
@@ -16,6 +20,7 @@ import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,24 +38,28 @@ log = logging.getLogger(__name__)
 WINDOW_S = 60
 TIMEOUT_S = 0.1
 AGAIN_S = 5.0
+AHEAD = 16  # calls that are taken at once, of a quota that brings so many in AHEAD_S
+AHEAD_S = 0.05
+KEPT = 10_000  # keys of which is known when they called
 _US = 1_000_000
 
-# For each bucket KEYS has its name, and ARGV what a call costs and what it holds, in microseconds.
-# Returns whether one of them was short, the time, and when each will be full again.
+# For each bucket KEYS has its name, and ARGV what a call costs and what it holds, in microseconds;
+# the last of ARGV is how many calls are wanted.  Returns how many were taken, the time, and when
+# each bucket will be full again.
 _TAKE = """
 local clock = redis.call('TIME')
-local now, short, full = clock[1] * 1000000 + clock[2], 0, {}
+local now, taken, full = clock[1] * 1000000 + clock[2], tonumber(ARGV[#ARGV]), {}
 for i, key in ipairs(KEYS) do
   full[i] = math.max(tonumber(redis.call('GET', key) or 0), now)
-  if full[i] + ARGV[2 * i - 1] - now > tonumber(ARGV[2 * i]) then short = 1 end
+  taken = math.min(taken, math.floor((now + ARGV[2 * i] - full[i]) / ARGV[2 * i - 1]))
 end
-if short == 0 then
+if taken > 0 then
   for i, key in ipairs(KEYS) do
-    full[i] = full[i] + ARGV[2 * i - 1]
+    full[i] = full[i] + taken * ARGV[2 * i - 1]
     redis.call('SET', key, string.format('%.0f', full[i]), 'PX', math.ceil(ARGV[2 * i] / 1000))
   end
 end
-return {short, now, unpack(full)}
+return {math.max(taken, 0), now, unpack(full)}
 """
 
 
@@ -89,6 +98,33 @@ def cost_us(quota: int) -> int:
     return max(1, WINDOW_S * _US // quota)
 
 
+Quotas = Mapping[str, tuple[str, int]]
+"""Of buckets, by name: (whose it is, calls a minute)."""
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Calls that somebody took at `at_s`, by the monotonic clock, and has not made yet.
+
+    `full_in_us`: of each bucket, as it was then.
+    """
+
+    at_s: float
+    left: int
+    full_in_us: tuple[int, ...]
+
+    def buckets(self, quotas: Quotas, now_s: float) -> tuple[Bucket, ...]:
+        """As they would be without the calls that are left."""
+        gone_us = round((now_s - self.at_s) * _US)
+        return tuple(
+            Bucket(name=name, quota=quota, full_in_us=max(0, full - gone_us - self._of_us(quota)))
+            for (name, (_, quota)), full in zip(quotas.items(), self.full_in_us, strict=True)
+        )
+
+    def _of_us(self, quota: int) -> int:
+        return self.left * cost_us(quota)
+
+
 class Limiter:
     """One a process and Redis."""
 
@@ -100,24 +136,55 @@ class Limiter:
         }
         self._take = Redis.from_url(redis_url, **options).register_script(_TAKE)
         self._away_until_s = 0.0  # by the monotonic clock
+        self._ahead: OrderedDict[tuple[Any, ...], _Ahead] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take(self, quotas: Mapping[str, tuple[str, int]]) -> Taken:
-        """One call out of each bucket: its name -> (whose it is, calls a minute)."""
-        if not quotas or time.monotonic() < self._away_until_s:
+    def take_held(self, quotas: Quotas) -> Taken | None:
+        """One call without a round trip, if that can be."""
+        now_s = time.monotonic()
+        if not quotas or now_s < self._away_until_s:
             return Taken()
+        with self._lock:
+            ahead = self._ahead.get(_of(quotas))
+            if ahead is None or not ahead.left or now_s > ahead.at_s + AHEAD_S:
+                return None
+            ahead.left -= 1
+            return Taken(ahead.buckets(quotas, now_s))
+
+    def take(self, quotas: Quotas) -> Taken:
+        """One call out of each bucket."""
+        held = self.take_held(quotas)
+        return self._taken(quotas) if held is None else held
+
+    def _taken(self, quotas: Quotas) -> Taken:
         keys = [f"rate:{name}:{whose}" for name, (whose, _) in quotas.items()]
         args = [n for _, quota in quotas.values() for n in (cost_us(quota), WINDOW_S * _US)]
+        wanted, now_s = self._wanted(quotas), time.monotonic()
         try:
-            short, now_us, *full_us = self._take(keys=keys, args=args)
+            taken, now_us, *full_us = self._take(keys=keys, args=[*args, wanted])
         except (RedisError, OSError) as error:
             self._gone(error)
             return Taken()
-        buckets = tuple(
-            Bucket(name=name, quota=quota, full_in_us=full - now_us)
-            for (name, (_, quota)), full in zip(quotas.items(), full_us, strict=True)
-        )
-        return Taken(buckets, _emptiest(buckets) if short else None)
+        ahead = _Ahead(now_s, max(0, taken - 1), tuple(full - now_us for full in full_us))
+        buckets = ahead.buckets(quotas, now_s)
+        self._keep(quotas, ahead)
+        return Taken(buckets, None if taken else _emptiest(buckets))
+
+    def _wanted(self, quotas: Quotas) -> int:
+        """Several calls, for who called just now and may call so often."""
+        with self._lock:
+            before = self._ahead.get(_of(quotas))
+        if before is None or time.monotonic() > before.at_s + AHEAD_S:
+            return 1
+        least = min(quota for _, quota in quotas.values())
+        return max(1, min(AHEAD, int(least * AHEAD_S / WINDOW_S)))
+
+    def _keep(self, quotas: Quotas, ahead: _Ahead) -> None:
+        with self._lock:
+            self._ahead[_of(quotas)] = ahead
+            self._ahead.move_to_end(_of(quotas))
+            if len(self._ahead) > KEPT:
+                self._ahead.popitem(last=False)
 
     def _gone(self, error: Exception) -> None:
         """Said once, though many calls find it out at once."""
@@ -126,6 +193,10 @@ class Limiter:
             first, self._away_until_s = now_s >= self._away_until_s, now_s + AGAIN_S
         if first:
             log.warning("no call is refused for %g s, as Redis is away: %s", AGAIN_S, error)
+
+
+def _of(quotas: Quotas) -> tuple[Any, ...]:
+    return tuple(quotas.items())
 
 
 def _emptiest(buckets: tuple[Bucket, ...]) -> Bucket:
@@ -140,9 +211,19 @@ def _limiter(redis_url: str) -> Limiter:
 
 def take(*, key_id: str, tenant_id: str, reads: bool) -> Taken:
     """One call of this key of this tenant."""
+    url = settings().redis_url.get_secret_value()
+    return _limiter(url).take(_quotas(key_id, tenant_id, reads)) if url else Taken()
+
+
+def take_held(*, key_id: str, tenant_id: str, reads: bool) -> Taken | None:
+    """The same, or None if Redis must be asked."""
+    url = settings().redis_url.get_secret_value()
+    return _limiter(url).take_held(_quotas(key_id, tenant_id, reads)) if url else Taken()
+
+
+def _quotas(key_id: str, tenant_id: str, reads: bool) -> Quotas:
     what, quotas = "reads" if reads else "writes", {}
     for who, id in (("key", key_id), ("tenant", tenant_id)):
         if quota := getattr(settings(), f"{who}_{what}_per_min"):
             quotas[f"{who}-{what}"] = (id, quota)
-    url = settings().redis_url.get_secret_value()
-    return _limiter(url).take(quotas) if url else Taken()
+    return quotas

@@ -25,10 +25,12 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 
 from app import audit, people
 from app.api import rates
 from app.api.edge import ScopedRoute, operation_id
+from app.api.known import callers
 from app.core.scope import allows
 from app.db import Db, transaction
 from app.errors import Forbidden, Unauthenticated
@@ -297,7 +299,7 @@ _cookie = APIKeyCookie(
 )
 
 
-def authenticated(
+async def authenticated(
     request: Request,
     session: Db,
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
@@ -305,13 +307,34 @@ def authenticated(
 ) -> Caller:
     if bearer is not None:
         token = bearer.credentials
-        look_up = caller_of_token if _looks_like_jwt(token) else caller_of_key
-        return _calls(request, session, token, look_up)
+        caller = _known(token)
+        if caller is None or not rates.count_held(request, token):
+            caller = await run_in_threadpool(_counted, request, session, token, _of_bearer)
+        return _calls(request, session, caller)
     if cookie is None or "authorization" in request.headers:
         raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
-    caller = _calls(request, session, cookie, caller_of_cookie)
+    caller = await run_in_threadpool(_counted, request, session, cookie, caller_of_cookie)
+    _calls(request, session, caller)
     if request.method not in SAFE_METHODS and not from_our_origin(request):
         raise Forbidden("with a cookie, only the pages of this service may change something")
+    return caller
+
+
+def _known(token: str) -> Caller | None:
+    """Without a look into the database."""
+    if (caller := callers.get(token)) is not None:
+        uses.note(caller.key_id)
+    return caller
+
+
+def _of_bearer(session: Session, token: str) -> Caller:
+    if _looks_like_jwt(token):
+        return caller_of_token(session, token)
+    if (caller := _known(token)) is not None:
+        return caller
+    round = callers.round
+    caller = caller_of_key(session, token)
+    callers.keep(token, caller, round)
     return caller
 
 
@@ -319,7 +342,7 @@ def _looks_like_jwt(token: str) -> bool:
     return token.count(".") == 2 and not token.startswith("rh_")
 
 
-def _calls(
+def _counted(
     request: Request,
     session: Session,
     credential: str,
@@ -329,6 +352,10 @@ def _calls(
     caller = look_up(session, credential)
     if not counted:
         rates.count_new(request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id)
+    return caller
+
+
+def _calls(request: Request, session: Session, caller: Caller) -> Caller:
     _check_scope(caller, request.scope["route"])
     audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
     return caller

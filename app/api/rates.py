@@ -16,7 +16,7 @@ from collections import OrderedDict
 from fastapi import Request
 
 from app.errors import TooManyCalls
-from app.rates import WINDOW_S, Bucket, take
+from app.rates import WINDOW_S, Bucket, Taken, take, take_held
 
 READS = frozenset({"GET", "HEAD"})
 REMEMBERED = 10_000  # keys and browser sessions
@@ -47,6 +47,19 @@ def _hash(credential: str) -> bytes:
 _owners = _Owners()
 
 
+def count_held(request: Request, credential: str) -> bool:
+    """Count without a look anywhere else; False if that cannot be."""
+    owner = _owners.get(credential)
+    if owner is None:
+        return False
+    key_id, tenant_id = owner
+    taken = take_held(key_id=key_id, tenant_id=tenant_id, reads=request.method in READS)
+    if taken is None:
+        return False
+    _tell(request, taken)
+    return True
+
+
 def count_known(request: Request, credential: str) -> bool:
     """False if it has to be looked up first, and then counted as new; raises TooManyCalls."""
     owner = _owners.get(credential)
@@ -65,16 +78,20 @@ def count_new(request: Request, credential: str, *, key_id: str, tenant_id: str)
 def _count(request: Request, key_id: str, tenant_id: str) -> None:
     reads = request.method in READS
     taken = take(key_id=key_id, tenant_id=tenant_id, reads=reads)
-    if taken.buckets:
-        request.state.rate_headers = {
-            "RateLimit-Policy": ", ".join(map(_policy, taken.buckets)),
-            "RateLimit": ", ".join(map(_left, taken.buckets)),
-        }
+    _tell(request, taken)
     if (short := taken.refused) is not None:
         whose = "this key" if short.name.startswith("key") else "all keys of your tenant together"
         calls = "reads" if reads else "changes"
         told = f"{whose} may make {short.quota} {calls} in {WINDOW_S} s; wait {short.next_in_s} s"
         raise TooManyCalls(told[0].upper() + told[1:], retry_after_s=short.next_in_s)
+
+
+def _tell(request: Request, taken: Taken) -> None:
+    if taken.buckets:
+        request.state.rate_headers = {
+            "RateLimit-Policy": ", ".join(map(_policy, taken.buckets)),
+            "RateLimit": ", ".join(map(_left, taken.buckets)),
+        }
 
 
 def _policy(bucket: Bucket) -> str:

@@ -35,7 +35,7 @@ from app.api.tasks import new_task_out, task_outs
 from app.api.times import Time
 from app.changes import changes
 from app.core.lifecycle import ENDED
-from app.db import Db, transaction
+from app.db import Db, commit, transaction
 from app.errors import BadInput, Forbidden
 from app.models import Request, Task, Tenant, User
 
@@ -83,6 +83,7 @@ def submit_request(
     shown = _new_request_out(caller, accepted).model_dump_json()
     answer = intake.Answer(202, shown, f"/v1/requests/{accepted.request['id']}")
     intake.write(session, accepted, once, answer)
+    commit(session)  # here, as to go back into a thread for it would cost more
     return _accepted(answer)
 
 

@@ -10,13 +10,13 @@ from fastapi.testclient import TestClient
 from sqlalchemy import func, select, update
 
 from app import db
-from app.api import auth
+from app.api import auth, known
 from app.api.auth import COOKIE
 from app.api.schemas import Scope
 from app.core.scope import AREAS, SCOPES
 from app.db import transaction
 from app.errors import Unauthenticated
-from app.models import ApiKey, WebSession
+from app.models import ApiKey, User, WebSession
 from tests.app.conftest import problem
 
 
@@ -73,6 +73,58 @@ class TestKey:
     def test_there_is_no_key_for_a_role_that_does_not_exist(self, session, world):
         with pytest.raises(ValueError, match="emperor"):
             auth.new_key(session, world.users["root"], "emperor", "x")
+
+
+class TestOneThatWasGoodAMomentAgo:
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        """The seconds that go by."""
+        gone_s = [0.0]
+        monkeypatch.setattr(known.time, "monotonic", lambda: gone_s[0])
+        return gone_s
+
+    def test_it_is_not_looked_up_again(self, as_, monkeypatch, clock):
+        red = as_("red.member")
+        assert red.get("/v1/me").status_code == 200
+        monkeypatch.setattr(auth, "caller_of_key", lambda *_: pytest.fail("it was looked up"))
+        assert red.get("/v1/me").json()["user"] == "red.member"
+
+    def test_what_another_process_revokes_opens_nothing_a_second_later(
+        self, as_, session, token, clock
+    ):
+        red = as_("red.member")
+        assert red.get("/v1/me").status_code == 200
+        revoked = update(ApiKey).where(ApiKey.id == auth.id_of(token))
+        session.connection().execute(revoked.values(revoked_at=func.now()))
+        assert red.get("/v1/me").status_code == 200
+        clock[0] += known.KNOWN_S
+        problem(red.get("/v1/me"), 401, "unauthenticated")
+
+    def test_what_changes_of_its_user_counts_at_once(self, as_, session, clock):
+        red = as_("red.member")
+        assert red.get("/v1/me").json()["user"] == "red.member"
+        session.get_one(User, "usr_red.member").name = "rosa"
+        session.commit()
+        assert red.get("/v1/me").json()["user"] == "rosa"
+
+    def test_what_is_revoked_while_it_is_looked_up_is_not_remembered(
+        self, as_, session, token, monkeypatch, clock
+    ):
+        """1. A call reads that the key is good.  2. It is revoked.  3. The call goes on; the next
+        one is refused.
+        """
+        look_up = auth.caller_of_key
+
+        def looked_up_before(its, token):
+            caller = look_up(its, token)
+            session.execute(update(ApiKey).values(revoked_at=func.now()))
+            session.commit()
+            return caller
+
+        monkeypatch.setattr(auth, "caller_of_key", looked_up_before)
+        assert as_("red.member").get("/v1/me").status_code == 200
+        monkeypatch.setattr(auth, "caller_of_key", look_up)
+        problem(as_("red.member").get("/v1/me"), 401, "unauthenticated")
 
 
 class TestCookie:

@@ -119,6 +119,40 @@ class TestWhatIsRefused:
             )
         assert sum(one.refused is None for one in taken) == 2
 
+    def test_who_calls_all_the_time_asks_redis_seldom_and_gets_no_more(
+        self, servers, buckets, monkeypatch
+    ):
+        """A quota of 24,000 brings 20 calls in AHEAD_S.  Redis' own clock goes on, so a bucket that
+        is all but empty is put there.
+        """
+        monkeypatch.setattr(rates.time, "monotonic", lambda: 0.0)
+        limiter, trips = Limiter(servers.redis_url), []
+        ask = limiter._take
+        monkeypatch.setattr(limiter, "_take", lambda **all: trips.append(1) or ask(**all))
+        quotas = {"key-reads": ("k", 24_000)}
+        left = [limiter.take(quotas).buckets[0].remaining for _ in range(33)]
+        assert len(trips) == 3  # one, and twice as many as are taken ahead
+        assert left[0] > left[16] > left[32] >= 24_000 - 33
+        seconds, _ = buckets.time()
+        buckets.set("rate:key-reads:k", (seconds + 3600) * 10**6)
+        assert limiter.take(quotas).refused is not None
+
+    def test_what_is_not_called_at_once_is_gone(self, servers, buckets, monkeypatch):
+        now_s = [0.0]
+        monkeypatch.setattr(rates.time, "monotonic", lambda: now_s[0])
+        limiter, quotas = Limiter(servers.redis_url), {"key-reads": ("k", 24_000)}
+        for _ in range(2):
+            limiter.take(quotas)
+        assert limiter.take_held(quotas) is not None
+        now_s[0] += rates.AHEAD_S + 0.001
+        assert limiter.take_held(quotas) is None
+
+    def test_small_quotas_are_counted_call_by_call(self, servers, buckets):
+        limiter, quotas = Limiter(servers.redis_url), {"key-reads": ("k", 600)}
+        for _ in range(3):
+            limiter.take(quotas)
+            assert limiter.take_held(quotas) is None
+
     def test_what_may_be_made_is_far_more_than_one_process_answers(self, as_, buckets):
         assert settings().key_writes_per_min >= 2000 * 60
         answer = as_("red.member").get("/v1/me")
