@@ -259,14 +259,16 @@ def _listed(entry_points: Mapping[str, str], wanted: str) -> str:
 
 def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:
     """The checkpoints that tasks go on from, of this tenant and still to be had."""
-    wanted = {t.from_checkpoint: t.name for t in descriptor.tasks if t.from_checkpoint is not None}
+    wanted = {t.from_checkpoint for t in descriptor.tasks if t.from_checkpoint is not None}
+    if not wanted:
+        return {}
     query = select(Checkpoint).where(
         Checkpoint.id.in_(wanted),
         Checkpoint.tenant_id == owner.tenant_id,
         Checkpoint.damaged_at.is_(None),
         Checkpoint.deleted_at.is_(None),
     )
-    by_id = {row.id: row for row in session.scalars(query)} if wanted else {}
+    by_id = {row.id: row for row in session.scalars(query)}
     named = ((task.name, by_id.get(task.from_checkpoint or "")) for task in descriptor.tasks)
     return {name: row for name, row in named if row is not None}
 
