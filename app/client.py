@@ -16,13 +16,14 @@ ClientError
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx2
 
@@ -112,12 +113,14 @@ class Client:
         return self.post("/v1/requests", descriptor, key=key)
 
     def upload(self, sha256: str, body: bytes) -> JSON | None:
-        """Makes sure that the service has a bundle; what it found in it, or None if it had it."""
+        """Makes sure that the service has a bundle; what it found in it, or None if it had it.
+
+        It goes on where it breaks, as `put_datablock` does.
+        """
         path = f"/v1/bundles/{sha256}"
         if self._call("HEAD", path, expect=(404,)).status_code != 404:
             return None
-        headers = {"Content-Type": "application/octet-stream"}
-        return _body(self._call("PUT", path, content=body, headers=headers))
+        return self._put(_Upload(path, {}, len(body)), io.BytesIO(body))
 
     def put_datablock(
         self, name: str, file: Path, *, sent: Callable[[int], None] = lambda size: None
@@ -129,22 +132,27 @@ class Client:
         """
         with file.open("rb") as body:
             sha256, size = hashlib.file_digest(body, "sha256").hexdigest(), body.tell()
-            upload = _Upload(f"/v1/datablocks/{name}", sha256, size)
-            answer, retries = self._call("PUT", **upload.question()), self._retries()
-            while answer.status_code == 202:
-                start = int(_body(answer)["received_bytes"])
-                body.seek(start)
-                part = body.read(PART_BYTES)
-                try:
-                    answer = self._answered("PUT", **upload.part(start, part))
-                except (Unreachable, Problem) as error:
-                    if isinstance(error, Problem) and not _goes_on(error):
-                        raise
-                    retries.wait(error)
-                    answer = self._call("PUT", **upload.question())
-                else:
-                    sent(len(part))
-                    retries = self._retries()
+            upload = _Upload(f"/v1/datablocks/{name}", {"sha256": sha256}, size)
+            return self._put(upload, body, sent)
+
+    def _put(
+        self, upload: _Upload, body: IO[bytes], sent: Callable[[int], None] = lambda size: None
+    ) -> JSON:
+        answer, retries = self._call("PUT", **upload.question()), self._retries()
+        while answer.status_code == 202:
+            start = int(_body(answer)["received_bytes"])
+            body.seek(start)
+            part = body.read(PART_BYTES)
+            try:
+                answer = self._answered("PUT", **upload.part(start, part))
+            except (Unreachable, Problem) as error:
+                if isinstance(error, Problem) and not _goes_on(error):
+                    raise
+                retries.wait(error)
+                answer = self._call("PUT", **upload.question())
+            else:
+                sent(len(part))
+                retries = self._retries()
         return _body(answer)
 
     def get_datablock(self, name: str, file: Path) -> str:
@@ -331,7 +339,7 @@ class _Upload:
     """The calls of one upload, as arguments."""
 
     path: str
-    sha256: str
+    params: JSON
     size: int
 
     def question(self) -> JSON:
@@ -344,8 +352,7 @@ class _Upload:
     def _call(self, range: str) -> JSON:
         headers = {"Content-Range": range, "Content-Type": "application/octet-stream"}
         timeout = httpx2.Timeout(TIMEOUT_S, read=FINISH_S)
-        params = {"sha256": self.sha256}
-        return {"path": self.path, "params": params, "headers": headers, "timeout": timeout}
+        return {"path": self.path, "params": self.params, "headers": headers, "timeout": timeout}
 
 
 class _Retries:

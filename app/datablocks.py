@@ -188,7 +188,7 @@ def kept_bytes(session: Session, tenant_id: str) -> int:
     coming = select(func.coalesce(func.sum(Upload.size_bytes), 0))
     query = select(
         func.coalesce(func.sum(each.c.size_bytes), 0)
-        + coming.where(Upload.tenant_id == tenant_id).scalar_subquery()
+        + coming.where(Upload.tenant_id == tenant_id, Upload.name != "").scalar_subquery()
     )
     return int(session.scalar(query) or 0)
 

@@ -326,7 +326,9 @@ class DatablockUse(Base):
 
 
 class Upload(Base):
-    """A datablock on its way in: so much of it is there as its parts are, one behind the other."""
+    """A datablock, or a bundle (which has no name), on its way in: so much of it is there as its
+    parts are, one behind the other.
+    """
 
     __tablename__ = "uploads"
     id: Mapped[str] = mapped_column(primary_key=True)

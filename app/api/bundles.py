@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
+import shutil
 import tempfile
-from pathlib import Path as FilePath
-from typing import IO, Annotated, Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import Path, Response
+from fastapi import Path as PathParameter
 from fastapi import Request as HttpRequest
+from fastapi import Response
+from fastapi.responses import JSONResponse
 from sqlalchemy import select
-from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
@@ -19,20 +21,23 @@ from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.problems import declared
-from app.api.schemas import BundleOut, BundleStored, Page
-from app.db import Db, transaction
-from app.errors import BadInput, NotFound
+from app.api.schemas import BundleOut, BundleStored, Page, UploadOut
+from app.api.uploading import ContentRange, Sent, progress, received, received_whole
+from app.arriving import CODE
+from app.db import Db
+from app.errors import NotFound
 from app.models import Bundle
 from app.settings import settings
 from app.store import Store
+from app.uploads import PART_BYTES, Begun, Done, Wanted
 
 router = v1_router("bundles")
 
 Sha256 = Annotated[
-    str, Path(pattern="^[0-9a-f]{64}$", description="of the bytes, in hexadecimal digits")
+    str, PathParameter(pattern="^[0-9a-f]{64}$", description="of the bytes, in hexadecimal digits")
 ]
 _BODY = {
-    "required": True,
+    "required": False,
     "description": "a zip, tar or tar.gz",
     "content": {
         kind: {"schema": {"type": "string", "format": "binary"}}
@@ -46,55 +51,70 @@ _BODY = {
     response_model=BundleStored,
     status_code=201,
     summary="Upload a bundle",
-    responses={200: {"model": BundleStored, "description": "It was there"}, **declared(403, 413)},
+    responses={
+        200: {"model": BundleStored, "description": "It was there"},
+        202: {"model": UploadOut, "description": "More of it is wanted"},
+        **declared(403, 409, 413),
+    },
     openapi_extra={"requestBody": _BODY},
 )
 async def put_bundle(
-    http: HttpRequest, response: Response, sha256: Sha256, caller: Submitter, session: Db
-) -> dict[str, Any]:
-    """The body is the archive itself.  It is looked through without running or unpacking it:
+    http: HttpRequest,
+    sha256: Sha256,
+    caller: Submitter,
+    session: Db,
+    content_range: ContentRange = None,
+) -> Response:
+    """The bytes are the archive itself.  It is looked through without running or unpacking it:
     plain files only, no path that leaves the bundle, limits on number and size.
 
-    Uploading the same bytes again is no error (200 instead of 201).
+    A large one can be sent in parts, and goes on where it broke: ask with `bytes */TOTAL` how far
+    it is.  What your tenant has need not be sent again, and is no error (200 instead of 201).
     """
     await run_in_threadpool(session.commit)  # no connection is held while the client sends
+    length = http.headers.get("content-length")
+    if content_range is None and length is None:
+        at = await _of_unknown_length(http, caller, sha256)
+    else:
+        sent = Sent.of(content_range, length)
+        at = await received(http, _wanted(caller, sha256, sent.total), sent)
+    return progress(at) if isinstance(at, Begun) else await run_in_threadpool(_stored, at)
+
+
+def _wanted(caller: Caller, sha256: str, size_bytes: int) -> Wanted:
+    tenant_id, user_id = caller.tenant_id, caller.user_id
+    return Wanted(
+        sort=CODE, tenant_id=tenant_id, user_id=user_id, sha256=sha256, size_bytes=size_bytes
+    )
+
+
+async def _of_unknown_length(http: HttpRequest, caller: Caller, sha256: str) -> Begun | Done:
+    """One that breaks is begun anew; its size is limited at the edge."""
+    with tempfile.TemporaryFile(prefix="roundhouse-bundle-") as file:
+        async for piece in http.stream():
+            await run_in_threadpool(file.write, piece)
+        wanted = _wanted(caller, sha256, file.tell())
+        file.seek(0)
+        return await received_whole(wanted, iter(lambda: file.read(PART_BYTES), b""))
+
+
+def _stored(done: Done) -> JSONResponse:
+    bundle: Bundle = done.row
+    found = done.summary or _looked_through(bundle.sha256)
+    shown = BundleStored(
+        **BundleOut.model_validate(bundle).model_dump(),
+        files=found["files"],
+        unparsed=found["unparsed"],
+    )
+    return JSONResponse(shown.model_dump(mode="json"), 201 if done.is_new else 200)
+
+
+def _looked_through(sha256: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
-        found = await _receive(http, file)
-        if found != sha256:
-            told = f"the bytes sent hash to {found}, not to the {sha256} of the address"
-            raise BadInput.at("{sha256}", told, "digest")
-        stored, made = await run_in_threadpool(_take_in, caller, sha256, FilePath(file.name))
-    response.status_code = 201 if made else 200
-    return stored
-
-
-async def _receive(http: HttpRequest, file: IO[bytes]) -> str:
-    """Write the body into the file; returns its SHA-256.  Its size is limited at the edge."""
-    digest = hashlib.sha256()
-    async for piece in http.stream():
-        digest.update(piece)
-        await run_in_threadpool(file.write, piece)
-    await run_in_threadpool(file.flush)
-    return digest.hexdigest()
-
-
-def _take_in(caller: Caller, sha256: str, path: FilePath) -> tuple[dict[str, Any], bool]:
-    contents = bundles.inspect(path)
-    store = Store.at(settings().store_address)
-    if not store.has(sha256):
-        store.put_file(path)
-    values = {
-        "tenant_id": caller.tenant_id,
-        "sha256": sha256,
-        "size_bytes": path.stat().st_size,
-        "entry_points": contents.entry_points,
-    }
-    with transaction() as session:
-        row = insert(Bundle).values(values).on_conflict_do_nothing().returning(Bundle.sha256)
-        made = session.execute(row).one_or_none() is not None
-        bundle = session.get_one(Bundle, (caller.tenant_id, sha256))
-        shown = BundleOut.model_validate(bundle).model_dump()
-    return {**shown, "files": contents.files, "unparsed": contents.unparsed}, made
+        with Store.at(settings().store_address).open(sha256) as stored:
+            shutil.copyfileobj(stored, file)
+        file.flush()
+        return asdict(bundles.inspect(Path(file.name)))
 
 
 @router.get(

@@ -1,30 +1,20 @@
 """Datablocks: named tensors of a tenant, uploaded, downloaded, listed, deleted.
 
-An upload says what it is to become (`sha256`), so it can break at any byte and go on:
-
-    PUT /v1/datablocks/corpus?sha256=…    Content-Range: bytes */TOTAL        how far is it? (202)
-    PUT /v1/datablocks/corpus?sha256=…    Content-Range: bytes FROM-TO/TOTAL  the next bytes (202)
-
-and the last bytes are answered with the version (201).  Without `Content-Range` the body is all of
-it.  Bytes that are there are skipped, if they are sent again; a gap is refused (409).
+How an upload goes on where it broke is in `app.api.uploading`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import Header, Path, Query, Response
+from fastapi import Path, Query, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, aliased
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
 
-from app import audit, datablocks, uploads
+from app import audit, datablocks
 from app.api import downloads
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
@@ -33,11 +23,13 @@ from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import DatablockOut, Page, UploadOut
+from app.api.uploading import ContentRange, Sent, progress, received
+from app.arriving import TENSORS
 from app.core import descriptor as descriptors
 from app.db import Db, transaction
-from app.errors import BadInput, Conflict, Forbidden, NotFound, Unavailable
+from app.errors import Forbidden, NotFound
 from app.models import Datablock
-from app.uploads import PART_BYTES, Begun, Done, Wanted
+from app.uploads import Begun, Done, Wanted
 
 router = v1_router("datablocks")
 
@@ -53,11 +45,6 @@ OneVersion = Annotated[
 Sha256 = Annotated[
     str, Query(pattern="^[0-9a-f]{64}$", description="of the whole, in hexadecimal digits")
 ]
-ContentRange = Annotated[
-    str | None,
-    Header(description="`bytes FROM-TO/TOTAL`, or `bytes */TOTAL` to ask how far it is"),
-]
-_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 _BODY = {"required": False, "description": "safetensors or npy", "content": downloads.BINARY}
 
 
@@ -90,99 +77,17 @@ async def put_datablock(
     What your tenant has already, under any name, need not be sent: ask with `bytes */TOTAL` first.
     """
     await run_in_threadpool(session.commit)  # no connection is held while the client sends
-    sent = _Sent.of(content_range, http.headers.get("content-length"))
+    sent = Sent.of(content_range, http.headers.get("content-length"))
     wanted = Wanted(
+        sort=TENSORS,
         tenant_id=caller.tenant_id,
         user_id=caller.user_id,
         name=name,
         sha256=sha256,
         size_bytes=sent.total,
     )
-    at = await _in_thread(lambda: uploads.begin(wanted))
-    if isinstance(at, Begun) and not sent.asks:
-        at = await _receive(http, at, sent)
-    if isinstance(at, Begun) and at.received_bytes == sent.total:
-        begun = at
-        at = await _in_thread(lambda: uploads.finish(begun))
-    return _progress(at) if isinstance(at, Begun) else await run_in_threadpool(_stored, at)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The bytes from `start` to `end` of `total` are in the body; none, if it only `asks`."""
-
-    start: int
-    end: int
-    total: int
-    asks: bool = False
-
-    @classmethod
-    def of(cls, content_range: str | None, length: str | None) -> _Sent:
-        """Raises BadInput."""
-        if content_range is None:
-            if length is None or not length.isdecimal() or int(length) == 0:
-                told = "say how long the body is, or send a Content-Range"
-                raise BadInput.at("Content-Length:", told, "missing")
-            return cls(0, int(length), int(length))
-        found = _CONTENT_RANGE.fullmatch(content_range)
-        if found is None:
-            told = "it is of the form `bytes FROM-TO/TOTAL` or `bytes */TOTAL`"
-            raise BadInput.at("Content-Range:", told)
-        first, last, total = (None if part is None else int(part) for part in found.groups())
-        assert total is not None, "every form has one"
-        if total == 0 or (first is not None and last is not None and not first <= last < total):
-            raise BadInput.at("Content-Range:", "there are no such bytes", "range")
-        if first is None or last is None:
-            return cls(0, 0, total, asks=True)
-        return cls(first, last + 1, total)
-
-
-async def _receive(http: HttpRequest, begun: Begun, sent: _Sent) -> Begun:
-    """Keep what comes, part by part; where the client breaks off, what came so far stays."""
-    at = begun.received_bytes
-    if sent.start > at:
-        told = f"{at} bytes of it are here: go on from there, not from {sent.start}"
-        raise Conflict(told)
-    skip, body = at - sent.start, bytearray()
-    try:
-        async for piece in http.stream():
-            body += piece[skip:]
-            skip = max(0, skip - len(piece))
-            if at + len(body) > sent.end:
-                raise BadInput.at("Content-Range:", "the body is longer than that", "range")
-            if len(body) >= PART_BYTES:
-                at = await _keep(begun, at, body)
-    except ClientDisconnect:
-        pass  # nobody hears the answer
-    if body:
-        at = await _keep(begun, at, body)
-    return Begun(id=begun.id, wanted=begun.wanted, received_bytes=at)
-
-
-async def _keep(begun: Begun, at: int, body: bytearray) -> int:
-    """Where the next bytes begin; `body` is empty then."""
-    part = bytes(body)
-    body.clear()
-    await _in_thread(lambda: uploads.keep(begun, at, part))
-    return at + len(part)
-
-
-async def _in_thread(act: Callable[[], Any]) -> Any:
-    try:
-        return await run_in_threadpool(act)
-    except OSError as error:
-        raise Unavailable(str(error)) from error
-
-
-def _progress(begun: Begun) -> JSONResponse:
-    wanted = begun.wanted
-    shown = UploadOut(
-        name=wanted.name,
-        sha256=wanted.sha256,
-        size_bytes=wanted.size_bytes,
-        received_bytes=begun.received_bytes,
-    )
-    return JSONResponse(shown.model_dump(mode="json"), 202)
+    at = await received(http, wanted, sent)
+    return progress(at) if isinstance(at, Begun) else await run_in_threadpool(_stored, at)
 
 
 def _stored(done: Done) -> JSONResponse:

@@ -656,7 +656,7 @@ class UploadOut(Out):
     """How far an upload is: go on from `received_bytes`."""
 
     model_config = example(name="faces", sha256=_SHA256, size_bytes=786_560, received_bytes=524_288)
-    name: str
+    name: str = Field(description="of the datablock; a bundle has none")
     sha256: str
     size_bytes: int
     received_bytes: int = Field(description="durable, and not to be sent again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import zipfile
@@ -177,3 +178,40 @@ def problem(answer: Any, status: int, type_: str, pointer: str | None = None) ->
     if pointer is not None:
         assert pointer in [error["pointer"] for error in body.get("errors", [])], body
     return body
+
+
+def broken(app: FastAPI, key: str, url: str, body: bytes, start: int, upto: int) -> None:
+    """PUT the bytes from `start` on, and break off after `upto`; as a server would tell it."""
+    path, _, query = url.partition("?")
+    headers = {
+        "host": "testserver",
+        "authorization": f"Bearer {key}",
+        "content-length": str(len(body) - start),
+        "content-range": f"bytes {start}-{len(body) - 1}/{len(body)}",
+    }
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "PUT",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": query.encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("testclient", 1),
+        "server": ("testserver", 80),
+        "state": {},
+    }
+    pieces = [body[at : min(at + 65_536, upto)] for at in range(start, upto, 65_536)]
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages.append({"type": "http.disconnect"})
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    asyncio.run(app(scope, receive, send))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import random
 import tarfile
 
 import pytest
 
-from app import bundles
+from app import bundles, datablocks
 from app.settings import settings
-from app.store import Store
-from tests.app.conftest import BUNDLE, JOB, problem, sha256, zipped, zipped_as
+from app.store import UPLOADS, Store
+from app.uploads import PART_BYTES
+from tests.app.conftest import BUNDLE, JOB, broken, problem, sha256, zipped, zipped_as
 
 PUT = f"/v1/bundles/{sha256(BUNDLE)}"
 
@@ -69,6 +71,86 @@ class TestPut:
     def test_a_hash_that_is_none_is_refused(self, as_):
         answer = as_("red.member").put("/v1/bundles/abc", content=BUNDLE)
         problem(answer, 422, "validation-error", "{sha256}")
+
+
+#: So random that its archive is as large: two parts and a bit.
+LARGE = zipped(train=JOB, data=random.Random(7).randbytes(2 * PART_BYTES + 1000))
+LARGE_PUT = f"/v1/bundles/{sha256(LARGE)}"
+
+
+def ask(client, body=LARGE):
+    headers = {"Content-Range": f"bytes */{len(body)}"}
+    return client.put(f"/v1/bundles/{sha256(body)}", headers=headers)
+
+
+def put_part(client, start, end, body=LARGE):
+    headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(body)}"}
+    return client.put(f"/v1/bundles/{sha256(body)}", content=body[start:end], headers=headers)
+
+
+def parts():
+    return list(Store.at(settings().store_address).place.listed(UPLOADS))
+
+
+class TestParts:
+    def test_a_connection_that_breaks_loses_nothing_that_came(self, app, world, as_):
+        """However the bytes were cut: part of a part, and more than one."""
+        red, key = as_("red.member"), world.keys["red.member"]
+        for upto in (1000, PART_BYTES + 1000):
+            start = ask(red).json()["received_bytes"]
+            broken(app, key, LARGE_PUT, LARGE, start, upto)
+            assert ask(red).json()["received_bytes"] == upto
+        answer = put_part(red, PART_BYTES + 1000, len(LARGE))
+        assert (answer.status_code, answer.json()["files"]) == (201, 2)
+        with Store.at(settings().store_address).open(sha256(LARGE)) as stored:
+            assert stored.read() == LARGE
+        assert parts() == []
+
+    def test_one_that_breaks_without_a_range_goes_on_as_well(self, app, world, as_):
+        red = as_("red.member")
+        broken(app, world.keys["red.member"], LARGE_PUT, LARGE, 0, 5000)
+        assert ask(red).json()["received_bytes"] == 5000
+        assert red.put(LARGE_PUT, content=LARGE).status_code == 201
+
+    def test_what_the_tenant_has_is_not_sent_again(self, as_):
+        red = as_("red.member")
+        first = red.put(PUT, content=BUNDLE)
+        again = ask(red, BUNDLE)
+        assert (again.status_code, again.json()) == (200, first.json())
+
+    def test_what_another_tenant_has_or_sends_is_not_told(self, as_):
+        as_("red.member").put(PUT, content=BUNDLE)
+        put_part(as_("red.member"), 0, 1000)
+        for body in (BUNDLE, LARGE):
+            answer = ask(as_("blue.member"), body)
+            assert (answer.status_code, answer.json()["received_bytes"]) == (202, 0)
+
+    def test_the_hash_is_that_of_all_parts_together(self, as_):
+        red = as_("red.member")
+        put_part(red, 0, 100, BUNDLE)
+        headers = {"Content-Range": f"bytes 100-{len(BUNDLE) - 1}/{len(BUNDLE)}"}
+        answer = red.put(PUT, content=BUNDLE[100:-1] + b"!", headers=headers)
+        problem(answer, 422, "validation-error", "{sha256}")
+        assert ask(red, BUNDLE).json()["received_bytes"] == 0
+        assert parts() == []
+
+    def test_all_parts_together_are_looked_through(self, as_):
+        body = zipped_as({"../out.py": JOB})
+        put_part(as_("red.member"), 0, 50, body)
+        answer = put_part(as_("red.member"), 50, len(body), body)
+        assert "climbs out" in problem(answer, 422, "validation-error")["detail"]
+
+    def test_one_that_is_too_large_is_refused_before_it_is_sent(self, as_):
+        headers = {"Content-Range": f"bytes */{settings().bundle_limit_bytes + 1}"}
+        problem(as_("red.member").put(PUT, headers=headers), 413, "payload-too-large")
+
+    def test_they_take_nothing_of_the_quota_of_datablocks(self, as_, session):
+        put_part(as_("red.member"), 0, 1000)
+        assert datablocks.kept_bytes(session, "ten_red") == 0
+
+    def test_without_a_length_it_is_taken_whole(self, as_):
+        pieces = (LARGE[at : at + 65_536] for at in range(0, len(LARGE), 65_536))
+        assert as_("red.member").put(LARGE_PUT, content=pieces).status_code == 201
 
 
 class TestList:

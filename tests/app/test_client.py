@@ -208,12 +208,13 @@ def test_a_list_is_read_page_after_page(server: Scripted) -> None:
 
 
 def test_a_bundle_is_sent_only_if_it_is_not_there(server: Scripted) -> None:
-    server.replies = [says(404), says(201, {"files": 2}), says(200)]
+    server.replies = [says(404), received(0), says(201, {"files": 2}), says(200)]
     with server.client() as client:
         assert client.upload("ab12", b"PK") == {"files": 2}
         assert client.upload("ab12", b"PK") is None
     assert [(method, body) for method, _, _, body in server.seen] == [
         ("HEAD", b""),
+        ("PUT", b""),
         ("PUT", b"PK"),
         ("HEAD", b""),
     ]
@@ -342,6 +343,18 @@ def test_after_trouble_it_is_asked_how_far_it_came(
         "bytes */10",
         "bytes 2-5/10",
         "bytes 6-9/10",
+    ]
+
+
+def test_a_bundle_goes_on_where_it_broke_as_well(server: Scripted, ten: Path) -> None:
+    server.replies = [says(404), received(0), hangs_up, received(2), says(201, {"files": 1})]
+    with server.client() as client:
+        assert client.upload("ab12", ten.read_bytes()[:6]) == {"files": 1}
+    assert [said for said, _ in ranges(server)[1:]] == [
+        "bytes */6",
+        "bytes 0-3/6",
+        "bytes */6",
+        "bytes 2-5/6",
     ]
 
 

@@ -5,7 +5,6 @@ What a file must be is in tests/core/test_tensorfile.py, what tasks make of it i
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -28,7 +27,7 @@ from app.models import Checkpoint, Datablock, DatablockUse, Device, Task, Upload
 from app.settings import settings
 from app.store import BLOBS, UPLOADS, Store, blob
 from app.sweeping import CONDEMNED
-from tests.app.conftest import descriptor, people, problem, sha256
+from tests.app.conftest import broken, descriptor, people, problem, sha256
 
 
 def tensors(seed: int = 0, size: int = 900) -> bytes:
@@ -193,13 +192,17 @@ class TestPut:
         problem(put(as_("red.member")), 413, "payload-too-large")
 
 
+def _away(*_, **__):
+    raise OSError("the store is away")
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Other settings for this test."""
 
     def changed(**values: Any) -> None:
         there = settings().model_copy(update=values)
-        for module in ("app.uploads", "app.datablocks", "app.main"):
+        for module in ("app.arriving", "app.uploads", "app.datablocks", "app.main"):
             monkeypatch.setattr(f"{module}.settings", lambda: there)
 
     return changed
@@ -256,10 +259,11 @@ class TestParts:
     def test_a_connection_that_breaks_loses_nothing_that_came(self, app, world, as_):
         """However the bytes were cut: part of a part, and more than one."""
         large = tensors(3, size=3 * uploads.PART_BYTES // 4 + 7)
+        path = f"/v1/datablocks/corpus?sha256={sha256(large)}"
         for upto in (1000, uploads.PART_BYTES + 1000):
             red = as_("red.member")
             start = ask(red, large).json()["received_bytes"]
-            broken(app, world.keys["red.member"], large, start, upto)
+            broken(app, world.keys["red.member"], path, large, start, upto)
             assert ask(red, large).json()["received_bytes"] == upto
         assert put(red, large).status_code == 201
         assert get(red).content == large
@@ -282,15 +286,20 @@ class TestParts:
         assert ask(red).json()["received_bytes"] == 50
 
     def test_when_the_store_was_away_at_the_end_asking_again_ends_it(self, as_, monkeypatch):
-        red, stored_ = as_("red.member"), uploads._stored
-
-        def away(*_):
-            monkeypatch.setattr(uploads, "_stored", stored_)
-            raise OSError("the store is away")
-
-        monkeypatch.setattr(uploads, "_stored", away)
-        problem(put(red), 503, "unavailable")
+        red, half = as_("red.member"), len(BODY) // 2
+        put_part(red, 0, half)
+        with monkeypatch.context() as while_it_is_away:
+            while_it_is_away.setattr(Store, "put", _away)
+            problem(put_part(red, half, len(BODY)), 503, "unavailable")
         assert ask(red).status_code == 201
+
+    def test_what_came_whole_when_the_store_was_away_is_sent_again(self, as_, monkeypatch):
+        red = as_("red.member")
+        with monkeypatch.context() as while_it_is_away:
+            while_it_is_away.setattr(Store, "put", _away)
+            problem(put(red), 503, "unavailable")
+        assert ask(red).json()["received_bytes"] == 0
+        assert put(red).status_code == 201
 
     def test_one_that_nobody_goes_on_with_is_forgotten_after_a_day(self, as_, session):
         red = as_("red.member")
@@ -313,42 +322,6 @@ class TestParts:
         housekeeping.Sweeper().sweep()
         assert stored(UPLOADS) == [named]
         assert session.scalars(select(UploadPart.place)).all() == [named]
-
-
-def broken(app: Any, key: str, body: bytes, start: int, upto: int) -> None:
-    """Send the bytes from `start` on, and break off after `upto`; as a server would tell it."""
-    headers = {
-        "host": "testserver",
-        "authorization": f"Bearer {key}",
-        "content-length": str(len(body) - start),
-        "content-range": f"bytes {start}-{len(body) - 1}/{len(body)}",
-    }
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "PUT",
-        "scheme": "http",
-        "path": "/v1/datablocks/corpus",
-        "raw_path": b"/v1/datablocks/corpus",
-        "root_path": "",
-        "query_string": f"sha256={sha256(body)}".encode(),
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        "client": ("testclient", 1),
-        "server": ("testserver", 80),
-        "state": {},
-    }
-    pieces = [body[at : min(at + 65_536, upto)] for at in range(start, upto, 65_536)]
-    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
-    messages.append({"type": "http.disconnect"})
-
-    async def receive() -> Any:
-        return messages.pop(0)
-
-    async def send(message: Any) -> None:
-        pass
-
-    asyncio.run(app(scope, receive, send))
 
 
 class TestQuota:

@@ -1,0 +1,143 @@
+"""How datablocks and bundles come in.
+
+An upload says what it is to become, so it can break at any byte and go on:
+
+    PUT /v1/datablocks/corpus?sha256=…    Content-Range: bytes */TOTAL        how far is it? (202)
+    PUT /v1/datablocks/corpus?sha256=…    Content-Range: bytes FROM-TO/TOTAL  the next bytes (202)
+
+and the last bytes are answered with what it is now (201).  Without `Content-Range` the body is all
+of it.  Bytes that are there are skipped, if they are sent again; a gap is refused (409).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from fastapi import Header, Request
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+
+from app import uploads
+from app.api.schemas import UploadOut
+from app.errors import BadInput, Conflict, Unavailable
+from app.places import Bytes
+from app.uploads import PART_BYTES, Begun, Done, Wanted
+
+ContentRange = Annotated[
+    str | None,
+    Header(description="`bytes FROM-TO/TOTAL`, or `bytes */TOTAL` to ask how far it is"),
+]
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The bytes from `start` to `end` of `total` are in the body; none, if it only `asks`."""
+
+    start: int
+    end: int
+    total: int
+    asks: bool = False
+
+    @classmethod
+    def of(cls, content_range: str | None, length: str | None) -> Sent:
+        """Raises BadInput."""
+        if content_range is None:
+            if length is None or not length.isdecimal() or int(length) == 0:
+                told = "say how long the body is, or send a Content-Range"
+                raise BadInput.at("Content-Length:", told, "missing")
+            return cls(0, int(length), int(length))
+        found = _CONTENT_RANGE.fullmatch(content_range)
+        if found is None:
+            told = "it is of the form `bytes FROM-TO/TOTAL` or `bytes */TOTAL`"
+            raise BadInput.at("Content-Range:", told)
+        first, last, total = (None if part is None else int(part) for part in found.groups())
+        assert total is not None, "every form has one"
+        if total == 0 or (first is not None and last is not None and not first <= last < total):
+            raise BadInput.at("Content-Range:", "there are no such bytes", "range")
+        if first is None or last is None:
+            return cls(0, 0, total, asks=True)
+        return cls(first, last + 1, total)
+
+
+async def received(http: Request, wanted: Wanted, sent: Sent) -> Begun | Done:
+    """How far the upload is, with the body of this call."""
+    at, whole = await _begun(wanted), None
+    if isinstance(at, Begun) and not sent.asks:
+        at, whole = await _receive(http, at, sent)
+    if isinstance(at, Begun) and at.received_bytes == sent.total:
+        return await _finished(at, whole)
+    return at
+
+
+async def received_whole(wanted: Wanted, body: Iterable[Bytes]) -> Done:
+    """What it is now, if `body` is all of it."""
+    at = await _begun(wanted)
+    return await _finished(at, body) if isinstance(at, Begun) else at
+
+
+async def _begun(wanted: Wanted) -> Begun | Done:
+    at: Begun | Done = await _in_thread(lambda: uploads.begin(wanted))
+    return at
+
+
+async def _finished(begun: Begun, body: Iterable[Bytes] | None) -> Done:
+    done: Done = await _in_thread(lambda: uploads.finish(begun, body))
+    return done
+
+
+async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list[Bytes] | None]:
+    """Keep what comes, part by part; where the client breaks off, what came so far stays.
+
+    What comes whole, and is so small that it would be one part, is not kept but returned.
+    """
+    at = begun.received_bytes
+    if sent.start > at:
+        told = f"{at} bytes of it are here: go on from there, not from {sent.start}"
+        raise Conflict(told)
+    skip, body = at - sent.start, bytearray()
+    try:
+        async for piece in http.stream():
+            body += piece[skip:]
+            skip = max(0, skip - len(piece))
+            if at + len(body) > sent.end:
+                raise BadInput.at("Content-Range:", "the body is longer than that", "range")
+            if len(body) >= PART_BYTES:
+                at = await _keep(begun, at, body)
+    except ClientDisconnect:
+        pass  # nobody hears the answer
+    if at == 0 and len(body) == sent.total:
+        return replace(begun, received_bytes=sent.total), [bytes(body)]
+    if body:
+        at = await _keep(begun, at, body)
+    return replace(begun, received_bytes=at), None
+
+
+async def _keep(begun: Begun, at: int, body: bytearray) -> int:
+    """Where the next bytes begin; `body` is empty then."""
+    part = bytes(body)
+    body.clear()
+    await _in_thread(lambda: uploads.keep(begun, at, part))
+    return at + len(part)
+
+
+async def _in_thread(act: Callable[[], Any]) -> Any:
+    try:
+        return await run_in_threadpool(act)
+    except OSError as error:
+        raise Unavailable(str(error)) from error
+
+
+def progress(begun: Begun) -> JSONResponse:
+    wanted = begun.wanted
+    shown = UploadOut(
+        name=wanted.name,
+        sha256=wanted.sha256,
+        size_bytes=wanted.size_bytes,
+        received_bytes=begun.received_bytes,
+    )
+    return JSONResponse(shown.model_dump(mode="json"), 202)

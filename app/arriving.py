@@ -1,0 +1,145 @@
+"""What uploads become: datablocks, which are tensors, and bundles, which are code."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from sqlalchemy import select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from app import bundles, datablocks
+from app.core import tensorfile
+from app.core.messages import JSON
+from app.core.tensorfile import HEAD_BYTES, BadTensorFile, TensorFile
+from app.errors import BadInput
+from app.models import Bundle, Datablock
+from app.places import Bytes
+from app.settings import settings
+from app.store import OtherBytes, Store
+from app.uploads import Done, Wanted
+
+
+class Tensors:
+    """The next version of a datablock; the newest one, if it has these bytes."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return settings().datablock_limit_bytes
+
+    def known(self, session: Session, wanted: Wanted) -> Done | None:
+        """The newest version of the name if it has these bytes; else a new one, if the tenant has
+        them under any name."""
+        datablocks.shelve(session, [wanted.tenant_id])
+        mine = (Datablock.tenant_id == wanted.tenant_id, Datablock.deleted_at.is_(None))
+        newest = select(Datablock).where(*mine, Datablock.name == wanted.name)
+        row = session.scalars(newest.order_by(Datablock.version.desc()).limit(1)).first()
+        if row is not None and row.sha256 == wanted.sha256:
+            return Done(row=row, is_new=False)
+        # Not deleted before our row is there, so the bytes always have a name.
+        same = select(Datablock).where(*mine, Datablock.sha256 == wanted.sha256)
+        row = session.scalars(same.limit(1).with_for_update(read=True)).first()
+        if row is None:
+            return None
+        return self._made(session, wanted, row.size_bytes, datablocks.summary_of(row))
+
+    def check_room(self, session: Session, wanted: Wanted) -> None:
+        datablocks.check_room(session, wanted.tenant_id, wanted.size_bytes)
+
+    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+        if len(head) >= min(HEAD_BYTES, wanted.size_bytes):
+            _described(head, wanted.size_bytes)
+
+    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+        head = bytearray()
+
+        def seen() -> Iterator[Bytes]:
+            for piece in pieces:
+                head.extend(piece[: HEAD_BYTES - len(head)])
+                yield piece
+            _described(bytes(head), wanted.size_bytes)  # before it gets its name
+
+        try:
+            Store.at(settings().store_address).put(seen(), promised=wanted.sha256)
+        except OtherBytes as error:
+            raise _other_bytes(wanted, error.found, "?sha256") from error
+        return _described(bytes(head), wanted.size_bytes).summary()
+
+    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+        return self._made(session, wanted, wanted.size_bytes, summary)
+
+    @staticmethod
+    def _made(session: Session, wanted: Wanted, size_bytes: int, summary: JSON) -> Done:
+        new = datablocks.New(
+            tenant_id=wanted.tenant_id,
+            user_id=wanted.user_id,
+            name=wanted.name,
+            sha256=wanted.sha256,
+            size_bytes=size_bytes,
+            summary=summary,
+        )
+        return Done(row=datablocks.added(session, new), is_new=True)
+
+
+def _described(head: bytes, size_bytes: int) -> TensorFile:
+    try:
+        return tensorfile.read(head, size_bytes)
+    except BadTensorFile as error:
+        told = f"this is no safetensors or npy file that can be kept: {error}"
+        raise BadInput.at("", told, "format") from error
+
+
+class Code:
+    """A bundle; its tenant has it once, under its SHA-256."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return settings().bundle_limit_bytes
+
+    def known(self, session: Session, wanted: Wanted) -> Done | None:
+        row = session.get(Bundle, (wanted.tenant_id, wanted.sha256))
+        return None if row is None else Done(row=row, is_new=False)
+
+    def check_room(self, session: Session, wanted: Wanted) -> None:
+        """There is no quota of code."""
+
+    def look_at_head(self, wanted: Wanted, head: bytes) -> None:
+        """An archive is looked through as a whole."""
+
+    def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
+        store, digest = Store.at(settings().store_address), hashlib.sha256()
+        with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            if digest.hexdigest() != wanted.sha256:
+                raise _other_bytes(wanted, digest.hexdigest(), "{sha256}")
+            contents = bundles.inspect(Path(file.name))
+            if not store.has(wanted.sha256):
+                store.put_file(Path(file.name))
+        return asdict(contents)
+
+    def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
+        values = {
+            "tenant_id": wanted.tenant_id,
+            "sha256": wanted.sha256,
+            "size_bytes": wanted.size_bytes,
+            "entry_points": summary["entry_points"],
+        }
+        row = insert(Bundle).values(values).on_conflict_do_nothing().returning(Bundle.sha256)
+        is_new = session.execute(row).one_or_none() is not None
+        made = session.get_one(Bundle, (wanted.tenant_id, wanted.sha256))
+        return Done(row=made, is_new=is_new, summary=summary)
+
+
+def _other_bytes(wanted: Wanted, found: str, pointer: str) -> BadInput:
+    told = f"the bytes sent hash to {found}, not to the {wanted.sha256} that was said"
+    return BadInput.at(pointer, told, "digest")
+
+
+TENSORS, CODE = Tensors(), Code()
