@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -122,7 +123,7 @@ _IN_ALL: dict[str, tuple[Callable[..., Any], str, Callable[[TenantShare], float]
 
 
 def _tenants(session: Session, now: datetime) -> Iterator[Metric]:
-    shares = reports.fair_share(session, now)
+    shares = list(_told_apart(reports.fair_share(session, now)))
     told = _told_of(shares)
     yield from _by_kind(told)
     yield from _in_all(told)
@@ -130,6 +131,18 @@ def _tenants(session: Session, now: datetime) -> Iterator[Metric]:
     left_out = _gauge("roundhouse_tenants_left_out", "beyond ROUNDHOUSE_METRICS_TENANTS_MAX")
     left_out.add_metric([], len(shares) - len(told))
     yield left_out
+
+
+def _told_apart(shares: list[TenantShare]) -> Iterator[TenantShare]:
+    """Each by its path, "vision/faces": names are unique among siblings only, and two series of
+    the same labels would spoil all of them.
+    """
+    paths: dict[str | None, str] = {}
+    for share in shares:  # who is above comes first
+        name = share.tenant.replace("\\", "\\\\").replace("/", "\\/")
+        above = paths.get(share.parent_id)
+        paths[share.id] = name if above is None else f"{above}/{name}"
+        yield replace(share, tenant=paths[share.id])
 
 
 def _told_of(shares: list[TenantShare]) -> list[TenantShare]:

@@ -91,7 +91,8 @@ def _one_of(column: str, words: Any) -> CheckConstraint:
 
 
 class Tenant(Base):
-    """A node of the tenant tree; the root ("platform") has no parent and owns no share.
+    """A node of the tenant tree; the root ("platform") has no parent and owns no share.  Of two
+    tenants of one name at least one has another parent.
 
     `guarantee` and `limit` are devices by kind, {"cuda": 4}; in `limit` "*" is all kinds together.
     `max_running` and `max_queued` bound the tasks of the whole subtree; null is no bound.  `tier`
@@ -100,7 +101,7 @@ class Tenant(Base):
 
     __tablename__ = "tenants"
     id: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("tenants.id"))
     weight_milli: Mapped[int] = mapped_column(BigInteger, server_default="1000")
     guarantee: Mapped[dict[str, Any]] = _json()
@@ -116,7 +117,13 @@ class Tenant(Base):
         CheckConstraint("max_running >= 0", name="max_running"),
         CheckConstraint("max_queued >= 0", name="max_queued"),
         _one_of("tier", TIERS),
-        Index("ix_tenants_parent_id", "parent_id"),
+        Index(
+            "uq_tenants_parent_id_name",
+            "parent_id",
+            "name",
+            unique=True,
+            postgresql_nulls_not_distinct=True,
+        ),
     )
 
 
@@ -493,6 +500,13 @@ class Task(Base):
             "not_before",
             postgresql_where=text("state = 'blocked' and not_before is not null"),
         ),
+        Index(
+            "ix_tasks_on_a_device",
+            "seat",
+            postgresql_where=text(
+                "state in ('starting', 'running', 'splicing', 'pausing', 'stopping')"
+            ),
+        ),
         Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
         Index("ix_tasks_move_to", "move_to", postgresql_where=text("move_to is not null")),
         Index("ix_tasks_save_asked", "id", postgresql_where=text("save_asked")),
@@ -584,6 +598,8 @@ class Placement(Base):
             unique=True,
             postgresql_where=text("ended_at is null and not leaving"),
         ),
+        Index("ix_placements_open", "device_id", postgresql_where=text("ended_at is null")),
+        Index("ix_placements_task_id", "task_id"),
         Index("ix_placements_tenant_id_id", "tenant_id", "id"),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -99,9 +99,10 @@ def _person(session: Session, provider: Provider, claims: dict[str, Any]) -> Per
     given = grant.of(claims.get(claim), grant.read(settings().oidc_grants))
     if given is None:
         raise Forbidden(f"nothing in your {claim!r} gives you a role here; ask an administrator")
-    tenant = session.scalar(select(Tenant).where(Tenant.name == given.tenant))
+    tenant = _tenant(session, given.tenant)
     if tenant is None:
-        raise Forbidden(f"your {claim!r} leads to a tenant that does not exist here")
+        told = "a tenant that does not exist here, or to several of one name"
+        raise Forbidden(f"your {claim!r} leads to {told}; ask an administrator")
     id = grant.user_id(provider.issuer, str(claims["sub"]), tenant.id)
     name = _known(session, id) or _made(session, id, tenant, grant.name(claims))
     return Person(
@@ -112,6 +113,22 @@ def _person(session: Session, provider: Provider, claims: dict[str, Any]) -> Per
         role=given.role,
         in_root=tenant.parent_id is None,
     )
+
+
+def _tenant(session: Session, named: str) -> Tenant | None:
+    """By its id; else the root or a tenant right below it by name, as nobody but a platform admin
+    makes those; else the only one that is called so.
+    """
+    query = select(Tenant).where(or_(Tenant.id == named, Tenant.name == named))
+    root = select(Tenant.id).where(Tenant.parent_id.is_(None)).scalar_subquery()
+    found = session.execute(query.add_columns(Tenant.parent_id == root)).all()
+    sure = (
+        [tenant for tenant, _ in found if tenant.id == named]
+        or [tenant for tenant, _ in found if tenant.parent_id is None]
+        or [tenant for tenant, is_top in found if is_top]
+        or [tenant for tenant, _ in found]
+    )
+    return sure[0] if len(sure) == 1 else None
 
 
 def _known(session: Session, id: str) -> str | None:

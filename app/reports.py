@@ -813,6 +813,8 @@ def usage(
     chosen: list[ColumnElement[Any]] = [
         columns[name].label(name) for name in GROUPS if name in group_by
     ]
+    # Two tenants may have one name.
+    ids = [Usage.tenant_id] if "tenant" in group_by else []
     query = (
         select(
             *chosen,
@@ -822,8 +824,8 @@ def usage(
         .join(Tenant, Tenant.id == Usage.tenant_id)
         .join(User, User.id == Usage.user_id)
         .where(Usage.bucket >= since, Usage.bucket < until)
-        .group_by(*chosen)
-        .order_by(*chosen)
+        .group_by(*chosen, *ids)
+        .order_by(*chosen, *ids)
     )
     if tenant is not None:
         query = query.where(Usage.tenant_id == tenant)

@@ -65,7 +65,9 @@ def write_keys(file: Path, keys: Keys) -> None:
 
 
 def _tenant(session: Session, name: str, *, parent: Tenant | None, weight_milli: int) -> Tenant:
-    tenant = session.scalars(select(Tenant).where(Tenant.name == name)).one_or_none()
+    # Below others there may be tenants of the same name, which are theirs.
+    here = Tenant.parent_id == parent.id if parent else Tenant.parent_id.is_(None)
+    tenant = session.scalars(select(Tenant).where(Tenant.name == name, here)).one_or_none()
     if tenant is None:
         tenant = Tenant(
             id=_new_id("ten"),

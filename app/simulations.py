@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -95,10 +95,19 @@ def _still(session: Session, island: str) -> Snapshot:
         island=island,
         policy=snapshot.policy(ledger.base(session)),
         users=snapshot.users(session),
-        tenants=snapshot.tenants(session),
+        tenants=_told_apart(snapshot.tenants(session)),
         devices=snapshot.devices(session, island),
         tasks={},
     )
+
+
+def _told_apart(tenants: Mapping[str, Tenant]) -> dict[str, Tenant]:
+    """Of several with one name each is called by its id, too."""
+    times = Counter(tenant.name for tenant in tenants.values())
+    return {
+        id: replace(tenant, name=f"{tenant.name} ({id})") if times[tenant.name] > 1 else tenant
+        for id, tenant in tenants.items()
+    }
 
 
 # --- what came ----------------------------------------------------------------------------------

@@ -122,8 +122,9 @@ def p99(ms: list[float]) -> float:
 @dataclass(frozen=True, slots=True)
 class Service:
     port: int
-    key: str
+    key: str  # of alpha's member
     bundle: str
+    keys: dict[str, dict[str, str]]  # all: tenant -> role -> key
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def serving() -> Iterator[Service]:
             wait_for(lambda: answers(f"http://127.0.0.1:{port}", "/livez"))
             key = keys["alpha"]["member"]
             with Client(f"http://127.0.0.1:{port}", key) as client:
-                yield Service(port, key, uploaded(client))
+                yield Service(port, key, uploaded(client), keys)
         finally:
             process.terminate()
 

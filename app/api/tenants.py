@@ -69,10 +69,11 @@ def create_tenant(
     """
     tree.lock(session)
     before = _promised(session, caller) if body.guarantee else {}
+    parent = _parent(session, caller, body.parent_id)
     tenant = Tenant(
         id=_new_id("ten"),
         name=body.name,
-        parent_id=_parent(session, caller, body.parent_id).id,
+        parent_id=parent.id,
         weight_milli=round(body.weight * 1000),
         guarantee=body.guarantee,
         limit=body.limit,
@@ -81,7 +82,7 @@ def create_tenant(
         tier=body.tier,
     )
     _check_quota(tenant, "guarantee")
-    _add(session, tenant, f"there is a tenant named {body.name!r} already")
+    _add(session, tenant, f"right below {parent.name} there is a tenant {body.name!r} already")
     if body.guarantee:
         _check_promises(session, caller, tenant, before, "guarantee")
     response.headers["Location"] = f"/v1/tenants/{tenant.id}"
@@ -139,7 +140,7 @@ def change_tenant(
     _take_over(tenant, body)
     _check_quota(tenant, "limit" if body.guarantee is None else "guarantee")
     tenant.version += 1
-    _flush(session, f"there is a tenant named {body.name!r} already")
+    _flush(session, f"where it would be there is a tenant {tenant.name!r} already")
     if promised:
         changed = "parent_id" if body.guarantee is None else "guarantee"
         _check_promises(session, caller, tenant, before, changed)

@@ -69,8 +69,9 @@ class TestTenants:
     def test_the_figures_are_those_of_the_api(self, a_and_b, session, figures):
         told, now = figures(), reports.clock(session)
         shares = {share.tenant: share for share in reports.fair_share(session, now)}
-        for name, share in shares.items():
+        for tenant, share in shares.items():
             [kind], level = share.kinds, str(share.depth)
+            name = "a/b" if tenant == "b" else tenant
             for metric, value in (
                 ("waiting_tasks", kind.waiting), ("held_devices", kind.held),
                 ("fair_devices", kind.fair), ("guaranteed_devices", kind.guarantee),
@@ -84,6 +85,19 @@ class TestTenants:
         assert shares["a"].borrowed == 1
         assert shares["b"].total_us >= 7_000_000
 
+    def test_two_tenants_of_one_name_are_told_apart(self, scenery, session):
+        """Also where one is called like the path of the other."""
+        a, b = scenery.tenant("a"), scenery.tenant("a/b")
+        for above, name in ((a, "c"), (b, "c"), (a, "b/c")):
+            scenery.tenant(name, parent_id=above.id)
+        told = [
+            tuple(sample.labels.values())
+            for family in metrics.read(session)
+            for sample in family.samples
+            if sample.name == "roundhouse_tenant_score_seconds"
+        ]
+        assert len(told) == len(set(told)) == 5
+
     def test_only_who_has_a_limit_has_one(self, a_and_b, figures):
         limits = {labels for name, labels in figures() if name == "tenant_limit_devices"}
         assert limits == {("0", "a", "cpu")}
@@ -92,7 +106,7 @@ class TestTenants:
         told = figures()
         waits = {labels: round(s, -1) for (name, labels), s in told.items() if "head_wait" in name}
         assert waits == {
-            ("0", "a", "cpu"): 500, ("1", "b", "cpu"): 500, ("0", "c", "cpu"): 20, ("cpu",): 500,
+            ("0", "a", "cpu"): 500, ("1", "a/b", "cpu"): 500, ("0", "c", "cpu"): 20, ("cpu",): 500,
         }  # fmt: skip
         assert told["waiting_tasks", ("cpu",)] == 3
 

@@ -20,7 +20,7 @@ from sqlalchemy import func, select, update
 from app import oidc, people
 from app.api import auth
 from app.core import grant
-from app.models import ApiKey, AuditEvent, User, WebSession
+from app.models import ApiKey, AuditEvent, Tenant, User, WebSession
 from app.settings import Settings, settings
 from tests.app.conftest import problem
 from tests.app.oidc_provider import CLIENT, SECRET
@@ -91,6 +91,21 @@ class TestTokens:
         assert first == second
         made = session.scalars(select(AuditEvent).where(AuditEvent.target_kind == "user")).all()
         assert [(row.operation, row.target_id) for row in made] == [("signIn", first["user_id"])]
+
+    def test_who_makes_a_tenant_of_that_name_elsewhere_gets_nobody(self, provider, calls, session):
+        """Ada's groups lead to the tenant red right below the root; blue makes a red of its own."""
+        session.add(Tenant(id="ten_inner", name="red", parent_id="ten_blue"))
+        session.commit()
+        assert calls(provider.token()).get("/v1/me").json()["tenant_id"] == "ten_red"
+
+    @pytest.mark.parametrize(("named", "found"), [("team", None), ("ten_team", "ten_team")])
+    def test_of_several_of_one_name_the_id_says_which(self, named, found, session, world):
+        for above in ("red", "blue"):
+            id = "ten_team" if above == "red" else "ten_other"
+            session.add(Tenant(id=id, name="team", parent_id=f"ten_{above}"))
+        session.commit()
+        tenant = people._tenant(session, named)
+        assert (tenant and tenant.id) == found
 
     def test_what_they_may_do_is_what_the_token_says_now(self, provider, calls):
         before = calls(provider.token()).get("/v1/me").json()

@@ -348,6 +348,19 @@ class TestUsage:
             assert sum(row.held_us for row in rows) == 150
             assert sum(row.charged_us for row in rows) == 300
 
+    def test_two_tenants_of_one_name_are_not_added_up(self, session, scenery, booked):
+        noon, a = booked
+        inner = scenery.tenant(a.name, parent_id=a.id)
+        [user] = session.scalars(select(User).where(User.tenant_id == inner.id))
+        scenery.add(
+            Usage(
+                bucket=noon, bucket_s=10, tenant_id=inner.id, user_id=user.id,
+                kind="cpu", held_us=5, charged_us=5,
+            )
+        )  # fmt: skip
+        rows = self.ask(session, None, noon, group_by=("tenant",))
+        assert sorted(row.held_us for row in rows if row.tenant == a.name) == [5, 70]
+
     def test_buckets_are_whole_intervals(self, session, booked):
         noon, a = booked
         rows = self.ask(session, a.id, noon, group_by=("bucket", "user"))

@@ -8,8 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from sqlalchemy import func, select
 
+from app.db import transaction
 from app.embedded import embedded_postgres, temporary_home
+from app.models import Tenant, User
+from app.seed import seed as seed_rows
 
 
 @pytest.fixture
@@ -26,6 +30,18 @@ def seed(tmp_path):
 
         run.file = tmp_path / "keys.json"
         yield run
+
+
+def test_who_calls_a_tenant_as_another_is_called_is_not_taken_for_it(session):
+    with transaction() as its:
+        keys = seed_rows(its, {}, tenants=True)
+    with transaction() as its:
+        alpha = its.scalars(select(Tenant).where(Tenant.name == "alpha")).one()
+        for name in ("platform", "beta"):
+            its.add(Tenant(id=f"ten_{name}", name=name, parent_id=alpha.id))
+    with transaction() as its:
+        assert seed_rows(its, keys, tenants=True) == keys
+        assert its.scalar(select(func.count()).select_from(User)) == 10
 
 
 def test_seeding_again_changes_nothing_but_what_is_missing(seed):

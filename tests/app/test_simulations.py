@@ -124,6 +124,18 @@ def test_weights_guarantees_and_limits_change_the_shares(post, scenery):
     assert guaranteed[1] == pytest.approx(240, rel=0.1)
 
 
+def test_tenants_of_one_name_are_called_by_their_ids_too(post, scenery):
+    red = scenery.tenant("red")
+    inner = scenery.tenant("red", parent_id=red.id)
+    scenery.device("d0")
+    for tenant in (red, inner):
+        ended(scenery, tenant, held_s=100)
+    found = post({**HISTORY, "weights": {"red": 2.0}})
+    problem(found, 422, "validation-error", "/weights/red")
+    [as_is, _] = post({**HISTORY, "weights": {f"red ({inner.id})": 2.0}}).json()["runs"]
+    assert as_is["jobs"] == 2
+
+
 def test_what_pauses_cost_was_measured(session, scenery):
     red = scenery.tenant("red")
     scenery.device("d0")

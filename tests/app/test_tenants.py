@@ -84,6 +84,23 @@ class TestTenants:
         assert "red" in problem(answer, 409, "conflict-state")["detail"]
         assert rows() == before
 
+    def test_nobody_learns_from_a_name_that_another_tenant_has_it(self, root, as_):
+        """Names are unique among siblings, all of which whoever makes one sees."""
+        admin = as_("red.tenant_admin")
+        for name in ("blue", "platform", "red"):
+            assert admin.post("/v1/tenants", json={"name": name}).status_code == 201
+        answer = admin.post("/v1/tenants", json={"name": "blue"})
+        assert "below red" in problem(answer, 409, "conflict-state")["detail"]
+
+    def test_a_tenant_is_not_moved_to_where_its_name_is_taken(self, root, as_):
+        inner = as_("red.tenant_admin").post("/v1/tenants", json={"name": "blue"}).json()
+        answer = root.patch(
+            f"/v1/tenants/{inner['id']}",
+            json={"parent_id": "ten_root"},
+            headers={"If-Match": f'"{inner["version"]}"'},
+        )
+        assert "blue" in problem(answer, 409, "conflict-state")["detail"]
+
     def test_each_sees_its_own(self, root, as_):
         names = [item["name"] for item in root.get("/v1/tenants").json()["items"]]
         assert sorted(names) == ["blue", "platform", "red"]

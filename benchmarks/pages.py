@@ -1,0 +1,211 @@
+"""How long the server takes for each page of tenants and administrators, however much there is.
+
+python -m benchmarks.pages [--quick]
+
+One API process as `make up` starts it, with Postgres on the same machine; no request, then 3, then
+100,000 (--quick: 10,000), of which nine of ten have ended and the others wait.  Every page that a
+signed-in browser can open is asked for again and again, one call at a time, and timed from the
+first byte sent to the last one received, by each of a member, a tenant admin and a platform admin
+who may see it.  A page is as slow as its slowest reader finds it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+from fastapi.routing import APIRoute
+from sqlalchemy import text
+
+from app import db, pages
+from app.api import auth
+from app.embedded import embedded_postgres, embedded_redis, temporary_home
+from benchmarks import Target, quick, report
+from benchmarks.api_load import Service, serving
+
+BOUND_MS = 200
+READERS = (("alpha", "member"), ("alpha", "tenant_admin"), ("platform", "platform_admin"))
+NOT_PAGES = {
+    "/",  # leads to /ui/
+    "/ui/login",  # before one is signed in
+    "/ui/login/oidc",
+    "/ui/login/oidc/callback",
+    "/ui/stream",  # does not end
+    "/ui/{rest:path}",  # what is not there
+}
+REQUEST, MEMBER, WEBHOOK = f"req_{1:032x}", "usr_of_alpha", "whk_of_alpha"
+
+#: What ids and filters each page is asked for with; without an entry its address alone.
+ASKED = {
+    "/ui/requests": ["/ui/requests", "/ui/requests?state=queued"],
+    "/ui/requests/{id}": [f"/ui/requests/{REQUEST}"],
+    "/ui/members/{id}": [f"/ui/members/{MEMBER}"],
+    "/ui/webhooks/{id}": [f"/ui/webhooks/{WEBHOOK}"],
+}
+
+PEOPLE = f"""
+insert into users (id, tenant_id, name) select '{MEMBER}', id, 'shown' from tenants
+  where name = 'alpha';
+insert into webhooks (id, tenant_id, url, events, secret)
+  select '{WEBHOOK}', id, 'https://example.org/', '["request.done"]', 's' from tenants
+  where name = 'alpha'
+"""
+
+#: Requests of `first` to `last`, with a task, an event, and where it ran; of a month, by hours.
+FILL = """
+insert into requests (id, tenant_id, user_id, name, state, labels, submitted_at, ended_at)
+  select 'req_' || lpad(to_hex(n), 32, '0'), :tenant, :user, 'r' || n,
+    case when n % 10 = 0 then 'queued' else 'done' end,
+    jsonb_build_object('exp', 'a' || n % 1000), now() - interval '1 min' * (n % 43200),
+    case when n % 10 > 0 then now() - interval '1 min' * (n % 43200) end
+  from generate_series(cast(:first as int), :last) n;
+insert into tasks (id, request_id, tenant_id, user_id, island, ordinal, name, type, kind, state,
+    submitted_at, waiting_since, ended_at, descriptor)
+  select 'tsk_' || substr(id, 5), id, tenant_id, user_id, 'local', 0, 'train', 'default', 'cpu',
+    case when state = 'queued' then 'waiting' else 'done' end, submitted_at,
+    case when state = 'queued' then submitted_at end, ended_at,
+    '{"run": {"job": "train:Train"}, "outputs": [], "max_duration_s": 100,
+      "checkpoint": {"every_s": 60, "keep": 3}}'
+  from requests where id not in (select request_id from tasks);
+insert into events (tenant_id, request_id, task_id, type, message)
+  select tenant_id, request_id, id, 'task.' || state, 'It is ' || state || '.' from tasks
+  where state in ('waiting', 'done') and id not in
+    (select task_id from events where task_id is not null);
+insert into placements (task_id, epoch, device_id, tenant_id, user_id, kind, cost_milli,
+    incarnation, launched_at, started_at, ended_at)
+  select id, 1, 'h.0', tenant_id, user_id, 'cpu', 1000, 'i', ended_at - interval '1 min',
+    ended_at - interval '1 min', ended_at from tasks
+  where state = 'done' and id not in (select task_id from placements);
+insert into usage (bucket, tenant_id, user_id, kind, bucket_s, held_us, charged_us)
+  select date_trunc('minute', submitted_at), tenant_id, user_id, kind, 60, sum(6e7), sum(6e7)
+  from tasks where state = 'done' group by 1, 2, 3, 4
+  on conflict (bucket, tenant_id, user_id, kind, bucket_s)
+  do update set held_us = excluded.held_us, charged_us = excluded.charged_us;
+delete from lines;
+insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
+  select island, user_id, kind, memory_bytes, devices_min, tenant_id, count(*) from tasks
+  where state = 'waiting' group by 1, 2, 3, 4, 5, 6
+"""
+
+
+def main() -> int:
+    calls, most = (10, 10_000) if quick() else (50, 100_000)
+    took: dict[str, dict[str, list[float]]] = {}
+    with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
+        os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
+        with serving() as service:
+            _run(PEOPLE)
+            readers = [_signed_in(service, *who) for who in READERS]
+            stored = 0
+            for requests in (0, 3, most):
+                _fill(stored + 1, requests)
+                stored = requests
+                took[f"{requests:,} requests"] = dict(_looked_at(readers, calls))
+    targets = [
+        Target(
+            name=f"the slowest page, p95, {many}",
+            value=max(p95(ms) for ms in found.values()),
+            unit="ms",
+            op="<=",
+            bound=BOUND_MS,
+        )
+        for many, found in took.items()
+    ]
+    beside = {
+        f"{page}, {many}": {"p50 ms": round(statistics.median(ms), 1), "most ms": round(max(ms), 1)}
+        for many, found in took.items()
+        for page, ms in found.items()
+    }
+    return report("pages", targets, beside)
+
+
+def p95(ms: list[float]) -> float:
+    return round(sorted(ms)[int(0.95 * len(ms))], 1)
+
+
+# --- what there is ------------------------------------------------------------------------------
+
+
+def _fill(first: int, last: int) -> None:
+    if last < first:
+        return
+    with db.transaction() as session:
+        who = session.execute(
+            text(
+                "select u.tenant_id as tenant, u.id as user from users u join tenants t"
+                " on t.id = u.tenant_id where t.name = 'alpha' and u.name = 'member'"
+            )
+        ).one()
+    _run(FILL, tenant=who.tenant, user=who.user, first=first, last=last)
+    with db.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("vacuum analyze"))
+
+
+def _run(statements: str, **given: object) -> None:
+    with db.transaction() as session:
+        for statement in statements.split(";\n"):
+            session.connection().execute(text(statement), given)
+
+
+# --- who looks ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A browser in which somebody is signed in."""
+
+    port: int
+    cookie: str
+
+    def took_ms(self, path: str) -> float | None:
+        """None for a page that is not theirs."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.connect()
+        began_s = time.perf_counter()
+        connection.request("GET", path, headers={"Cookie": f"{auth.COOKIE}={self.cookie}"})
+        with closing(connection), connection.getresponse() as answer:
+            answer.read()
+        took_ms = 1e3 * (time.perf_counter() - began_s)
+        assert answer.status in (200, 403, 404), (path, answer.status)
+        return took_ms if answer.status == 200 else None
+
+
+def _signed_in(service: Service, tenant: str, role: str) -> Reader:
+    with db.transaction() as session:
+        _, cookie = auth.sign_in(session, service.keys[tenant][role])
+    return Reader(service.port, cookie)
+
+
+def _addresses() -> Iterator[str]:
+    """Of every page that the service has."""
+    there = {
+        route.path
+        for router in pages.routers()
+        for route in router.routes
+        if isinstance(route, APIRoute) and "GET" in route.methods
+    }
+    for path in sorted(there - NOT_PAGES):
+        yield from ASKED.get(path, [path])
+
+
+def _looked_at(readers: list[Reader], calls: int) -> Iterator[tuple[str, list[float]]]:
+    """(page, milliseconds of each call by who found it slowest)"""
+    for path in _addresses():
+        slowest: list[float] = []
+        for reader in readers:
+            if reader.took_ms(path) is None:
+                continue
+            found = [ms for _ in range(calls) if (ms := reader.took_ms(path)) is not None]
+            slowest = max(slowest, found, key=lambda ms: statistics.median(ms or [0.0]))
+        if slowest:
+            yield path, slowest
+
+
+if __name__ == "__main__":
+    sys.exit(main())
