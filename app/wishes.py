@@ -137,7 +137,36 @@ def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
     for task in session.scalars(fresh).all():
         if _wish(session, [task], lambda task: _wish_move(task, ANYWHERE)):
             told = f"{by} drains {task.seat}: it moves to another device if one is free."
-            _tell(session, task, task, "task.move_asked", told)
+            _tell(session, task, task, "task.move_asked", told, drains=task.seat)
+
+
+def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
+    """They take work again: what was to move because of `empty_devices` stays, unless it is being
+    copied already.
+    """
+    wished = Task.seat.in_(list(devices)) & (Task.move_to == ANYWHERE) & Task.moving.is_(None)
+    query = select(Task).where(wished).order_by(Task.id)
+    fresh = query.with_for_update().execution_options(populate_existing=True)
+    for task in session.scalars(fresh).all():
+        if _drained(session, task) and _wish(session, [task], _wish_stay):
+            told = f"{by} lets {task.seat} take work again: it stays there."
+            _tell(session, task, task, "task.move_withdrawn", told)
+
+
+def _drained(session: Session, task: Task) -> bool:
+    """Whether its move was asked for by who drained its device, and not by anybody else."""
+    asked = select(Event.data).where(
+        Event.request_id == task.request_id,
+        Event.task_id == task.id,
+        Event.type == "task.move_asked",
+    )
+    last = session.scalar(asked.order_by(Event.id.desc()).limit(1)) or {}
+    return bool(last.get("drains") == task.seat)
+
+
+def _wish_stay(task: Task) -> bool:
+    task.move_to = task.move_asked_at = None
+    return True
 
 
 def _wish_move(task: Task, to: str) -> bool:
@@ -209,7 +238,12 @@ def _nudge(island: str) -> None:
 
 
 def _tell(
-    session: Session, about: Request | Task, task: Task | None, type_: str, message: str
+    session: Session,
+    about: Request | Task,
+    task: Task | None,
+    type_: str,
+    message: str,
+    **data: Any,
 ) -> None:
     tenant_id = about.tenant_id
     request_id = about.request_id if isinstance(about, Task) else about.id
@@ -220,7 +254,7 @@ def _tell(
             task_id=task.id if task else None,
             type=type_,
             message=message,
-            data={"task": task.name} if task else {},
+            data={"task": task.name, **data} if task else data,
         )
     )
     after_commit(session, lambda: changes.tell(tenant_id, request_id))

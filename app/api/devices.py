@@ -107,9 +107,12 @@ def _cordon_host(session: Session, name: str, cordoned: bool, *, by: str) -> Any
     if host is None:
         raise NotFound("host", name)
     host.cordoned = cordoned
+    its = select(Device.id).where(Device.host == name)
     if cordoned:
-        devices = session.scalars(select(Device.id).where(Device.host == name)).all()
-        wishes.empty_devices(session, devices, by=by)
+        wishes.empty_devices(session, session.scalars(its).all(), by=by)
+    else:
+        open_ = session.scalars(its.where(~Device.cordoned)).all()
+        wishes.leave_devices(session, open_, by=by)
     session.flush()
     after_commit(session, lambda: outbox.nudge_island(host.island))
     return _host_out(session, name)
@@ -224,6 +227,8 @@ def _cordon_device(
         device.version += 1
         if cordoned:
             wishes.empty_devices(session, [id], by=caller.user_name)
+        elif not session.get_one(Host, device.host).cordoned:
+            wishes.leave_devices(session, [id], by=caller.user_name)
         session.flush()
         after_commit(session, lambda: outbox.nudge_island(device.island))
     return _device_out(session, response, caller, id)

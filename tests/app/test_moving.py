@@ -121,6 +121,43 @@ class TestWish:
         assert as_("root").post(path).status_code == 200
         assert as_("red.member").get(f"/v1/tasks/{task_id}").json()["move_to"] == "*"
 
+    @pytest.mark.parametrize(
+        ("drain", "open_"),
+        [
+            ("/v1/devices/h.0/cordon", "/v1/devices/h.0/uncordon"),
+            ("/v1/hosts/h/drain", "/v1/hosts/h/uncordon"),
+        ],
+    )
+    def test_who_lets_it_take_work_again_takes_that_wish_back(self, as_, task_id, drain, open_):
+        root, red = as_("root"), as_("red.member")
+        root.post(drain)
+        assert root.post(open_).status_code == 200
+        assert red.get(f"/v1/tasks/{task_id}").json()["move_to"] is None
+        with transaction() as session:
+            last = session.scalars(select(Event).order_by(Event.id.desc()).limit(1)).one()
+        assert (last.type, last.task_id) == ("task.move_withdrawn", task_id)
+
+    def test_but_not_where_the_host_or_the_device_itself_is_set_aside(self, as_, task_id):
+        root, red = as_("root"), as_("red.member")
+        root.post("/v1/hosts/h/drain")
+        root.post("/v1/devices/h.0/cordon")
+        for path in ("/v1/devices/h.0/uncordon", "/v1/devices/h.0/cordon", "/v1/hosts/h/uncordon"):
+            root.post(path)
+            assert red.get(f"/v1/tasks/{task_id}").json()["move_to"] == "*", path
+
+    def test_nor_what_somebody_else_asked_for_or_has_begun(self, as_, red, task_id):
+        root = as_("root")
+        red.post(f"/v1/tasks/{task_id}/migrate")
+        root.post("/v1/hosts/h/drain")
+        root.post("/v1/hosts/h/uncordon")
+        assert red.get(f"/v1/tasks/{task_id}").json()["move_to"] == "*"
+        change(task_id, move_to=None)
+        root.post("/v1/hosts/h/drain")
+        begun = {"to": "h.1", "source": "h.0", "epoch": 1, "until_s": 9e9, "asked": 1}
+        change(task_id, move_to="h.1", moving={**begun, "stopping": False, "rounds": []})
+        root.post("/v1/hosts/h/uncordon")
+        assert red.get(f"/v1/tasks/{task_id}").json()["move_to"] == "h.1"
+
     def test_explain_says_how_far_it_is(self, red, task_id):
         red.post(f"/v1/tasks/{task_id}/migrate")
         told = red.get(f"/v1/tasks/{task_id}/explain").json()["message"]
