@@ -26,6 +26,7 @@ PATIENCE_S = 30.0
 CONNECT_S = 5.0
 _PART_BYTES = 32 * 2**20  # of a long upload; memory held is a few times as much
 _PIECE = 2**20
+_CLOCK = f"{INCOMING}/clock"
 
 
 class BucketAway(OSError):
@@ -121,14 +122,20 @@ class Bucket:
             obstore.delete(self._store, name)
 
     def now_s(self) -> float:
-        name = f"{INCOMING}/clock"
-        with self._calling(name):
-            obstore.put(self._store, name, b"-", use_multipart=False)
-            return obstore.head(self._store, name)["last_modified"].timestamp()
+        with self._calling(_CLOCK):
+            obstore.put(self._store, _CLOCK, b"-", use_multipart=False)
+            return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
 
     def tidy(self, *, older_than_s: float) -> int:
-        """Nothing: what was not uploaded to its end is for the bucket's lifecycle rule."""
-        return 0
+        """Drafts of images whose writer was killed.  What was not uploaded to its end does not
+        show, and is for the bucket's lifecycle rule.
+        """
+        before_s = self.now_s() - older_than_s
+        found = [one for one in self.listed(INCOMING) if one.name != _CLOCK]
+        old = [one.name for one in found if one.changed_s < before_s]
+        for name in old:
+            self.delete(name)
+        return len(old)
 
     def _put(self, name: str, body: bytes) -> None:
         with self._calling(name):

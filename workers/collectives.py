@@ -718,6 +718,11 @@ class SharedStore(dist.Store):
     def list_keys(self) -> list[str]:
         return sorted(self.keys.read())
 
+    def clone(self) -> SharedStore:
+        return self  # it has no connection of its own
+
+    deleteKey, getNumKeys = delete_key, num_keys  # C++, a PrefixStore for one, calls them so
+
     def check(self, keys: list[str]) -> bool:
         content = self.keys.read()
         return all(key in content for key in keys)

@@ -215,6 +215,19 @@ def test_what_a_killed_writer_left_half_written_goes(tmp_path):
     assert not left.exists()
 
 
+def test_in_a_bucket_its_drafts_go(tmp_path, monkeypatch):
+    with serving() as s3:
+        bucket = s3.bucket()
+        bucket.keep([b"an image's beginning"], lambda: checkpoint.draft("tsk_a", 3))
+        bucket.keep([b"x"], lambda: "blobs/x")
+        assert bucket.tidy(older_than_s=3600) == 0
+        now_s = bucket.now_s()
+        monkeypatch.setattr(bucket, "now_s", lambda: now_s + 3700)
+        assert bucket.tidy(older_than_s=3600) == 1
+        assert checkpoint.draft("tsk_a", 3) not in [found.name for found in bucket.listed("")]
+        assert bucket.get("blobs/x") == b"x"
+
+
 # --- all at once, with real processes and kill -9 -----------------------------------------------
 
 GRACE_S = 3.0

@@ -507,7 +507,14 @@ def store_waits(ctx):
     store.add("count", ctx.rank)
     dist.barrier()
     assert store.get("key 0") == b"here"
-    return int(store.add("count", 0))
+    copy = store.clone()
+    if ctx.rank == 0:
+        before = copy.num_keys()
+        assert store.delete_key("key 1")
+        assert copy.num_keys() == before - 1
+    dist.barrier()
+    assert not store.check(["key 1"])
+    return int(copy.add("count", 0))
 
 
 # --- from one to one ---
