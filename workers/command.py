@@ -1,6 +1,6 @@
 """Inside a resident whose task is a command: a stub that runs a program nobody looks into.
 
-    supervisor -> zygote -> keeper -> stub (this) -> the command and all that it starts
+    supervisor -> zygote -> (keeper ->) stub (this) -> the command and all that it starts
 
 With a world size above 1 it runs so many times, each time as another rank, in the same folder; they
 are one tree, and their process group is ours (`command_gang`).

@@ -84,6 +84,24 @@ class Broken(Exception):
 # --- raising them ---------------------------------------------------------------------------------
 
 
+def fork(walls: Iterable[str]) -> int:
+    """Like os.fork; where we may say so, the child is process 1 of process ids of its own.
+
+    Elsewhere it must `separate` itself, and fork once more.  The caller has one thread.
+    """
+    if "processes" not in walls or not _may_administer():
+        return os.fork()
+    ours, child = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC), -1
+    try:
+        _unshare(_NEWPID)
+        child = os.fork()
+        return child
+    finally:
+        if child:
+            _checked(_libc.setns(ours, _NEWPID), "setns")
+        os.close(ours)
+
+
 def separate(walls: Iterable[str]) -> None:
     """Before the fork of the resident proper: its own user and process ids."""
     if _needs_user_namespace(walls):

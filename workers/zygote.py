@@ -1,17 +1,19 @@
 """The warm process of one device: torch is imported, no tenant's code is; it forks residents.
 
-    supervisor (a thread of the device worker) -> zygote -> keeper -> resident
+    supervisor (a thread of the device worker) -> zygote -> (keeper ->) resident
 
 It is started by exec from the supervisor's long-lived thread and dies with it; everything it forks
 dies with it.  It has one thread, so a fork is safe and costs some milliseconds.  Where the kernel
-gives process ids of their own, a `keeper` stands between: it waits for the resident, which is
-process 1 in there, and when either ends, all that the resident started ends too.
+gives process ids of their own, the resident is process 1 in there, and when it ends, all that it
+started ends too.  Who is not root gets them only by way of a user namespace: then a `keeper` stands
+between, which waits for the resident and ends like it.
 
 Over its socket come `spawn` and `end`; back go `ready`, `spawned` and `exited`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import select
@@ -28,6 +30,7 @@ from workers.wire import FDS_PER_RESIDENT, Wire
 
 JSON = dict[str, Any]
 
+_HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 CANNOT_START = 97  # exit status: a wall that should stand does not
 
 # --- the process ----------------------------------------------------------------------------------
@@ -53,6 +56,7 @@ def main(fd: int, lock_fd: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # what is shared with all forks is not written to by the collector
     gc.disable()
+    _lay_on_huge_pages()
     _serve(wire, lock_fd)
     os._exit(0)
 
@@ -78,6 +82,21 @@ def _unwatched() -> str:
     except Unwatchable as why:
         return str(why)
     return ""
+
+
+def _lay_on_huge_pages() -> None:
+    """Most of what a fork costs is its table of pages: where these are huge, it has fewer.
+
+    A kernel that does not do so at once, or has no huge page left, leaves them as they are.
+    """
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps") as maps:
+        mapped = [line.split() for line in maps]
+    for where, may, _, _, _, *of in mapped:
+        begin, end = (int(address, 16) for address in where.split("-"))
+        begin, end = -(-begin // _HUGE_BYTES) * _HUGE_BYTES, end // _HUGE_BYTES * _HUGE_BYTES
+        if may == "rw-p" and of in ([], ["[heap]"]) and begin < end:
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_COLLAPSE)
 
 
 def _room(body: JSON) -> Room:
@@ -109,7 +128,7 @@ def _spawn(
 ) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = sandbox.fork(message["walls"])
     if not pid:
         _become(message, fds, lock_fd)
     for fd in fds:
@@ -141,11 +160,12 @@ def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
         sandbox.die_with_parent()
         _redirect(fds)
         walls = message["walls"]
-        sandbox.separate(walls)
-        sandbox.die_with_parent()
-        if "processes" in walls and (inner := os.fork()):
-            _keep(inner, lock_fd)
-        sandbox.die_with_parent()
+        if os.getpid() != 1:
+            sandbox.separate(walls)
+            sandbox.die_with_parent()
+            if "processes" in walls and (inner := os.fork()):
+                _keep(inner, lock_fd)
+            sandbox.die_with_parent()
         os._exit(_live(_room(message["room"]), walls, fds, message["sort"]))
     except BaseException as error:
         sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
