@@ -956,13 +956,16 @@ def _make_room_for(code: Path) -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in ("app", "workers"):
             del sys.modules[name]
-    importlib.invalidate_caches()
+    sys.path_importer_cache.pop(str(code), None)  # what lay there before
 
 
 def seed() -> None:
     random.seed(SEED)
     numpy.random.seed(SEED)
-    torch.manual_seed(SEED)
+    if torch.backends.cuda.is_built():
+        torch.manual_seed(SEED)
+    else:  # that keeps a trace of the stack for each kind of device that is not there
+        torch.default_generator.manual_seed(SEED)
 
 
 def take_step(job: Any, ctx: Context, step: int) -> JSON:

@@ -19,6 +19,7 @@ from app.core.messages import Alive, Answer
 log = logging.getLogger(__name__)
 
 LOGS_LIMIT_BYTES = 64 * 1024  # of log lines in one report
+SOON_S = 0.1  # what happens together is told together
 CHATTER_S = 0.5  # log lines, metrics and progress go up at most this often
 
 
@@ -59,7 +60,7 @@ class Lease:
 
 
 class Rhythm:
-    """At once when something happened, soon when there is chatter, else every `beat_us`.
+    """At once when something happened, later when there is chatter, else every `beat_us`.
 
     Chatter waits for the answer to what was said before, so that a talkative job never piles up
     reports in front of an island that is away.
@@ -70,16 +71,24 @@ class Rhythm:
         self.sent_us = -beat_us
         self.happened = False
         self.chatter = False
+        self.soon_us: int | None = None
+
+    def soon(self, now_us: int) -> None:
+        """Something happened that nobody acts upon, and more is likely to happen at once."""
+        if self.soon_us is None:
+            self.soon_us = now_us + int(SOON_S * 1e6)
 
     def due_us(self, answered_us: int) -> int:
         if self.happened:
             return 0
+        due_us = self.sent_us + self.beat_us
         if self.chatter and answered_us >= self.sent_us:
-            return self.sent_us + int(CHATTER_S * 1e6)
-        return self.sent_us + self.beat_us
+            due_us = self.sent_us + int(CHATTER_S * 1e6)
+        return due_us if self.soon_us is None else min(due_us, self.soon_us)
 
     def reported(self, now_us: int) -> None:
         self.sent_us, self.happened, self.chatter = now_us, False, False
+        self.soon_us = None
 
 
 class Pulse(threading.Thread):

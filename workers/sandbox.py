@@ -28,6 +28,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 #: All walls, in the order in which they are raised.
@@ -140,6 +141,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
 def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
     """(the walls that stand here, why the others do not), each tried with those before it."""
+    _shown(room.kind)  # so that no fork of ours works it out again
     standing: list[str] = []
     missing: dict[str, str] = {}
     for name in WALLS:
@@ -302,6 +304,7 @@ _ETC = (
 _DEVICES = tuple(Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom"))
 
 
+@cache
 def _shown(kind: str) -> list[Path]:
     """Paths of the host that a resident sees, under their own names."""
     python = {

@@ -657,7 +657,10 @@ class Supervisor(threading.Thread):
             input_bytes=stay.input_bytes,
             fetched_bytes=stay.fetched_bytes,
         )
-        self.rhythm.happened = True
+        if "function" in stay.launch.run:  # it cannot be paused, and may have ended in a moment
+            self.rhythm.soon(now)
+        else:
+            self.rhythm.happened = True
 
     def _free_the_seat(self, resident: Resident) -> None:
         if self.seat is resident:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from app.core.messages import Alive, Answer
-from workers.heartbeat import CHATTER_S, Lease, Pulse, Rhythm
+from workers.heartbeat import CHATTER_S, SOON_S, Lease, Pulse, Rhythm
 
 ALIVE = Alive(device="h.0", incarnation="1", sent_us=0, facts={}, residents=[], events=[], logs=[])
 
@@ -46,6 +46,18 @@ def test_when_the_next_report_is_due(happened, chatter, answered_us, due_us):
     rhythm.reported(10_000_000)
     rhythm.happened, rhythm.chatter = happened, chatter
     assert rhythm.due_us(answered_us) == due_us
+
+
+def test_what_more_follows_at_once_is_told_together():
+    rhythm = Rhythm(2_000_000)
+    rhythm.reported(10_000_000)
+    rhythm.soon(10_200_000)
+    rhythm.soon(10_250_000)  # it does not put off what waits
+    assert rhythm.due_us(10_000_000) == 10_200_000 + int(SOON_S * 1e6)
+    rhythm.happened = True
+    assert rhythm.due_us(10_000_000) == 0
+    rhythm.reported(10_260_000)
+    assert rhythm.due_us(10_000_000) == 12_260_000
 
 
 class Line:
