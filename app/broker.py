@@ -15,8 +15,7 @@ CONTROL_QUEUE = "control"
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
 ISLAND_NUDGE = "island.nudge"  # look again
 ISLAND_ALIVE = "island.alive"  # one argument: an encoded messages.Alive
-DEVICE_ORDER = "device.order"  # one argument: an encoded order
-DEVICE_ANSWER = "device.answer"  # one argument: an encoded messages.Answer
+DEVICE_NEWS = "device.news"  # its arguments: an encoded messages.Answer, orders, in this order
 
 
 def island_queue(island: str) -> str:

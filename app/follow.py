@@ -205,7 +205,7 @@ class Follower:
             self._devices(session, board)
         cut_short = self.after is not None
         changed = self._take_in(session, board, self._changed()) if news.tasks or cut_short else ()
-        ended = [row.id for row in changed if row.state in ENDED]
+        ended = [row.id for row in changed if row.is_needed and row.state in ENDED]
         if ended:
             self._take_in(session, board, self._dependents(ended))
         if self.locked:
@@ -222,7 +222,8 @@ class Follower:
         return True
 
     def _changed(self) -> Select[Any]:
-        query = snapshot.tasks(TaskRow.txid).where(
+        needed = select(Need.task_id).where(Need.needs_id == TaskRow.id).exists()
+        query = snapshot.tasks(TaskRow.txid, needed.label("is_needed")).where(
             TaskRow.island == self.island, TaskRow.txid >= _xid(self.since)
         )
         if self.after is not None:

@@ -20,6 +20,7 @@ given up before it is promised again.  What only sums up is noted, and written b
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections import Counter, defaultdict
@@ -34,7 +35,7 @@ import uuid_utils
 from sqlalchemy import ColumnElement, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.orm import InstrumentedAttribute, Session, defer
 
 from app import datablocks, db, launch, ledger, lending, webhooks
 from app.core import lifecycle, messages, migration
@@ -121,8 +122,10 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
     seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
     seats = {each.task: str(each.device) for each in plan.decisions if each.move == Move.Launch}
     given = [each for each in plan.decisions if each.move in (Move.Launch, Move.Splice)]
-    query = select(Device).where(Device.id.in_([id for each in given for id in each.devices]))
-    devices = {row.id: row for row in session.scalars(query)} if given else {}
+    query = select(Device, lending.is_lent(Device.id))
+    here = query.where(Device.id.in_([id for each in given for id in each.devices]))
+    found = session.execute(here).all() if given else ()
+    devices = {row.id: row for row, _ in found}
     launches = [
         (tasks[each.task], devices[str(each.device)])
         for each in given
@@ -133,7 +136,7 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
         open={row.task_id: row for row in _open(session, Placement.task_id, seated)},
         guests=lending.guests(session, [id for id in seated if tasks[id].resized_at is not None]),
         seats=seats,
-        lent=lending.lent(session, seats.values()),
+        lent={row.id for row, is_lent in found if is_lent},
         devices=devices,
         shelf=launch.look_up(session, launches),
     )
@@ -494,7 +497,7 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     unanswered = defaultdict[str, list[Order]](list)
     if tasks:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
-        for order in session.scalars(query.order_by(Order.id)):
+        for order in session.scalars(query.order_by(Order.id).options(defer(Order.body))):
             unanswered[order.device_id].append(order)
     return Believed(devices=devices, tasks=tasks, open=open_, lent=lent, unanswered=unanswered)
 
@@ -935,7 +938,8 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     if view.epoch != task.epoch:
         # Launched again here, which it has not heard yet: from this resident it will go on.
         return view.state == "paused" and task.seat == house.device.id
-    for order in house.unanswered:
+    here = () if (task.id, task.epoch) in session.info.get("closed", ()) else house.unanswered
+    for order in here:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
             order.answered_at = db.now(session)
     if view.state == "ended":
@@ -1173,37 +1177,33 @@ def settle(session: Session) -> None:
     write_down(session)
     noted = {name: sorted(session.info.pop(name, ())) for name in ("moved", "changed", "closed")}
     lines = sorted(line for line in session.info.pop("lines", Counter()).items() if line[1])
-    if noted["closed"]:
-        tasks, epochs = zip(*noted["closed"], strict=True)
-        session.execute(_ANSWERED, {"tasks": list(tasks), "epochs": list(epochs)})
-    if lines:
-        rows = [dict(zip(_LINE, (*line, change), strict=True)) for line, change in lines]
-        session.execute(_COUNT, rows)
+    if noted["closed"] or lines or noted["changed"]:
+        closed = [{"task_id": task, "epoch": epoch} for task, epoch in noted["closed"]]
+        counted = [dict(zip(_LINE, (*line, change), strict=True)) for line, change in lines]
+        said = [" ".join(one) for one in noted["changed"]]
+        sums = {"closed": json.dumps(closed), "lines": json.dumps(counted), "said": said}
+        session.execute(_SUMS, {**sums, "channel": CHANGES})
     if noted["moved"]:
         _sum_up(session, noted["moved"])
-    if noted["changed"]:
-        said = [" ".join(one) for one in noted["changed"]]
-        session.execute(_NOTIFY, {"channel": CHANGES, "said": said})
 
-
-_ANSWERED = text(
-    """
-    update orders set answered_at = now()
-    from unnest(cast(:tasks as text[]), cast(:epochs as int[])) as closed (task_id, epoch)
-    where orders.task_id = closed.task_id and orders.epoch = closed.epoch and answered_at is null
-    """
-)
-
-_NOTIFY = text("select pg_notify(:channel, said) from unnest(cast(:said as text[])) as said")
 
 _LINE = ("island", "user_id", "kind", "memory_bytes", "width", "tenant_id", "waiting")
 
-
-_COUNT = text(
+# Nobody waits for an answer to orders of who has let go; the lines are counted in their order.
+_SUMS = text(
     """
-    insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
-    values (:island, :user_id, :kind, :memory_bytes, :width, :tenant_id, :waiting)
-    on conflict on constraint pk_lines do update set waiting = lines.waiting + excluded.waiting
+    with answered as (
+        update orders set answered_at = now()
+        from jsonb_to_recordset(cast(:closed as jsonb)) as closed (task_id text, epoch int)
+        where orders.task_id = closed.task_id and orders.epoch = closed.epoch
+            and answered_at is null
+    ), counted as (
+        insert into lines (island, user_id, kind, memory_bytes, width, tenant_id, waiting)
+        select * from jsonb_to_recordset(cast(:lines as jsonb)) as line (island text, user_id text,
+            kind text, memory_bytes bigint, width int, tenant_id text, waiting bigint)
+        on conflict on constraint pk_lines do update set waiting = lines.waiting + excluded.waiting
+    )
+    select pg_notify(:channel, said) from unnest(cast(:said as text[])) as said
     """
 )
 

@@ -134,12 +134,14 @@ def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON
 
 
 def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
+    found: dict[str, JSON] = defaultdict(dict)
+    if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
+        return found
     query = (
         select(Need.task_id, Need.port, Need.output, Task.outputs)
         .join(Task, Task.id == Need.needs_id)
-        .where(Need.task_id.in_([task.id for task in tasks]), Need.port != "")
+        .where(Need.task_id.in_(takers), Need.port != "")
     )
-    found: dict[str, JSON] = defaultdict(dict)
     for id, port, output, outputs in session.execute(query):
         kept = outputs[output]
         found[id][port] = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}

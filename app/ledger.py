@@ -41,6 +41,12 @@ def base(session: Session) -> LedgerBase:
     return row
 
 
+def it_is(session: Session, row: LedgerBase | None) -> None:
+    """What a statement of this transaction found, so that nobody asks again."""
+    if row is not None:
+        session.info["ledger"] = row
+
+
 def charge(session: Session, placement: Placement, held_us: int) -> int:
     """`note` and `book` at once."""
     charged = note(session, placement, held_us)

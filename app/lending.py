@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from app import db, ledger
 from app.models import Device, Placement, Task
@@ -37,13 +37,10 @@ def of_task(session: Session, task: Task) -> Sequence[Placement]:
     return guests(session, [task.id])[task.id] if task.resized_at is not None else ()
 
 
-def lent(session: Session, devices: Collection[str]) -> set[str]:
-    """Those of these devices on which a guest sits."""
-    if not devices:
-        return set()
+def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnElement[bool]:
+    """Whether a guest sits on the device that a column names."""
     there = Placement.guest & Placement.ended_at.is_(None)
-    query = select(Placement.device_id).where(there, Placement.device_id.in_(list(devices)))
-    return set(session.scalars(query))
+    return select(Placement.id).where(there, Placement.device_id == device).exists()
 
 
 def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from celery import Celery
@@ -18,7 +19,7 @@ from sqlalchemy import Select, func, or_, update
 from sqlalchemy.orm import Session
 
 from app import broker
-from app.core.messages import JSON
+from app.core.messages import JSON, Answer, encode
 from app.models import Order
 from app.settings import settings
 
@@ -99,15 +100,22 @@ def take_unsent(
     return sorted(session.scalars(taken.execution_options(**fresh)), key=lambda order: order.id)
 
 
-def send_orders(orders: list[Order]) -> list[int]:
-    """Publish; returns the ids of those that Redis took.  Call it outside any transaction."""
-    sent = []
+def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
+    """Publish one message to each device: what it is answered, then its orders.
+
+    Returns the ids of the orders that Redis did not take.  Call it outside any transaction.
+    """
+    news = defaultdict[str, list[JSON]](list)
+    for answer in answers:
+        news[answer.device].append(encode(answer))
     for order in orders:
-        queue = broker.device_queue(order.device_id)
-        if not hint(broker.DEVICE_ORDER, queue, order.body):
-            break  # order matters, and the rest would wait for the same time-out
-        sent.append(order.id)
-    return sent
+        news[order.device_id].append(order.body)
+    unsent = dict(news)
+    for device, bodies in news.items():
+        if not hint(broker.DEVICE_NEWS, broker.device_queue(device), *bodies):
+            break  # the rest would wait for the same time-out
+        del unsent[device]
+    return [order.id for order in orders if order.device_id in unsent]
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:

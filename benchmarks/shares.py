@@ -80,6 +80,10 @@ def work(ctx, n, w, *, parts):
     for _ in range(parts):
         x = torch.relu(x @ w)
     return {"y": x.mean().item()}
+
+
+def total(ctx, y):
+    return {"y": sum(y)}
 """
 
 
@@ -106,8 +110,9 @@ class Wanting:
         nodes = [
             {**items, "params": {"count": self.steps}},
             {**work, "inputs": {"n": "items.n", "w": "items.w"}, "params": {"parts": self.parts}},
+            {"name": "total", "function": "job:total", "inputs": {"y": "work.y"}, "outputs": ["y"]},
         ]
-        graph = {"nodes": nodes, "outputs": {"y": "work.y"}}
+        graph = {"nodes": nodes, "outputs": {"y": "total.y"}}
         return {"type": "preprocess", "run": {"graph": graph}}
 
 

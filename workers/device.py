@@ -65,14 +65,10 @@ def _end_worker() -> None:
 celery.steps["worker"].add(Serve)
 
 
-@celery.task(name=broker.DEVICE_ORDER, expires=30)
-def order(body: JSON) -> None:
-    _pass_on(body)
-
-
-@celery.task(name=broker.DEVICE_ANSWER, expires=30)
-def answer(body: JSON) -> None:
-    _pass_on(body)
+@celery.task(name=broker.DEVICE_NEWS, expires=30)
+def news(*bodies: JSON) -> None:
+    for body in bodies:
+        _pass_on(body)
 
 
 def _pass_on(body: JSON) -> None:

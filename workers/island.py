@@ -13,23 +13,22 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, select, update
+from sqlalchemy import ColumnElement, Select, func, select, true, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
 
-from app import broker, collector, db, journal, moving, outbox
+from app import broker, collector, db, journal, ledger, moving, outbox
 from app.core import record
 from app.core.board import Board
-from app.core.messages import Alive, Answer, BadMessage, decode, encode
+from app.core.messages import Alive, Answer, BadMessage, decode
 from app.core.standing import soonest_first
 from app.follow import Follower
-from app.models import Device, Island, Order, Placement, Task
+from app.models import Device, Island, LedgerBase, Order, Placement, Task
 from app.settings import settings
 from app.tally import Tally
 from workers.loop import Loop, keep
@@ -148,13 +147,15 @@ class Scheduler(Loop):
         """The island's row, locked, and how many seconds are left of its leader's lease."""
         left_s = func.extract("epoch", Island.leader_until - func.now())
         now_s = func.extract("epoch", func.now())
-        query = select(Island, func.coalesce(left_s, 0), now_s).where(Island.name == self.island)
-        locked = query.with_for_update(key_share=True)
+        query = select(Island, func.coalesce(left_s, 0), now_s, LedgerBase)
+        query = query.outerjoin(LedgerBase, true()).where(Island.name == self.island)
+        locked = query.with_for_update(key_share=True, of=Island)
         found = session.execute(locked).one_or_none()
         if found is None:
             session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
             found = session.execute(locked).one()
         db.it_is(session, float(found[2]))
+        ledger.it_is(session, found[3])
         return found[0], float(found[1])
 
     def _lead(self, session: Session, row: Island, left_s: float) -> bool:
@@ -222,13 +223,10 @@ class Scheduler(Loop):
             _spare_leases(session, self.island)
             self.follower.look_at_devices(session)
 
-    def _send(self, answers: Iterable[Answer], due: list[Order]) -> None:
-        for answer in answers:
-            outbox.hint(broker.DEVICE_ANSWER, broker.device_queue(answer.device), encode(answer))
-        sent = outbox.send_orders(due)
-        if len(sent) < len(due):
+    def _send(self, answers: list[Answer], due: list[Order]) -> None:
+        if unsent := outbox.send(answers, due):
             with db.transaction() as session:
-                outbox.mark_unsent(session, [order.id for order in due[len(sent) :]])
+                outbox.mark_unsent(session, unsent)
 
 
 def _spare_leases(session: Session, island: str) -> None:

@@ -133,12 +133,17 @@ def state(session, name):
     return session.get_one(Task, f"tsk_{name}").state
 
 
+def news(sent):
+    told = [(queue, bodies) for message, queue, *bodies in sent if message == "device.news"]
+    return [(queue, body) for queue, bodies in told for body in bodies]
+
+
 def orders(sent):
-    return [body["is"] for message, _, body in sent if message == "device.order"]
+    return [body["is"] for _, body in news(sent) if body["is"] != "Answer"]
 
 
 def answers(sent):
-    return [(queue, body) for message, queue, body in sent if message == "device.answer"]
+    return [(queue, body) for queue, body in news(sent) if body["is"] == "Answer"]
 
 
 def pass_time(session, table, column, seconds):
@@ -171,6 +176,8 @@ class TestRound:
         hear(isle, alive())
         assert state(session, "t") == "starting"
         assert (orders(sent), len(answers(sent))) == (["Launch"], 1)
+        assert [body["is"] for _, body in news(sent)] == ["Answer", "Launch"]
+        assert len(sent) == 1
 
     def test_orders_are_sent_again_until_the_device_shows_them(self, session, isle, sent):
         add_task(session, "t")
