@@ -312,16 +312,23 @@ def _order_to(session: Session, task: Task, device: str, kind: str, **details: A
     order = messages.decode(
         {"is": kind, "task": task.id, "epoch": task.epoch, "seq": task.order_seq, **details}
     )
-    session.add(
-        Order(
-            task_id=task.id,
-            epoch=task.epoch,
-            seq=task.order_seq,
-            device_id=device,
-            kind=kind,
-            body=messages.encode(order),
-        )
+    row = Order(
+        task_id=task.id,
+        epoch=task.epoch,
+        seq=task.order_seq,
+        device_id=device,
+        kind=kind,
+        body=messages.encode(order),
+        sent_at=db.now(session),
+        sends=1,
     )
+    session.add(row)
+    session.info.setdefault("ordered", []).append(row)
+
+
+def ordered(session: Session) -> list[Order]:
+    """The orders of this transaction, which count as sent: they are when it is committed."""
+    return [order for order in session.info.pop("ordered", ()) if order in session]
 
 
 def _order_hosts(

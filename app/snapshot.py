@@ -158,9 +158,12 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_TASKS = select(*_COLUMNS)  # made once: it is asked in every round
+
+
 def tasks(*more: Any) -> Select[Any]:
     """What `tasks_of` needs of each task, and `more` columns."""
-    return select(*_COLUMNS, *more)
+    return _TASKS.add_columns(*more)
 
 
 def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dict[str, Task]:

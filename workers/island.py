@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, select, true, update
+from sqlalchemy import ColumnElement, Select, bindparam, func, select, true, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import Session
@@ -52,6 +52,7 @@ class Scheduler(Loop):
         self.tally, self.leads = Tally(), False
         self.began_s = 0.0  # by the monotonic clock: this round's transaction
         self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
+        self.resend_s = 0.0  # by the monotonic clock: when to look for orders to be sent again
         self.deaf_until_s = 0.0  # by the monotonic clock: silence says nothing about devices
 
     def hear(self, alive: Alive) -> None:
@@ -109,9 +110,16 @@ class Scheduler(Loop):
                 self.due_s = time.monotonic() + again_s
             journal.settle(session)
             self.tally.write(session, row, leads=leads)
-            resend_s = settings().order_resend_s
-            due = outbox.take_unsent(session, _live(self.island), resend_s=resend_s)
+            due = self._due(session)
             return [self._with_order(answer) for answer, _ in recorded], due
+
+    def _due(self, session: Session) -> list[Order]:
+        """Orders to be sent: the new ones; what was sent long ago is looked for in between."""
+        new, resend_s = journal.ordered(session), settings().order_resend_s
+        if new and time.monotonic() < self.resend_s:
+            return new
+        self.resend_s = time.monotonic() + resend_s
+        return [*outbox.take_unsent(session, _live(self.island), resend_s=resend_s), *new]
 
     def _with_order(self, answer: Answer) -> Answer:
         """Where a device has too little memory for all that live there, the last of them leaves."""
@@ -145,15 +153,10 @@ class Scheduler(Loop):
 
     def _row(self, session: Session) -> tuple[Island, float]:
         """The island's row, locked, and how many seconds are left of its leader's lease."""
-        left_s = func.extract("epoch", Island.leader_until - func.now())
-        now_s = func.extract("epoch", func.now())
-        query = select(Island, func.coalesce(left_s, 0), now_s, LedgerBase)
-        query = query.outerjoin(LedgerBase, true()).where(Island.name == self.island)
-        locked = query.with_for_update(key_share=True, of=Island)
-        found = session.execute(locked).one_or_none()
+        found = session.execute(_ROW, {"island": self.island}).one_or_none()
         if found is None:
             session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
-            found = session.execute(locked).one()
+            found = session.execute(_ROW, {"island": self.island}).one()
         db.it_is(session, float(found[2]))
         ledger.it_is(session, found[3])
         return found[0], float(found[1])
@@ -227,6 +230,17 @@ class Scheduler(Loop):
         if unsent := outbox.send(answers, due):
             with db.transaction() as session:
                 outbox.mark_unsent(session, unsent)
+
+
+_LEFT_S = func.coalesce(func.extract("epoch", Island.leader_until - func.now()), 0)
+
+# Locked, with the seconds left of its leader's lease, what time it is, and the ledger's row.
+_ROW = (
+    select(Island, _LEFT_S, func.extract("epoch", func.now()), LedgerBase)
+    .outerjoin(LedgerBase, true())
+    .where(Island.name == bindparam("island"))
+    .with_for_update(key_share=True, of=Island)
+)
 
 
 def _spare_leases(session: Session, island: str) -> None:
