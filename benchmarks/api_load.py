@@ -49,7 +49,7 @@ REPEATS = 3
 TASKS = 100  # in a bulk
 START_S = 30.0
 LIVES_S = 600.0
-WATCH_S = 0.1
+WATCH_S = 0.2
 
 CODE = "def nothing(ctx):\n    return {}\n"
 

@@ -953,10 +953,27 @@ def _make_room_for(code: Path) -> None:
     """Let the tenant's modules be found first, even those that are called like ours."""
     ours = str(Path(__file__).resolve().parent.parent)
     sys.path[:] = [str(code), *(path for path in sys.path if path not in ("", ours))]
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("app", "workers"):
-            del sys.modules[name]
+    for name in _own_modules():
+        del sys.modules[name]
     sys.path_importer_cache.pop(str(code), None)  # what lay there before
+
+
+def put_own_modules_last() -> None:
+    """So that each fork finds them without a look at all others, which costs it their pages."""
+    for name in reversed(_own_modules()):
+        sys.modules[name] = sys.modules.pop(name)
+
+
+def _own_modules() -> list[str]:
+    """Newest first: none is older than the package in which it lies."""
+    found, packages = [], {"app", "workers"}
+    for name in reversed(sys.modules):
+        if name.partition(".")[0] in ("app", "workers"):
+            found.append(name)
+            packages.discard(name)
+            if not packages:
+                break
+    return found
 
 
 def seed() -> None:

@@ -49,7 +49,7 @@ def main(fd: int, lock_fd: int) -> NoReturn:
     import workers.executor
 
     assert workers.command
-    assert workers.executor
+    workers.executor.put_own_modules_last()
     wire = Wire(socket.socket(fileno=fd))
     _must_have_one_thread()
     _ready(wire, torch.__version__)
