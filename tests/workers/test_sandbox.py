@@ -68,6 +68,16 @@ def test_it_sees_no_other_process(found):
     assert found["processes"] in ([1], [])
 
 
+def test_who_forked_into_process_ids_of_its_own_goes_on_in_ours(found):
+    if "processes" not in found["walls"] or os.geteuid() != 0:
+        pytest.skip("only root has them without a namespace of users")
+    for walls, ids in ((["processes"], 1), ([], 0)):
+        child = sandbox.fork(walls)
+        if not child:
+            os._exit(int(os.getpid() == 1))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ids
+
+
 def test_it_can_run_a_program(found):
     assert found["shell"] == "hi\n"
 
