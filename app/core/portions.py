@@ -29,7 +29,7 @@ from app.core.placement import (
     ways_between,
 )
 from app.core.search import Effort, solve
-from app.core.starts import Found
+from app.core.starts import Found, listed
 from app.core.timeline import Option, Problem, Timeline, option
 
 EFFORT = Effort(guard=1050)
@@ -157,7 +157,15 @@ def _assign(
         ways=ways,
         host=list(range(len(islands))),
     )
-    return _named(graph, islands, problem, solve(problem, effort))
+    return _named(graph, islands, problem, _found(problem, effort))
+
+
+def _found(problem: Problem, effort: Effort) -> Found:
+    """Where nobody has a choice, as on the only island, there is nothing to look for."""
+    if any(len(options) > 1 for options in problem.options):
+        return solve(problem, effort)
+    found = listed(problem, 1)
+    return replace(found, least_makespan_ns=found.makespan_ns, exact=True)
 
 
 def _from_above(graph: Graph, islands: tuple[Island, ...]) -> Graph:

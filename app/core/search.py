@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from app.core.branches import THOUSAND, Exact, unavoidable
-from app.core.starts import Found, by_start, starts
+from app.core.starts import Found, by_start, measure, starts
 from app.core.timeline import FAR, Layout, Option, Problem, Timeline
 
 MOVES = tuple[tuple[int, int], ...]  # (task, option) of all that move together
@@ -46,6 +46,8 @@ class Effort:
 def solve(problem: Problem, effort: Effort | None = None) -> Found:
     """The best placement that was found, were there memory for everything."""
     effort = effort or Effort()
+    if problem.tasks == 1:
+        return _single(problem, effort)
     search = Search(problem, effort)
     for start in starts(problem):
         search.offer(start)
@@ -57,6 +59,16 @@ def solve(problem: Problem, effort: Effort | None = None) -> Found:
     if not found.exact and choices > 1:
         found = search.shake(found)
     return replace(found, least_bytes=unavoidable(problem, found.order)[0])
+
+
+def _single(problem: Problem, effort: Effort) -> Found:
+    """Of a single task every option is measured: most requests are one, and are not searched."""
+    found = [measure(problem, (n,), (0,)) for n in range(len(problem.options[0]))]
+    least_ns = min(one.makespan_ns for one in found)
+    limit_ns = least_ns * effort.guard // THOUSAND
+    best = min(found, key=lambda one: _worth(one.makespan_ns, one.bytes, limit_ns))
+    least_bytes = unavoidable(problem, best.order)[0]
+    return replace(best, least_makespan_ns=least_ns, least_bytes=least_bytes, exact=True)
 
 
 class Search:

@@ -1,0 +1,72 @@
+"""What a tenant may count on of an island's devices: the rooms that `core.portions` decides with.
+
+By fair share a tenant's work goes on beside that of all others who have work there, each at the
+speed of its part of the devices (rules F3, F4).  So what is new ends when the tenant's own queue
+has drained at that speed, or when all queues have, if that is sooner: nobody leaves a device idle.
+
+Times are nanoseconds of one device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from app.core.island import Tenant
+from app.core.portions import Room
+
+Tenants = Mapping[str, Tenant]
+
+
+@dataclass(slots=True)
+class Stock:
+    """An island's devices of one kind, and the work that every tenant has queued for them.
+
+    `rivals` is the weight of those with work there, by who stands above them: kept while work is
+    added, so that a room costs the depth of the tree.
+    """
+
+    kind: str
+    devices: int
+    queued_ns: Counter[str] = field(default_factory=Counter)
+    total_ns: int = 0
+    present: set[str] = field(default_factory=set)
+    rivals: Counter[str | None] = field(default_factory=Counter)
+
+    def add(self, tenant: str, work_ns: int, tenants: Tenants) -> None:
+        """So much work of a tenant is queued there besides."""
+        self.queued_ns[tenant] += work_ns
+        self.total_ns += work_ns
+        for one in _upwards(tenant, tenants):
+            if one.id in self.present:
+                break
+            self.present.add(one.id)
+            self.rivals[one.parent] += one.weight
+
+    def part(self, tenant: str, tenants: Tenants) -> Fraction:
+        """The devices that are the tenant's fair share while all who have work there want theirs."""
+        part = Fraction(self.devices)
+        for one in _upwards(tenant, tenants):
+            itself = 0 if one.id in self.present else one.weight
+            part *= Fraction(one.weight, self.rivals[one.parent] + itself)
+        owed = tenants[tenant].guarantee.get(self.kind, 0)
+        return max(part, Fraction(min(owed, self.devices)))
+
+    def room(self, tenant: str, work_ns: int, tenants: Tenants) -> Room:
+        """What a tenant with so much new work finds."""
+        part = self.part(tenant, tenants)
+        alone_ns = (self.queued_ns[tenant] + work_ns) / part
+        ends_ns = min(alone_ns, Fraction(self.total_ns + work_ns, self.devices))
+        lanes = max(1, int(part))
+        busy_ns = max(0, int(ends_ns - Fraction(work_ns, lanes)))
+        return Room(devices=self.devices, share=lanes, busy_ns=busy_ns)
+
+
+def _upwards(tenant: str, tenants: Tenants) -> Iterator[Tenant]:
+    """The tenant, and who stands above it."""
+    at: str | None = tenant
+    while at is not None:
+        yield tenants[at]
+        at = tenants[at].parent
