@@ -1,87 +1,436 @@
 """A request's portions -> islands: the first of the two schedulers.
 
-Every task of one request goes to one island, so that what it needs lies near; which one is decided
-by how much of its device kinds is free there for each task already waiting.  The island's own
+The tasks of a request and the data between them are a graph; each island has rooms, by what it has
+of each kind of device, the work queued there and the tenant's fair share of it (`core.rooms`).
+`core.portions` says which task goes where: all to one island if that is as quick, to several where
+kinds of devices or time ask for it.  A request of one task is the same with one node.  What a task
+on another island made arrives by the store, as between two hosts of an island.  Each island's own
 scheduler does the rest.
+
+An island that nobody leads, and of which no device is heard, is *dark*.  When control has seen it
+so for long enough it is lost: its tasks that have not ended are assigned anew (`take_over`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import Row, Select, and_, func, literal, select, text
 from sqlalchemy.orm import Session
 
+from app import forecast, journal, snapshot
+from app.core.island import Tenant
 from app.core.lifecycle import ENDED
-from app.models import Device, Task
+from app.core.messages import JSON
+from app.core.placement import Block, Graph, Link, Node, Unplaceable
+from app.core.portions import Island, Portions, apportion, reassign
+from app.core.rooms import Stock
+from app.core.search import Effort
+from app.models import Device, Host, Line, Need, Placement, Task
+from app.models import Island as IslandRow
+from app.settings import settings
+
+EFFORT = Effort(guard=1050, search=20_000, exact=10_000)  # 200 tasks take a sixth of a second
+USUAL_NS = 60 * 10**9  # a task of which nothing is known
+USUAL_BYTES = 1 << 20  # an output that nobody has seen yet
+PAGE = 100  # requests of a lost island that one transaction takes over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """One request: its tasks, what each of them needs, and how long they are expected to take."""
+
+    tasks: Sequence[Row[Any]]
+    needs: Mapping[str, Sequence[Row[Any]]]
+    time_ns: Mapping[str, int]
+
+    @property
+    def tenant(self) -> str:
+        return str(self.tasks[0].tenant_id)
 
 
 def assign_new(session: Session) -> set[str]:
-    """Give every request that has none an island; returns the islands that got something."""
-    portions, cancelled = _unassigned(session)
-    if not portions:
+    """Give every task that has none an island; returns the islands that got something."""
+    rows = session.execute(_unassigned()).all()
+    if not rows:
         return set()
-    devices, load = _devices(session), _load(session)
-    touched = set()
-    for request_id, kinds in portions.items():
-        island = choose(kinds, devices, load)
-        if island is None and request_id in cancelled:
-            island = min(devices, default=None)  # any will do to end it
-        if island is None:
-            continue  # no island has such devices now; it is looked at again
-        mine = (Task.request_id == request_id, Task.island.is_(None))
-        session.execute(update(Task).where(*mine).values(island=island))
-        load[island] += sum(kinds.values())
-        touched.add(island)
-    return touched
+    scene = _Scene.of(session)
+    assigned = list[tuple[str, str, JSON, bool]]()
+    for work in _works(session, rows, scene.learned):
+        found = scene.decided(work)
+        if found is None and any(task.cancel_asked_at for task in work.tasks):
+            found = scene.anywhere(work)  # any will do to end it
+        if found is None:
+            continue  # no islands have such devices now; it is looked at again
+        scene.add(work, found)
+        abroad = _needed_abroad(work, found)
+        assigned += [(id, island, why, id in abroad) for id, (island, why) in found.items()]
+    _write(session, assigned)
+    return {island for _, island, _, _ in assigned}
 
 
-def choose(
-    kinds: Mapping[str, int], devices: Mapping[str, Counter[str]], load: Mapping[str, int]
-) -> str | None:
-    """The island with all these device kinds and the fewest live tasks per device; by name if even.
+# --- why, for people ------------------------------------------------------------------------------
 
-    `kinds` counts the tasks of the request by device kind, `devices` an island's devices by kind,
-    `load` an island's live tasks.
-    """
-    fitting = [island for island, has in devices.items() if all(has[kind] for kind in kinds)]
-    return min(fitting, key=lambda i: (load[i] / devices[i].total(), i), default=None)
+NOWHERE = "No islands have devices up to now for all that it and the rest of its request need."
 
 
-def _unassigned(session: Session) -> tuple[dict[str, Counter[str]], set[str]]:
-    """The tasks of each request by kind, and the requests of which something was cancelled.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The island of a task, and why; `crossing_bytes` as expected when that was decided."""
 
-    Locked in the order of their ids, as wishes lock them, and without leaving any out: all tasks of
-    a request go to one island.
-    """
-    query = (
-        select(Task.request_id, Task.kind, Task.cancel_asked_at)
-        .where(Task.island.is_(None), Task.state.not_in(ENDED))
-        .order_by(Task.id)
-        .with_for_update(key_share=True)
+    task: str
+    island: str | None
+    because: str
+    crossing_bytes: int
+
+
+def places(session: Session, request_id: str) -> list[Place]:
+    query = select(Task.name, Task.island, Task.assigned).where(Task.request_id == request_id)
+    found = []
+    for name, island, why in session.execute(query.order_by(Task.id)):
+        because = (why or {}).get("because", NOWHERE if island is None else "")
+        across = (why or {}).get("crossing_bytes", 0)
+        found.append(Place(task=name, island=island, because=because, crossing_bytes=across))
+    return found
+
+
+# --- islands that are lost ------------------------------------------------------------------------
+
+
+def dark(session: Session) -> set[str]:
+    """Islands with something to do that nobody leads, and of which no device is heard."""
+    alive = select(Device.id).where(
+        Device.island == IslandRow.name, Device.lease_until > func.now()
     )
-    portions: dict[str, Counter[str]] = {}
-    cancelled = set()
-    for request_id, kind, cancel_asked_at in session.execute(query):
-        portions.setdefault(request_id, Counter())[kind] += 1
-        if cancel_asked_at is not None:
-            cancelled.add(request_id)
-    return portions, cancelled
+    work = select(Task.id).where(Task.island == IslandRow.name, Task.state.not_in(ENDED))
+    led = func.coalesce(IslandRow.leader_until > func.now(), False)
+    query = select(IslandRow.name).where(~led, ~alive.exists(), work.exists())
+    return set(session.scalars(query))
 
 
-def _devices(session: Session) -> dict[str, Counter[str]]:
-    query = select(Device.island, Device.kind, func.count()).group_by(Device.island, Device.kind)
-    islands: dict[str, Counter[str]] = {}
-    for island, kind, n in session.execute(query):
-        islands.setdefault(island, Counter())[kind] = n
-    return islands
+def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str], str | None]:
+    """Assign what a lost island has not ended anew, the requests behind `after`, some at a time.
 
-
-def _load(session: Session) -> Counter[str]:
-    query = (
-        select(Task.island, func.count())
-        .where(Task.island.is_not(None), Task.state.not_in(ENDED))
-        .group_by(Task.island)
+    Returns the islands that got something, and behind which request to go on; None at the end.
+    Its row is locked, as by its own scheduler, and looked at again: if it came back, all stays.
+    """
+    row = select(IslandRow.name).where(IslandRow.name == lost)
+    session.execute(row.with_for_update(key_share=True))
+    if lost not in dark(session):
+        return set(), None
+    query = select(Task.request_id).where(
+        Task.island == lost, Task.state.not_in(ENDED), Task.request_id > after
     )
-    return Counter({island: n for island, n in session.execute(query) if island})
+    ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
+    scene = _Scene.of(session, without=lost)
+    touched = set[str]()
+    rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
+    for work in _works(session, rows, scene.learned):
+        found = scene.decided(work, lost=lost)
+        if found is None:
+            continue  # nobody else has such devices: it waits for the island
+        scene.add(work, found)
+        anew = {id: (to, _anew(lost, to, why)) for id, (to, why) in found.items()}
+        journal.hand_over(
+            session, {id: (to, why["because"]) for id, (to, why) in anew.items()}, lost
+        )
+        abroad = _needed_abroad(work, found)
+        _write(session, [(id, to, why, id in abroad) for id, (to, why) in anew.items()])
+        touched |= {island for island, _ in found.values()}
+    journal.settle(session)
+    return touched, ids[-1] if len(ids) == PAGE else None
+
+
+def _anew(lost: str, island: str, why: JSON) -> JSON:
+    told = f"The island {lost} is lost; {island} goes on with it. {why['because']}"
+    return {**why, "because": told}
+
+
+# --- what is decided ------------------------------------------------------------------------------
+
+Seats = dict[str, tuple[str, JSON]]  # task -> its island, and why
+
+
+@dataclass(slots=True)
+class _Scene:
+    """The islands as they are, with what was assigned in this transaction.
+
+    `up` are devices that can take work now, of islands that are led; `all` those that once joined.
+    """
+
+    tenants: Mapping[str, Tenant]
+    up: dict[str, dict[str, Stock]]
+    all: dict[str, dict[str, Stock]]
+    largest: Mapping[tuple[str, str], int]  # (island, kind) -> the memory of its largest device
+    learned: forecast.Learned | None = None
+    links: dict[tuple[str, ...], tuple[Link, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, session: Session, *, without: str = "") -> _Scene:
+        tenants = snapshot.tenants(session)
+        up, all_ = (
+            defaultdict[str, dict[str, Stock]](dict),
+            defaultdict[str, dict[str, Stock]](dict),
+        )
+        largest = {}
+        for row in session.execute(_devices().where(Device.island != without)):
+            all_[row.island][row.kind] = Stock(kind=row.kind, devices=row.devices)
+            if row.up:
+                up[row.island][row.kind] = Stock(kind=row.kind, devices=row.up)
+            largest[row.island, row.kind] = row.memory_bytes
+        learned = _learned.refreshed(session) if len(all_) > 1 else None
+        scene = cls(tenants=tenants, up=up, all=all_, largest=largest, learned=learned)
+        if learned is not None:
+            scene._count_queues(session)
+        return scene
+
+    def decided(self, work: _Work, *, lost: str = "") -> Seats | None:
+        """The island of each task, or of each on the lost one; None if there is none for some."""
+        for stocks in (self.up, self.all):
+            try:
+                return self._decided(work, stocks, lost)
+            except Unplaceable:
+                continue
+        return None
+
+    def anywhere(self, work: _Work) -> Seats | None:
+        island = min(self.all, default=None)
+        why = {"because": "It is to be cancelled, and any island can end it."}
+        return None if island is None else {task.id: (island, why) for task in work.tasks}
+
+    def add(self, work: _Work, found: Seats) -> None:
+        """What comes later finds this queued."""
+        kinds = {task.id: task.kind for task in work.tasks}
+        for id, (island, _) in found.items():
+            self._queue(island, kinds[id], work.tenant, work.time_ns[id])
+
+    def _queue(self, island: str, kind: str, tenant: str, work_ns: int) -> None:
+        for stocks in (self.up, self.all):
+            if (stock := stocks.get(island, {}).get(kind)) is not None:
+                stock.add(tenant, work_ns, self.tenants)
+
+    def _count_queues(self, session: Session) -> None:
+        for query in _queued():
+            for island, kind, tenant, width, count in session.execute(query):
+                usual_ns = _usual_ns(self.learned, tenant, width)
+                self._queue(island, kind, tenant, count * width * usual_ns)
+
+    def _decided(self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]], lost: str) -> Seats:
+        needed = Counter[str]()
+        for task in work.tasks:
+            if task.state not in ENDED and task.island in (None, lost):
+                needed[task.kind] += work.time_ns[task.id] * task.devices_min
+        islands = [
+            Island(
+                id=name,
+                places=frozenset({name}),
+                rooms={
+                    kind: of_kind[kind].room(work.tenant, needed[kind], self.tenants)
+                    for kind in {task.kind for task in work.tasks} & of_kind.keys()
+                },
+            )
+            for name, of_kind in sorted(stocks.items())
+        ]
+        able = {task.id: self._able(task, stocks) for task in work.tasks}
+        graph = _graph(work, able, all_=[island.id for island in islands])
+        found = self._portions(work, graph, islands)
+        reads = {node.id: frozenset(node.reads) for node in graph.nodes}
+        return {
+            task.id: (found.seats[task.id], _why(found, task, able[task.id], reads[task.id]))
+            for task in work.tasks
+            if task.island in (None, lost) and task.id in found.seats
+        }
+
+    def _able(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
+        """The islands with a device that is large enough."""
+        return tuple(
+            name
+            for name, of_kind in sorted(stocks.items())
+            if task.kind in of_kind and task.memory_bytes <= self.largest[name, task.kind]
+        )
+
+    def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
+        names = tuple(island.id for island in islands)
+        links = self.links.setdefault(names, tuple(_links(names)))
+        before = {task.id: task.island for task in work.tasks if task.island is not None}
+        if not before:
+            return apportion(graph, islands, links, EFFORT)
+        done = [task.id for task in work.tasks if task.state in ENDED]
+        # What has ended lies in the store, which is as near to one island as to the other.
+        at = {block: names for node in graph.nodes if node.id in done for block in node.writes}
+        return reassign(graph, islands, links, before=before, done=done, at=at, effort=EFFORT)
+
+
+def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]) -> Graph:
+    """Its tasks as nodes, the outputs that they take from each other as blocks."""
+    blocks, nodes = dict[str, int](), list[Node]()
+    writes = defaultdict[str, dict[str, None]](dict)
+    known = {task.id: task.outputs for task in work.tasks}
+    for need in (need for needs in work.needs.values() for need in needs if need.port):
+        block = f"{need.needs_id}.{need.output}"
+        writes[need.needs_id][block] = None
+        kept = known[need.needs_id].get(need.output, {})
+        blocks[block] = int(kept.get("size_bytes", USUAL_BYTES))
+    for task in work.tasks:
+        if not able[task.id] and task.state not in ENDED:
+            raise Unplaceable(f"node {task.id}", "no island has such a device")
+        needs = work.needs.get(task.id, ())
+        reads = dict.fromkeys(f"{need.needs_id}.{need.output}" for need in needs if need.port)
+        nodes.append(
+            Node(
+                id=task.id,
+                time_ns={task.kind: work.time_ns[task.id]},
+                reads=tuple(reads),
+                writes=tuple(writes[task.id]),
+                after=tuple(dict.fromkeys(need.needs_id for need in needs if not need.port)),
+                width=task.devices_min,
+                devices=() if len(able[task.id]) == len(all_) else able[task.id],
+            )
+        )
+    sizes = tuple(Block(id=id, bytes=bytes_) for id, bytes_ in blocks.items())
+    return Graph(nodes=tuple(nodes), blocks=sizes)
+
+
+def _links(names: Sequence[str]) -> Iterator[Link]:
+    """Every island to every other."""
+    speed = settings().island_link_bytes_per_s
+    for source in names:
+        for target in names:
+            if source != target:
+                yield Link(source=source, target=target, bytes_per_s=speed)
+
+
+def _why(found: Portions, task: Row[Any], able: Sequence[str], reads: frozenset[str]) -> JSON:
+    island = found.seats[task.id]
+    across = sum(c.bytes for c in found.crossings if c.target == island and c.block in reads)
+    ends_s = round(found.makespan_ns / 1e9, 3)
+    if len(able) == 1:
+        told = f"Only {island} has such devices."
+    else:
+        told = f"Of {len(able)} islands that can run it; so the request is expected to end soonest,"
+        told += f" in {ends_s:.0f} s." if ends_s >= 1 else " at once."
+    return {"because": told, "ends_s": ends_s, "crossing_bytes": across}
+
+
+def _needed_abroad(work: _Work, found: Seats) -> set[str]:
+    """Tasks whose end others wait for on another island than theirs."""
+    island = {task.id: task.island for task in work.tasks}
+    island |= {id: to for id, (to, _) in found.items()}
+    return {
+        need.needs_id
+        for id, needs in work.needs.items()
+        for need in needs
+        if island[id] != island[need.needs_id]
+    }
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+_learned = forecast.Learned()  # how long tasks run
+
+
+def _tasks() -> Select[Any]:
+    return select(
+        Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
+        Task.kind, Task.memory_bytes, Task.devices_min, Task.cancel_asked_at, Task.outputs,
+    )  # fmt: skip
+
+
+def _unassigned() -> Select[Any]:
+    """Locked in the order of their ids, as wishes lock them, and without leaving any out: all tasks
+    of a request are assigned at once.
+    """
+    mine = _tasks().where(Task.island.is_(None), Task.state.not_in(ENDED)).order_by(Task.id)
+    return mine.with_for_update(key_share=True)
+
+
+def _works(
+    session: Session, rows: Sequence[Row[Any]], learned: forecast.Learned | None
+) -> Iterator[_Work]:
+    """Request by request, in the order of their first tasks."""
+    requests = defaultdict[str, list[Row[Any]]](list)
+    for row in rows:
+        requests[row.request_id].append(row)
+    needs = defaultdict[str, list[Row[Any]]](list)
+    several = [task.id for tasks in requests.values() if len(tasks) > 1 for task in tasks]
+    if several:
+        query = select(Need.task_id, Need.needs_id, Need.port, Need.output)
+        for row in session.execute(query.where(Need.task_id == func.any(several))):
+            needs[row.task_id].append(row)
+    for tasks in requests.values():
+        yield _Work(
+            tasks=tasks,
+            needs={task.id: needs[task.id] for task in tasks if task.id in needs},
+            time_ns={task.id: _expected_ns(learned, task) for task in tasks},
+        )
+
+
+def _usual_ns(learned: forecast.Learned | None, tenant: str, width: int) -> int:
+    """Of the tenant's tasks of that width, whatever they are."""
+    usual_s = learned.usual_s(tenant, width) if learned is not None else None
+    return USUAL_NS if usual_s is None else max(1, int(usual_s * 1e9))
+
+
+def _expected_ns(learned: forecast.Learned | None, task: Row[Any]) -> int:
+    expected_s = learned.expected_s(task) if learned is not None else None
+    return USUAL_NS if expected_s is None else max(1, int(expected_s * 1e9))
+
+
+def _write(session: Session, assigned: Sequence[tuple[str, str, JSON, bool]]) -> None:
+    """(task, island, why, do other islands need it)"""
+    if not assigned:
+        return
+    ids, islands, whys, abroad = zip(*assigned, strict=True)
+    values = {"ids": list(ids), "islands": list(islands), "abroad": list(abroad)}
+    session.execute(_ASSIGN, {**values, "whys": [json.dumps(why) for why in whys]})
+
+
+_ASSIGN = text(
+    """
+    update tasks set island = new.island, assigned = new.why, abroad = tasks.abroad or new.abroad
+    from unnest(cast(:ids as text[]), cast(:islands as text[]), cast(:whys as jsonb[]),
+        cast(:abroad as bool[])) as new (id, island, why, abroad)
+    where tasks.id = new.id
+    """
+)
+
+
+def _devices() -> Select[Any]:
+    """Of each island and kind: how many, how many of them can take work now, the largest."""
+    can = and_(
+        IslandRow.leader_until > func.now(),
+        Device.lease_until > func.now(),
+        ~Device.cordoned,
+        ~Host.cordoned,
+    )
+    return (
+        select(
+            Device.island,
+            Device.kind,
+            func.count().label("devices"),
+            func.count().filter(can).label("up"),
+            func.max(Device.memory_bytes).label("memory_bytes"),
+        )
+        .join(Host, Host.name == Device.host)
+        .join(IslandRow, IslandRow.name == Device.island)
+        .group_by(Device.island, Device.kind)
+    )
+
+
+def _queued() -> Iterator[Select[Any]]:
+    """(island, kind, tenant, devices of each, how many) of all that waits, runs or is blocked."""
+    yield select(Line.island, Line.kind, Line.tenant_id, Line.width, Line.waiting).where(
+        Line.waiting > 0
+    )
+    open_ = (Placement.ended_at.is_(None), ~Placement.guest)
+    running = (Device.island, Placement.kind, Placement.tenant_id, literal(1), func.count())
+    by = (Device.island, Placement.kind, Placement.tenant_id)
+    join = select(*running).join(Device, Device.id == Placement.device_id)
+    yield join.where(*open_).group_by(*by)
+    by_ = (Task.island, Task.kind, Task.tenant_id)
+    blocked = select(*by_, literal(1), func.count()).where(Task.state == "blocked")
+    yield blocked.where(Task.island.is_not(None)).group_by(*by_)

@@ -54,7 +54,8 @@ Line = tuple[Branch, Lane]
 class News:
     """What there is to read: in which tables something changed, and what time has brought.
 
-    `horizon` is the oldest transaction that may still bring more.  `due` are blocked tasks whose
+    `horizon` is the oldest transaction that may still bring more.  `abroad` are tasks of other
+    islands that have ended, and that tasks here may wait for.  `due` are blocked tasks whose
     time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save, and
     `moves` moves that are under way or asked for.
     """
@@ -63,6 +64,7 @@ class News:
     tenants: bool
     devices: bool
     tasks: bool
+    abroad: bool
     users: bool
     due: bool
     saves: bool
@@ -206,6 +208,8 @@ class Follower:
         cut_short = self.after is not None
         changed = self._take_in(session, board, self._changed()) if news.tasks or cut_short else ()
         ended = [row.id for row in changed if row.is_needed and row.state in ENDED]
+        if news.abroad:
+            ended += session.scalars(self._ended_abroad())
         if ended:
             self._take_in(session, board, self._dependents(ended))
         if self.locked:
@@ -230,6 +234,11 @@ class Follower:
             txid, id = self.after
             query = query.where(tuple_(TaskRow.txid, TaskRow.id) > tuple_(_xid(txid), literal(id)))
         return query.order_by(TaskRow.txid, TaskRow.id).limit(AT_ONCE)
+
+    def _ended_abroad(self) -> Select[tuple[str]]:
+        return select(TaskRow.id).where(
+            TaskRow.abroad, TaskRow.state.in_(ENDED), TaskRow.txid >= _xid(self.since)
+        )
 
     def _startable(self, now_s: float) -> Select[Any]:
         """Blocked tasks whose time has come, or that will never start."""
@@ -349,6 +358,8 @@ _NEWS = text(
             as devices,
         coalesce((select txid from tasks where island = :island order by txid desc limit 1)
             >= since, false) as tasks,
+        coalesce((select txid from tasks where abroad and state in ('done', 'failed', 'cancelled')
+            order by txid desc limit 1) >= since, false) as abroad,
         coalesce((select txid from users order by txid desc limit 1) >= since, false)
             or coalesce((select txid from accounts order by txid desc limit 1) >= since, false)
             as users,

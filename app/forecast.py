@@ -71,6 +71,14 @@ class Learned:
             self._calibrate(session)
         return self
 
+    def expected_s(self, row: Any) -> float | None:
+        """How long a task like this row is going to run on as many devices as it needs."""
+        return self.history.expected_remaining_s(_who(row))
+
+    def usual_s(self, tenant: str, width: int) -> float | None:
+        """How long the tenant's tasks of this width run."""
+        return self.history.expected_remaining_s(((tenant, width), (tenant,), ()))
+
     def remember(self, task: str, told: Estimate, at_s: float) -> None:
         """Only the first answer: how often somebody asks must not weigh."""
         self.told.setdefault(task, (told, at_s))

@@ -37,7 +37,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer
 
-from app import datablocks, db, launch, ledger, lending, webhooks
+from app import datablocks, db, launch, ledger, lending, outbox, webhooks
 from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
@@ -597,6 +597,38 @@ def lose(session: Session, task: Task, placement: Placement, because: str) -> No
         tell(session, task, "task.lost", because, device=device, step=task.step)
 
 
+def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str) -> None:
+    """The island `lost` is lost with its devices: others go on with its tasks, each of them from
+    its last durable image.  `tasks` maps each to (its new island, why); whoever calls has locked
+    the row of the lost one.
+
+    Whatever still speaks for the old island is stale from now on: placements are closed, images in
+    its hosts' memory forgotten, and the next launch has a higher epoch.
+    """
+    rows = _locked(session, Task.id.in_(tasks))
+    home = {row.task_id: row for row in _open(session, Placement.task_id, sorted(rows))}
+    for id, task in rows.items():
+        if id in home:
+            lose(session, task, home[id], f"The island {lost} is lost, and {task.seat} with it.")
+        if task.state in ENDED:
+            continue  # it was being cancelled
+        if task.move_to is not None:
+            break_off(session, task, f"the island {lost} is lost")
+        island, because = tasks[id]
+        _change_island(session, task, island)
+        task.image_on = None
+        tell(session, task, "task.reassigned", because, island=island, lost=lost)
+
+
+def _change_island(session: Session, task: Task, island: str) -> None:
+    """It leaves its line there and joins one here, and has waited as long as it has."""
+    if task.state == "waiting":
+        _count(session, task, -1)
+    task.island = island
+    if task.state == "waiting":
+        _count(session, task, 1)
+
+
 def _take_in(
     session: Session,
     house: _House,
@@ -1115,9 +1147,13 @@ def _wait(session: Session, task: Task, *, begins: bool) -> None:
             away = tuple((from_s, to_s) for from_s, to_s in task.away)
             task.away = list(been_away(away, since_s, now_s, window_s=TIER_WINDOW_S))
         task.waiting_since = None
+    _count(session, task, 1 if begins else -1)
+
+
+def _count(session: Session, task: Task, change: int) -> None:
+    """So many more wait in its line."""
     line = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
-    lines = session.info.setdefault("lines", Counter())
-    lines[(*line, task.tenant_id)] += 1 if begins else -1
+    session.info.setdefault("lines", Counter())[(*line, task.tenant_id)] += change
 
 
 def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Placement | None:
@@ -1146,6 +1182,8 @@ def _close(session: Session, task: Task, placement: Placement, end: str) -> None
 def _end(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
     task.ended_at, task.image_on = db.now(session), None
     task.move_to = task.moving = None
+    if task.abroad:
+        db.after_commit(session, outbox.nudge_control)  # who tells all islands to look
     tell(session, task, type_, message, **data)
 
 
@@ -1217,7 +1255,8 @@ _SUMS = text(
 _STATES = text(
     """
     select r.id, r.tenant_id, r.state, array_agg(distinct t.state) as tasks,
-        bool_or(t.first_started_at is not null) as started
+        bool_or(t.first_started_at is not null) as started,
+        count(distinct t.island) > 1 as spread
     from requests r join tasks t on t.request_id = r.id
     where r.id = any(:ids) group by r.id order by r.id
     """
@@ -1225,9 +1264,18 @@ _STATES = text(
 
 
 def _sum_up(session: Session, ids: Sequence[str]) -> None:
-    """What these requests are, now that some of their tasks have moved."""
+    """What these requests are, now that some of their tasks have moved.
+
+    Of one whose tasks are on several islands only one sums up at a time, and sees what the one
+    before it did: else each of two last tasks would leave the end to the other.
+    """
+    rows = session.execute(_STATES, {"ids": ids}).all()
+    if spread := [row.id for row in rows if row.spread]:
+        mine = select(Request.id).where(Request.id.in_(spread)).order_by(Request.id)
+        session.execute(mine.with_for_update(key_share=True))
+        rows = session.execute(_STATES, {"ids": ids}).all()
     ended = []
-    for row in session.execute(_STATES, {"ids": ids}):
+    for row in rows:
         state = lifecycle.request_state(row.tasks, started=row.started)
         if row.state == state:
             continue

@@ -394,6 +394,9 @@ class Task(Base):
     that image is durable too.  `move_to` is the device that it is to be moved to ("*": any other),
     and `moving` how far that is (`core.migration.Moving`).
 
+    `assigned` says why it is on its island (`app.assign`), and `abroad` that tasks of other islands
+    wait for its end.
+
     `cost_milli` is what a second in this epoch costs, if it is
     charged by its memory and not by its device.  `waited_us` is the sum of all waits that ended;
     `away` those [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
@@ -405,6 +408,8 @@ class Task(Base):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"))
     island: Mapped[str | None] = mapped_column(ForeignKey("islands.name"))
+    assigned: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
+    abroad: Mapped[bool] = mapped_column(server_default=text("false"))
     ordinal: Mapped[int]
     name: Mapped[str]
     type: Mapped[str]
@@ -506,6 +511,18 @@ class Task(Base):
             postgresql_where=text(
                 "state in ('starting', 'running', 'splicing', 'pausing', 'stopping')"
             ),
+        ),
+        Index(
+            "ix_tasks_abroad",
+            "txid",
+            postgresql_where=text("abroad and state in ('done', 'failed', 'cancelled')"),
+        ),
+        Index(
+            "ix_tasks_blocked",
+            "island",
+            "kind",
+            "tenant_id",
+            postgresql_where=text("state = 'blocked'"),
         ),
         Index("ix_tasks_image_on", "image_on", postgresql_where=text("image_on is not null")),
         Index("ix_tasks_move_to", "move_to", postgresql_where=text("move_to is not null")),

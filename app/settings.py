@@ -93,6 +93,8 @@ class Settings(BaseSettings):
     grow_after_s: float = Field(5.0, ge=0)  # so long after a resize a task is left as it is
     order_resend_s: float = 2.0
     usage_bucket_s: int = 10
+    island_lost_s: float = Field(120.0, ge=0)  # unseen so long, its tasks go elsewhere; 0: never
+    island_link_bytes_per_s: int = Field(1_250_000_000, gt=0)  # between any two islands
     move_deadline_s: float = Field(600.0, gt=0)  # by then a task must have been copied elsewhere
 
     # leases (reliability: TTL 10, margin 3, beat 2)

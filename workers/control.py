@@ -37,6 +37,7 @@ class Control(Loop):
         self.sweeper = Sweeper()
         self.sweeping: threading.Thread | None = None
         self.sweep_due_s = 0.0
+        self.dark_since_s: dict[str, float] = {}  # by the monotonic clock
 
     def nudge(self) -> None:
         self.nudged.set()
@@ -45,14 +46,43 @@ class Control(Loop):
     def look(self) -> float:
         wished = self.nudged.is_set()
         self.nudged.clear()
+        try:
+            touched = self._take_over()
+        except BaseException:
+            self.dark_since_s.clear()  # who could not look has seen nothing
+            raise
         with db.transaction() as session:
-            touched = assign.assign_new(session)
+            touched |= assign.assign_new(session)
             # A wish (pause, cancel, ...) says only that there is one: every island looks.
             islands = set(session.scalars(select(Island.name))) if wished else touched
         for island in sorted(islands):
             outbox.hint(broker.ISLAND_NUDGE, broker.island_queue(island))
         self._chores()
         return 2 * settings().tick_s
+
+    def _take_over(self) -> set[str]:
+        """What islands have not ended that were dark at every look for long enough goes elsewhere.
+
+        Only what we have seen counts: after a pause of Postgres, or of ours, all look dark at once.
+        """
+        touched, lost_s = set[str](), settings().island_lost_s
+        if not lost_s:
+            return touched
+        now_s = time.monotonic()
+        with db.transaction() as session:
+            dark = assign.dark(session)
+        self.dark_since_s = {one: self.dark_since_s.get(one, now_s) for one in sorted(dark)}
+        for lost, since_s in self.dark_since_s.items():
+            if now_s - since_s < lost_s:
+                continue
+            log.warning("island %s is lost: others take over what it has not ended", lost)
+            after: str | None = ""
+            while after is not None:
+                with db.transaction() as session:
+                    more, after = assign.take_over(session, lost, after=after)
+                touched |= more
+            self.dark_since_s[lost] = now_s  # what nobody can take is looked at once more then
+        return touched
 
     def _chores(self) -> None:
         if time.monotonic() < self.chores_due_s:

@@ -164,13 +164,15 @@ class Scheduler(Loop):
     def _lead(self, session: Session, row: Island, left_s: float) -> bool:
         """Take or renew the lease; False while another's is open.
 
-        A lease of ours that has ended was a pause in which nobody was heard: we begin anew.
+        A lease of ours that has ended was a pause in which nobody was heard, and in which control
+        may have given our tasks away: we begin anew.
         """
         if left_s > 0 and row.leader != self.me:
             return False
         if left_s <= 0:
             log.warning("%s leads island %s", self.me[:8], self.island)
             row.leader, row.term, row.leading_since = self.me, row.term + 1, func.now()
+            self.follower.forget()
             _spare_leases(session, self.island)
         if left_s < settings().leader_s / 2:
             row.leader_until = func.now() + timedelta(seconds=settings().leader_s)

@@ -15,7 +15,7 @@ from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from app import graphs, intake, wishes
+from app import assign, graphs, intake, wishes
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.descriptor_schema import DescriptorIn
@@ -131,16 +131,20 @@ def _states(text: str | None) -> list[str]:
 @router.get(
     "/requests/{id}/plan",
     response_model=RequestPlan,
-    summary="Who runs what of its graphs",
+    summary="Which island has each task, and who runs what of its graphs",
     responses=declared(404),
 )
 def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Which executor runs each node, what passes between them, and, once done, what did.
+    """Which island has each task, and why.  Of each graph which executor runs each node, what
+    passes between them, and, once done, what did.
 
     An executor is a process of the task with a device, or a share of one, of its own.
     """
     visible_request(session, caller, id)
-    return {"graphs": [_plan(plan) for plan in graphs.plans(session, id)]}
+    return {
+        "tasks": [asdict(place) for place in assign.places(session, id)],
+        "graphs": [_plan(plan) for plan in graphs.plans(session, id)],
+    }
 
 
 def _plan(plan: graphs.Plan) -> dict[str, Any]:

@@ -585,8 +585,23 @@ class GraphPlan(Out):
     moved_bytes: int | None = Field(description="of all copies; null until the task is done")
 
 
+class TaskPlace(Out):
+    task: str
+    island: str | None = Field(description="null: no islands have devices for all of the request")
+    because: str
+    crossing_bytes: int = Field(
+        description="of what it takes from tasks on other islands, as expected when it was assigned"
+    )
+
+
 class RequestPlan(Out):
     model_config = example(
+        tasks=[
+            {
+                **{"task": "whole", "island": "local", "crossing_bytes": 0},
+                "because": "Only local has such devices.",
+            }
+        ],
         graphs=[
             {
                 "task": "whole",
@@ -601,8 +616,9 @@ class RequestPlan(Out):
                 ],
                 **{"planned_bytes": 4096, "moved_bytes": 4160},
             }
-        ]
+        ],
     )
+    tasks: list[TaskPlace] = Field(description="which island has each task, and why")
     graphs: list[GraphPlan] = Field(description="of its tasks that run one, as they were sent")
 
 

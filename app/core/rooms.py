@@ -46,7 +46,7 @@ class Stock:
             self.rivals[one.parent] += one.weight
 
     def part(self, tenant: str, tenants: Tenants) -> Fraction:
-        """The devices that are the tenant's fair share while all who have work there want theirs."""
+        """Its fair share of the devices, while all who have work there want theirs."""
         part = Fraction(self.devices)
         for one in _upwards(tenant, tenants):
             itself = 0 if one.id in self.present else one.weight

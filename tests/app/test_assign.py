@@ -1,28 +1,591 @@
-"""Which island a request goes to."""
+"""Which island each task of a request goes to, and who goes on when an island is lost."""
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from datetime import timedelta
 
 import pytest
+from sqlalchemy import func, select, update
 
-from app.assign import choose
-
-SMALL = {"small": Counter(cpu=1)}
-BOTH = {"big": Counter(cpu=4), "small": Counter(cpu=1)}
-MIXED = {"east": Counter(cpu=2), "west": Counter(cpu=2, cuda=1)}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "devices", "load", "island"),
-    [
-        ({"cpu": 1}, SMALL, {"small": 9}, "small"),  # the only one
-        ({"cpu": 1}, BOTH, {"big": 4, "small": 0}, "small"),  # 4/4 > 0/1
-        ({"cpu": 1}, BOTH, {"big": 4, "small": 2}, "big"),  # 4/4 < 2/1
-        ({"cpu": 1}, MIXED, {"east": 0, "west": 0}, "east"),  # 0 = 0: by name
-        ({"cpu": 1, "cuda": 1}, MIXED, {"east": 0, "west": 9}, "west"),  # all kinds in one place
-        ({"tpu": 1}, MIXED, {"east": 0, "west": 0}, None),  # nobody has it
-    ],
+from app import assign, db, wishes
+from app.core.messages import Alive, Finished, ResidentView, Saved, Started
+from app.models import (
+    Checkpoint,
+    Device,
+    Event,
+    Host,
+    Island,
+    Line,
+    Need,
+    Placement,
+    Request,
+    Task,
+    Tenant,
+    Usage,
+    User,
 )
-def test_a_request_goes_where_most_is_free_for_each_task(kinds, devices, load, island):
-    assert choose(kinds, devices, Counter(load)) == island
+from app.settings import settings
+from workers.control import Control
+from workers.island import Scheduler
+
+DESCRIPTOR = {
+    "run": {"job": "train:Train"},
+    "max_duration_s": 100.0,
+    "checkpoint": {"every_s": 60.0, "keep": 3},
+}
+LEASE = timedelta(minutes=5)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Nothing is published: the channel itself is Celery's and Redis'."""
+    monkeypatch.setattr("app.outbox.hint", lambda *_: True)
+
+
+@pytest.fixture
+def people(session, sent):
+    """Tenants a and b, each with one user."""
+    session.add(Tenant(id="ten_root", name="platform"))
+    session.flush()
+    for name in "ab":
+        session.add(Tenant(id=f"ten_{name}", name=name, parent_id="ten_root"))
+        session.flush()
+        session.add(User(id=f"usr_{name}", tenant_id=f"ten_{name}", name=name))
+    session.flush()
+
+
+def add_island(session, name, *, led=True, **devices):
+    """An island with so many devices of each kind, all heard just now."""
+    lease = func.now() + LEASE
+    session.add(Island(name=name, leader="x" if led else None, leader_until=lease if led else None))
+    session.flush()
+    session.add(Host(name=name, island=name))
+    session.flush()
+    for kind, count in devices.items():
+        for n in range(count):
+            session.add(
+                Device(
+                    id=f"{name}.{kind}{n}", host=name, island=name, kind=kind, lease_until=lease,
+                    memory_bytes=2**30,
+                )
+            )  # fmt: skip
+    session.flush()
+
+
+def add_task(session, name, *, request="req_r", tenant="a", needs=(), after=(), **more):
+    """A task of a request; `needs` are tasks of which it takes the output x."""
+    owner = {"tenant_id": f"ten_{tenant}", "user_id": f"usr_{tenant}"}
+    if session.get(Request, request) is None:
+        bundle = {"bundle": "sha256:" + "0" * 64}
+        session.add(Request(id=request, name=request, descriptor=bundle, **owner))
+        session.flush()
+    values = {"kind": "cpu", "descriptor": DESCRIPTOR, "ordinal": 0, "type": "train", **owner}
+    session.add(Task(id=f"tsk_{name}", request_id=request, name=name, **{**values, **more}))
+    session.flush()
+    for n, other in enumerate(needs):
+        need = {"task_id": f"tsk_{name}", "needs_id": f"tsk_{other}"}
+        session.add(Need(**need, port=f"p{n}", output="x"))
+    for other in after:
+        session.add(Need(task_id=f"tsk_{name}", needs_id=f"tsk_{other}"))
+    session.flush()
+
+
+def islands(session):
+    query = select(Task.name, Task.island).order_by(Task.name)
+    return {name: island for name, island in session.execute(query)}
+
+
+def told(session, name):
+    return session.scalar(select(Task.assigned).where(Task.name == name))
+
+
+class TestNew:
+    def test_a_task_goes_where_it_ends_first(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=1)
+        add_task(session, "a", request="req_a")
+        assert assign.assign_new(session) == {"east"}  # both are idle
+        add_task(session, "b", request="req_b")
+        assert assign.assign_new(session) == {"west"}  # the other is still blocked, and queued
+        assert islands(session) == {"a": "east", "b": "west"}
+        assert "Of 2 islands" in told(session, "b")["because"]
+
+    def test_so_do_several_requests_of_one_look(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=3)
+        for n in range(8):
+            add_task(session, f"t{n}", request=f"req_{n}")
+        assign.assign_new(session)
+        assert sorted(islands(session).values()) == ["east"] * 2 + ["west"] * 6
+
+    def test_by_fair_share_it_may_end_first_where_more_is_queued(self, session, people):
+        """In the queue of one other tenant we have half of the devices, and not its end."""
+        add_island(session, "east", cpu=2)
+        add_island(session, "west", cpu=2)
+        for n in range(9):
+            add_task(session, f"b{n}", request="req_b", tenant="b", island="east", state="waiting")
+        session.add(_line("east", "b", 9))
+        for n in range(6):
+            add_task(session, f"a{n}", request="req_a", tenant="a", island="west", state="waiting")
+        session.add(_line("west", "a", 6))
+        session.flush()
+        add_task(session, "new")
+        assign.assign_new(session)
+        assert islands(session)["new"] == "east"
+
+    def test_tasks_of_one_request_go_where_their_kinds_are(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cuda=1)
+        add_task(session, "prep")
+        add_task(session, "train", kind="cuda", needs=["prep"])
+        assert assign.assign_new(session) == {"east", "west"}
+        assert islands(session) == {"prep": "east", "train": "west"}
+        assert told(session, "train") == {
+            "because": "Only west has such devices.",
+            "ends_s": pytest.approx(120, abs=0.1),
+            "crossing_bytes": assign.USUAL_BYTES,
+        }
+        place = assign.places(session, "req_r")[1]
+        assert (place.task, place.island) == ("train", "west")
+        abroad = select(Task.name).where(Task.abroad)
+        assert session.scalars(abroad).all() == ["prep"]
+
+    def test_a_chain_stays_together_and_a_wide_request_is_cut_where_little_crosses(
+        self, session, people
+    ):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=1)
+        for side in "lr":
+            add_task(session, f"{side}0")
+            add_task(session, f"{side}1", needs=[f"{side}0"])
+            add_task(session, f"{side}2", needs=[f"{side}1"])
+        assign.assign_new(session)
+        found = islands(session)
+        assert len({found[name] for name in ("l0", "l1", "l2")}) == 1
+        assert len({found[name] for name in ("r0", "r1", "r2")}) == 1
+        assert found["l0"] != found["r0"]
+
+    def test_one_island_has_all_if_there_is_one(self, session, people):
+        add_island(session, "only", cpu=1)
+        add_task(session, "a")
+        add_task(session, "b", after=["a"])
+        assert assign.assign_new(session) == {"only"}
+
+    def test_memory_counts(self, session, people):
+        add_island(session, "east", cpu=9)
+        add_island(session, "west", cpu=1)
+        session.execute(update(Device).where(Device.island == "west").values(memory_bytes=2**40))
+        add_task(session, "large", memory_bytes=2**35)
+        assert assign.assign_new(session) == {"west"}
+
+    @pytest.mark.parametrize("why", ["not led", "not heard", "cordoned", "drained"])
+    def test_islands_that_can_take_it_now_are_taken_first(self, session, people, why):
+        add_island(session, "east", cpu=9, led=why != "not led")
+        add_island(session, "west", cpu=1)
+        here = Device.island == "east"
+        if why == "not heard":
+            session.execute(update(Device).where(here).values(lease_until=func.now()))
+        if why == "cordoned":
+            session.execute(update(Device).where(here).values(cordoned=True))
+        if why == "drained":
+            session.execute(update(Host).where(Host.name == "east").values(cordoned=True))
+        for n in range(3):
+            add_task(session, f"t{n}", request=f"req_{n}")
+        assert assign.assign_new(session) == {"west"}
+
+    def test_but_an_island_that_is_away_for_a_while_gets_what_no_other_can_run(
+        self, session, people
+    ):
+        add_island(session, "east", cuda=1, led=False)
+        add_island(session, "west", cpu=1)
+        add_task(session, "t", kind="cuda")
+        assert assign.assign_new(session) == {"east"}
+
+    def test_what_nobody_can_run_waits_whole_until_it_is_cancelled(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_task(session, "a")
+        add_task(session, "b", kind="tpu")
+        assert assign.assign_new(session) == set()
+        (a, _) = assign.places(session, "req_r")
+        assert (a.island, a.because) == (None, assign.NOWHERE)
+        wishes.cancel_request(session, session.get_one(Request, "req_r"), by="a")
+        session.flush()
+        assert assign.assign_new(session) == {"east"}
+
+
+def _line(island, tenant, waiting):
+    return Line(
+        island=island, user_id=f"usr_{tenant}", tenant_id=f"ten_{tenant}", kind="cpu",
+        memory_bytes=0, width=1, waiting=waiting,
+    )  # fmt: skip
+
+
+# --- a request on two islands ---------------------------------------------------------------------
+
+
+class Played:
+    """An island whose scheduler is real and whose one device says what the test wants."""
+
+    def __init__(self, name, kind="cpu"):
+        self.scheduler, self.device = Scheduler(name), f"{name}.0"
+        self.facts = {"host": name, "island": name, "kind": kind, "memory_bytes": 2**30}
+        self.clock_us = 0
+
+    def hear(self, *said, residents=(), incarnation="p1"):
+        self.clock_us += 1
+        alive = Alive(
+            device=self.device, incarnation=incarnation, sent_us=self.clock_us, facts=self.facts,
+            residents=list(residents), events=list(said), logs=[],
+        )  # fmt: skip
+        self.scheduler.hear(alive)
+        self.look()
+
+    def look(self):
+        self.scheduler.nudge()
+        self.scheduler.look()
+
+
+def view(task, state="running", *, epoch=1, step=0, held_us=0):
+    return ResidentView(
+        task=f"tsk_{task}", epoch=epoch, state=state, step=step, held_us=held_us, order_seq=1,
+        memory_bytes=0,
+    )  # fmt: skip
+
+
+def started(task, *, epoch=1, step=0, resumed="fresh"):
+    return Started(
+        task=f"tsk_{task}", epoch=epoch, seq=1, step=step, held_us=0, preset={}, capabilities=[],
+        resumed=resumed, switch_us=0,
+    )  # fmt: skip
+
+
+def saved(task, *, seq, step, epoch=1):
+    return Saved(
+        task=f"tsk_{task}", epoch=epoch, seq=seq, step=step, held_us=0, sha256="5" * 64,
+        size_bytes=9, took_us=1,
+    )  # fmt: skip
+
+
+def finished(task, *, seq=2, epoch=1, held_us=7000, **outputs):
+    kept = {name: {"sha256": "6" * 64, "size_bytes": 5} for name in outputs}
+    return Finished(
+        task=f"tsk_{task}", epoch=epoch, seq=seq, step=9, held_us=held_us, result={}, outputs=kept
+    )
+
+
+def states(session):
+    session.expire_all()
+    query = select(Task.name, Task.state, Task.island, Task.epoch).order_by(Task.name)
+    return {name: (state, island, epoch) for name, state, island, epoch in session.execute(query)}
+
+
+@pytest.fixture
+def two(committed, sent):
+    """A request whose second task takes, on west, what the first one makes on east; both islands
+    have read their boards.  Each step is a transaction of its own, as boards go by these.
+    """
+    with db.transaction() as session:
+        session.add(Tenant(id="ten_a", name="a"))
+        session.flush()
+        session.add(User(id="usr_a", tenant_id="ten_a", name="a"))
+    east, west = Played("east"), Played("west", "cuda")
+    east.hear()
+    west.hear()
+    with db.transaction() as session:
+        add_task(session, "prep", descriptor={**DESCRIPTOR, "outputs": ["x"]})
+        add_task(session, "train", kind="cuda", needs=["prep"])
+    with db.transaction() as session:
+        assert assign.assign_new(session) == {"east", "west"}
+    west.look()
+    east.look()
+    west.look()
+    assert seen()["train"] == ("blocked", "west", 0)
+    return east, west
+
+
+def seen():
+    with db.transaction() as session:
+        return states(session)
+
+
+class TestSeveralIslands:
+    def test_what_ended_on_one_island_unlocks_what_waits_for_it_on_the_other(self, two):
+        east, west = two
+        east.hear(started("prep"), finished("prep", x=1))
+        assert seen()["prep"][0] == "done"
+        west.look()
+        assert seen()["train"] == ("starting", "west", 1)
+
+    def test_what_failed_there_ends_it_here(self, two):
+        east, west = two
+        east.hear(started("prep"), finished("prep"))  # without its declared output
+        west.look()
+        assert {name: state for name, (state, *_) in seen().items()} == {
+            "prep": "failed",
+            "train": "failed",
+        }
+        with db.transaction() as session:
+            assert session.get_one(Request, "req_r").state == "failed"
+
+
+# --- an island is lost ----------------------------------------------------------------------------
+
+
+def goes_dark(session, name):
+    session.execute(update(Island).where(Island.name == name).values(leader_until=func.now()))
+    session.execute(update(Device).where(Device.island == name).values(lease_until=func.now()))
+
+
+def taken_over(session, lost):
+    touched, after = set(), ""
+    while after is not None:
+        more, after = assign.take_over(session, lost, after=after)
+        touched |= more
+    return touched
+
+
+@pytest.fixture
+def both(session, people):
+    """Two islands with one cpu device each; east runs `run`, `next` waits there."""
+    east, west = Played("east"), Played("west")
+    east.hear()
+    west.hear()
+    for name in ("run", "next"):
+        add_task(session, name, request=f"req_{name}", island="east")
+        east.look()
+    east.hear(started("run"), saved("run", seq=2, step=4), residents=[view("run", step=6)])
+    east.hear(residents=[view("run", step=7, held_us=5000)])
+    assert states(session) == {"next": ("waiting", "east", 0), "run": ("running", "east", 1)}
+    return east, west
+
+
+class TestLost:
+    def test_dark_is_who_has_work_and_neither_a_leader_nor_a_device(self, session, both):
+        assert assign.dark(session) == set()
+        session.execute(update(Island).where(Island.name == "east").values(leader_until=func.now()))
+        assert assign.dark(session) == set()  # its device is heard
+        goes_dark(session, "east")
+        goes_dark(session, "west")  # which has nothing to do
+        assert assign.dark(session) == {"east"}
+
+    def test_what_waits_moves_at_once_and_what_ran_goes_on_from_its_image(self, session, both):
+        _, west = both
+        waited_since = session.scalar(select(Task.waiting_since).where(Task.name == "next"))
+        goes_dark(session, "east")
+        assert taken_over(session, "east") == {"west"}
+        assert states(session) == {"next": ("waiting", "west", 0), "run": ("waiting", "west", 1)}
+        assert lines(session) == {"west": 2}
+        since = select(Task.waiting_since).where(Task.name == "next")
+        assert session.scalar(since) == waited_since
+        assert "The island east is lost" in said(session, "run", "task.reassigned")
+        west.look()
+        launched = [name for name, (state, *_) in states(session).items() if state == "starting"]
+        assert len(launched) == 1
+        west.hear(started(launched[0], epoch=states(session)[launched[0]][2]))
+        images = session.scalars(select(Checkpoint.step)).all()
+        assert images == [4]
+
+    def test_the_launch_there_offers_the_image_under_a_higher_epoch(self, session, both):
+        _, west = both
+        session.execute(update(Task).where(Task.name == "next").values(state="cancelled"))
+        goes_dark(session, "east")
+        taken_over(session, "east")
+        west.look()
+        assert states(session)["run"] == ("starting", "west", 2)
+        west.hear(started("run", epoch=2, step=4, resumed="image"))
+        session.expire_all()
+        assert session.get_one(Task, "tsk_run").lost_steps == 3  # 5, 6 and 7
+
+    def test_who_comes_back_does_nothing_twice_and_is_charged_once(self, session, both):
+        east, _ = both
+        goes_dark(session, "east")
+        taken_over(session, "east")
+        # The same scheduler, with the board that it had, and the device with what it held.
+        east.hear(finished("run", seq=3, held_us=9000), residents=[view("run", step=9)])
+        east.look()
+        found = states(session)
+        assert found == {"next": ("waiting", "west", 0), "run": ("waiting", "west", 1)}
+        placement = session.scalar(select(Placement).where(Placement.task_id == "tsk_run"))
+        assert (placement.end, placement.held_us) == ("lost", 5000)
+        assert session.scalar(select(func.sum(Usage.held_us))) == 5000
+        add_task(session, "fresh", request="req_f", island="east")
+        east.look()
+        assert states(session)["fresh"] == ("starting", "east", 1)  # its device is free
+
+    def test_nothing_is_taken_from_one_who_came_back_meanwhile(self, session, both):
+        east, _ = both
+        goes_dark(session, "east")
+        east.look()
+        assert taken_over(session, "east") == set()
+        assert states(session)["run"] == ("running", "east", 1)
+
+    def test_what_nobody_else_can_run_stays(self, session, both):
+        add_task(session, "cuda", request="req_c", island="east", kind="cuda")
+        goes_dark(session, "east")
+        taken_over(session, "east")
+        assert islands(session) == {"cuda": "east", "next": "west", "run": "west"}
+
+    def test_one_that_was_being_cancelled_is_cancelled(self, session, both):
+        east, _ = both
+        wishes.cancel_request(session, session.get_one(Request, "req_run"), by="a")
+        session.flush()
+        east.look()
+        assert states(session)["run"][0] == "stopping"
+        goes_dark(session, "east")
+        taken_over(session, "east")
+        assert states(session)["run"][0] == "cancelled"
+
+    def test_a_request_is_taken_over_around_what_has_ended_and_what_lives_elsewhere(
+        self, session, both
+    ):
+        add_task(session, "done", request="req_x", island="east", state="done")
+        add_task(session, "here", request="req_x", island="west", needs=["done"])
+        add_task(session, "lost", request="req_x", island="east", needs=["done"])
+        add_task(session, "last", request="req_x", island="east", needs=["lost", "here"])
+        goes_dark(session, "east")
+        taken_over(session, "east")
+        found = islands(session)
+        assert found["done"] == "east"
+        assert {found[name] for name in ("here", "lost", "last")} == {"west"}
+
+    def test_more_requests_than_one_transaction_takes(self, session, both, monkeypatch):
+        monkeypatch.setattr(assign, "PAGE", 2)
+        for n in range(5):
+            add_task(session, f"t{n}", request=f"req_{n}", island="east")
+        goes_dark(session, "east")
+        taken_over(session, "east")
+        assert set(islands(session).values()) == {"west"}
+
+
+class TestWatch:
+    """Control, with a clock of the test."""
+
+    @pytest.fixture
+    def control(self, monkeypatch):
+        control = Control()
+        control.now_s = 1000.0
+        monkeypatch.setattr("workers.control.time.monotonic", lambda: control.now_s)
+        monkeypatch.setattr(control, "_chores", lambda: None)
+        return control
+
+    def test_only_who_was_dark_at_every_look_for_long_enough_is_lost(
+        self, session, both, control, monkeypatch
+    ):
+        lost_after(monkeypatch, 60.0)
+        goes_dark(session, "east")
+        control.look()
+        control.now_s += 59
+        control.look()
+        assert islands(session) == {"next": "east", "run": "east"}
+        control.now_s += 1
+        control.look()
+        assert islands(session) == {"next": "west", "run": "west"}
+
+    def test_a_look_that_failed_counts_as_none(self, session, both, control, monkeypatch):
+        lost_after(monkeypatch, 60.0)
+        goes_dark(session, "east")
+        control.look()
+        control.now_s += 60
+        with monkeypatch.context() as away:
+            away.setattr(assign, "dark", _away)
+            with pytest.raises(ConnectionError):
+                control.look()
+        control.look()
+        assert islands(session) == {"next": "east", "run": "east"}
+
+    def test_0_means_never(self, session, both, control, monkeypatch):
+        lost_after(monkeypatch, 0.0)
+        goes_dark(session, "east")
+        control.look()
+        control.now_s += 1e9
+        control.look()
+        assert islands(session) == {"next": "east", "run": "east"}
+
+
+def lost_after(monkeypatch, seconds):
+    changed = settings().model_copy(update={"island_lost_s": seconds})
+    monkeypatch.setattr("workers.control.settings", lambda: changed)
+
+
+def _away(session):
+    raise ConnectionError("for the test")
+
+
+# --- several connections --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shared(committed, sent):
+    """Two islands, each of which runs one task of the request r."""
+    with db.transaction() as session:
+        session.add(Tenant(id="ten_a", name="a"))
+        session.flush()
+        session.add(User(id="usr_a", tenant_id="ten_a", name="a"))
+        for name in ("east", "west"):
+            session.add(Island(name=name))
+        session.flush()
+    there = [Played(name) for name in ("east", "west")]
+    for one in there:
+        one.hear()
+        with db.transaction() as session:
+            add_task(
+                session, one.scheduler.island, island=one.scheduler.island, kind=one.facts["kind"]
+            )
+        one.look()
+        one.hear(started(one.scheduler.island), residents=[view(one.scheduler.island)])
+    return there
+
+
+class TestAtOnce:
+    def test_of_two_islands_that_end_a_request_at_once_one_sees_that_it_has_ended(self, shared):
+        """The second waits for the first one's commit before it sums up."""
+        rounds = [threading.Thread(target=_ends, args=(one,)) for one in shared]
+        with db.transaction() as session:
+            session.execute(select(Request).with_for_update(key_share=True)).all()
+            for one in rounds:
+                one.start()
+                one.join(0.5)  # it has written its task's end, and waits to sum up
+                assert one.is_alive()
+            session.rollback()
+        for one in rounds:
+            one.join(10)
+        with db.transaction() as session:
+            found = states(session)
+            assert {state for state, *_ in found.values()} == {"done"}
+            assert session.scalar(select(Request.state)) == "done"
+
+    def test_two_controls_assign_a_request_whole(self, shared):
+        with db.transaction() as session:
+            for name in "cd":
+                add_task(session, name, request="req_s")
+        with db.transaction() as api:
+            api.execute(select(Task).where(Task.id == "tsk_c").with_for_update()).all()
+            found = []
+            control = threading.Thread(target=lambda: found.append(_assign()))
+            control.start()
+            control.join(0.3)
+            assert control.is_alive(), "it waits for the wish, and leaves no task of it out"
+            api.rollback()
+            control.join(5)
+        with db.transaction() as session:
+            assert None not in islands(session).values()
+
+
+def _ends(one):
+    one.hear(finished(one.scheduler.island))
+
+
+def _assign():
+    with db.transaction() as session:
+        return assign.assign_new(session)
+
+
+def lines(session):
+    query = select(Line.island, func.sum(Line.waiting)).group_by(Line.island)
+    return {island: int(n) for island, n in session.execute(query) if n}
+
+
+def said(session, name, type_):
+    query = select(Event.message).where(Event.task_id == f"tsk_{name}", Event.type == type_)
+    return " ".join(session.scalars(query))

@@ -395,21 +395,6 @@ class TestSilence:
         assert state(session, "t") == "waiting"
 
 
-class TestAssign:
-    def test_what_no_island_can_run_can_still_be_cancelled(self, session, isle):
-        """Its kinds are on different islands: it waits for one that has both."""
-        hear(isle, alive())
-        for kind in ("cpu", "cuda"):
-            add_task(session, kind, island=None, kind=kind, request="req_both")
-        assert assign.assign_new(session) == set()
-        wishes.cancel_request(session, session.get_one(Request, "req_both"), by="ann")
-        session.flush()
-        assert assign.assign_new(session) == {"isle"}
-        hear(isle)
-        assert (state(session, "cpu"), state(session, "cuda")) == ("cancelled", "cancelled")
-        assert session.get_one(Request, "req_both").state == "cancelled"
-
-
 # --- several connections ------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""What a tenant may count on of an island: its part of the devices, and until when they are busy."""
+"""What a tenant may count on of an island: its part of the devices, and when they are free."""
 
 from __future__ import annotations
 
