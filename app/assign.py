@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Row, Select, and_, func, literal, select, text
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from app import forecast, journal, snapshot
 from app.core.island import Tenant
@@ -95,6 +95,47 @@ def places(session: Session, request_id: str) -> list[Place]:
         because = (why or {}).get("because", NOWHERE if island is None else "")
         across = (why or {}).get("crossing_bytes", 0)
         found.append(Place(task=name, island=island, because=because, crossing_bytes=across))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A task's output that is taken on another island; once for each such island.
+
+    `planned_bytes` is None where nobody has declared it, `moved_bytes` until it was taken there.
+    """
+
+    block: str
+    source: str
+    target: str
+    planned_bytes: int | None
+    moved_bytes: int | None
+
+
+def crossings(session: Session, request_id: str) -> list[Crossing]:
+    """In the order of the tasks that take them; of several on one island the first."""
+    maker, taker = aliased(Task), aliased(Task)
+    part = maker.descriptor["run"]["part"]
+    query = (
+        select(maker.name, Need.output, maker.island, taker.island, maker.outputs, part)
+        .add_columns(func.bool_or(taker.first_started_at.is_not(None)))
+        .join(maker, maker.id == Need.needs_id)
+        .join(taker, taker.id == Need.task_id)
+        .where(taker.request_id == request_id, Need.port != "", maker.island != taker.island)
+        .group_by(maker.id, Need.output, taker.island)
+        .order_by(func.min(taker.id), Need.output)
+    )
+    found = []
+    for name, output, source, target, outputs, leg, taken in session.execute(query):
+        found.append(
+            Crossing(
+                block=f"{name}.{output}",
+                source=source,
+                target=target,
+                planned_bytes=(leg or {}).get("bytes", {}).get(output),
+                moved_bytes=outputs[output]["size_bytes"] if taken else None,
+            )
+        )
     return found
 
 
@@ -269,12 +310,11 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
     """Its tasks as nodes, the outputs that they take from each other as blocks."""
     blocks, nodes = dict[str, int](), list[Node]()
     writes = defaultdict[str, dict[str, None]](dict)
-    known = {task.id: task.outputs for task in work.tasks}
+    known = {task.id: task for task in work.tasks}
     for need in (need for needs in work.needs.values() for need in needs if need.port):
         block = f"{need.needs_id}.{need.output}"
         writes[need.needs_id][block] = None
-        kept = known[need.needs_id].get(need.output, {})
-        blocks[block] = int(kept.get("size_bytes", USUAL_BYTES))
+        blocks[block] = _bytes(known[need.needs_id], need.output)
     for task in work.tasks:
         if not able[task.id] and task.state not in ENDED:
             raise Unplaceable(f"node {task.id}", "no island has such a device")
@@ -293,6 +333,14 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
         )
     sizes = tuple(Block(id=id, bytes=bytes_) for id, bytes_ in blocks.items())
     return Graph(nodes=tuple(nodes), blocks=sizes)
+
+
+def _bytes(task: Row[Any], output: str) -> int:
+    """As it was made, or as it was declared, or as usual."""
+    if output in task.outputs:
+        return int(task.outputs[output]["size_bytes"])
+    declared = task.leg["bytes"] if task.leg is not None else {}
+    return int(declared.get(output, USUAL_BYTES))
 
 
 def _links(names: Sequence[str]) -> Iterator[Link]:
@@ -337,6 +385,7 @@ def _tasks() -> Select[Any]:
     return select(
         Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
         Task.kind, Task.memory_bytes, Task.devices_min, Task.cancel_asked_at, Task.outputs,
+        Task.descriptor["run"]["part"].label("leg"),
     )  # fmt: skip
 
 
@@ -376,6 +425,9 @@ def _usual_ns(learned: forecast.Learned | None, tenant: str, width: int) -> int:
 
 
 def _expected_ns(learned: forecast.Learned | None, task: Row[Any]) -> int:
+    """What a leg of a graph declares is taken for its time: it is short, and never ran before."""
+    if task.leg is not None:
+        return max(1, int(task.leg["ms"] * 1e6))
     expected_s = learned.expected_s(task) if learned is not None else None
     return USUAL_NS if expected_s is None else max(1, int(expected_s * 1e9))
 

@@ -12,17 +12,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from sqlalchemy import select
+from sqlalchemy import distinct, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from app.core import taskgraph
 from app.core.descriptor import BadDescriptor, Descriptor, Fault, TaskDescriptor
 from app.core.graph import Offer
+from app.core.legs import MAX_NODES, Leg, expanded
+from app.core.legs import cut as legs_of
+from app.core.legs import part as part_of
 from app.core.messages import JSON
 from app.core.spread import EVERYBODY, Copy, Spread, copies, spread
 from app.core.taskgraph import TaskGraph
-from app.models import Graph, Task
+from app.models import Device, Graph, Task
 from app.settings import settings
 from app.store import Store
 
@@ -98,6 +101,38 @@ def too_large(
             yield Fault(f"/tasks/{n}/run/graph", f"{told}, and {room}", "unsatisfiable")
 
 
+def cut(
+    session: Session, descriptor: Descriptor, sent: Mapping[str, Sent]
+) -> tuple[Descriptor, list[Fault]]:
+    """The descriptor with the legs of each graph that may use several islands in its place.
+
+    Cut for no more islands than there are with such devices: on a single one all stays whole.
+    """
+    legs, faults = dict[str, tuple[Leg, ...]](), list[Fault]()
+    for n, task in enumerate(descriptor.tasks):
+        islands = min(task.islands, _islands(session, task.devices.kind)) if task.islands > 1 else 1
+        if islands < 2:
+            continue
+        graph = sent[task.name].graph
+        if len(graph.nodes) > MAX_NODES:
+            told = f"{len(graph.nodes)} nodes; a graph of at most {MAX_NODES} is cut for islands"
+            faults.append(Fault(f"/tasks/{n}/islands", told, "range"))
+            continue
+        speed = settings().island_link_bytes_per_s
+        found = legs_of(graph, islands, task.world_size, bytes_per_s=speed)
+        if len(found) > 1:
+            legs[task.name] = found
+    if not legs:
+        return descriptor, faults
+    descriptor, more = expanded(descriptor, legs)
+    return descriptor, [*faults, *more]
+
+
+def _islands(session: Session, kind: str) -> int:
+    query = select(func.count(distinct(Device.island))).where(Device.kind == kind)
+    return session.scalar(query) or 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passing:
     """A copy of a block from one executor to another; None where it is not known, or not yet."""
@@ -131,7 +166,8 @@ def _plan(session: Session, task: Task) -> Plan:
     sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
     body = session.get_one(Graph, (task.tenant_id, sha256)).body
     executors = task.descriptor.get("world_size", 1)
-    planned, passing = _spread(json.dumps(body), executors)
+    part = json.dumps(task.descriptor["run"].get("part"))
+    planned, passing = _spread(json.dumps(body), part, executors)
     moved = {_way(one): one["bytes"] for one in task.passed or ()}
     unmoved = None if task.passed is None else 0
     return Plan(
@@ -154,9 +190,9 @@ def _plan(session: Session, task: Task) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def _spread(body: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
-    """Of the graph with this JSON; a large one takes seconds."""
-    graph = taskgraph.parse(json.loads(body))
+def _spread(body: str, part: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
+    """Of this part of the graph with this JSON; a large one takes seconds."""
+    graph = part_of(taskgraph.parse(json.loads(body)), json.loads(part))
     planned = spread(graph, executors)
     return planned, copies(graph, planned)
 

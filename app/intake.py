@@ -185,7 +185,10 @@ def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Check
     never = graph.unsatisfiable(descriptor, ground.offers)
     if faults := [*never, *graphs.too_large(descriptor, sent, ground.offers)]:
         raise _refused(Unsatisfiable, faults)
-    return Checked(graphs.named(descriptor, sent), begun, sent, taken)
+    descriptor, uncut = graphs.cut(session, graphs.named(descriptor, sent), sent)
+    if uncut:
+        raise _refused(BadInput, uncut)
+    return Checked(descriptor, begun, sent, taken)
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:

@@ -38,8 +38,9 @@ from typing import Any, cast
 import numpy
 import torch
 
-from app.core import taskgraph
+from app.core import legs, taskgraph
 from app.core.spread import Spread, spread
+from app.core.taskgraph import TaskGraph
 from workers import absence, context_switch, gang, graph, loading, outpost, preset, tensorfile
 from workers import image as images
 from workers import slab as slabs
@@ -140,7 +141,7 @@ class Work:
     watch: Watch | None
     spec: JSON = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
-    body: JSON = field(default_factory=dict)  # of a graph,
+    graph: TaskGraph | None = None  # of a graph, all of it or what a leg runs,
     spread: Spread | None = None  # and who runs its nodes, if several do
     entry: Any = None
     job: Any = None
@@ -419,9 +420,10 @@ def take_spec(work: Work) -> None:
 
 def read_graph(work: Work) -> None:
     """Once for all executors, before they part; which of them runs each node is decided here."""
-    work.body = _read_json(work.fds.pop(0))
+    whole = taskgraph.parse(_read_json(work.fds.pop(0)))
+    work.graph = legs.part(whole, work.spec["run"].get("part"))
     if (executors := work.spec["world_size"]) > 1:
-        work.spread = spread(taskgraph.parse(work.body), executors)
+        work.spread = spread(work.graph, executors)
 
 
 def configure(work: Work) -> None:
@@ -469,11 +471,12 @@ def load_code(work: Work) -> None:
 def _load_graph(work: Work, code: Path) -> graph.Loaded:
     host_bytes = work.slab.limit_bytes
     memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
+    assert work.graph is not None, "read before anything else"
     if work.spread is None or work.member is None:
-        return load_graph(code, work.body, work.accelerator, **memory)
+        return load_graph(code, work.graph, work.accelerator, **memory)
     _make_room_for(code)
     return LoadedLane(
-        *(work.body, partial(_entry, code), work.accelerator),
+        *(work.graph, partial(_entry, code), work.accelerator),
         spread=work.spread,
         turns=work.member.rank.turns,
         around=work.around,
@@ -927,7 +930,9 @@ def load_entry(code: Path, target: str) -> Any:
     return _entry(code, target)
 
 
-def load_graph(code: Path, body: JSON, accelerator: Accelerator, **memory: int) -> graph.Loaded:
+def load_graph(
+    code: Path, body: JSON | TaskGraph, accelerator: Accelerator, **memory: int
+) -> graph.Loaded:
     """A graph, all of whose functions lie in the tenant's folder `code`; see `graph.Loaded`."""
     _make_room_for(code)
     return graph.Loaded(body, partial(_entry, code), accelerator, **memory)

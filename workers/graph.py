@@ -29,7 +29,7 @@ import numpy
 import torch
 
 from app.core import taskgraph
-from app.core.taskgraph import INPUT, Tensor, Unit
+from app.core.taskgraph import INPUT, TaskGraph, Tensor, Unit
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
 from workers.spill import Piece, Room
@@ -58,7 +58,7 @@ class Loaded:
 
     def __init__(
         self,
-        body: JSON,
+        body: JSON | TaskGraph,
         find: Callable[[str], Callable[..., Any]],
         accelerator: Accelerator,
         *,
@@ -70,7 +70,7 @@ class Loaded:
         What its blocks may take on the device, where the graph itself does not say so, and what of
         them may lie in host memory instead; a budget of 0 is none.
         """
-        self.graph = taskgraph.parse(body)
+        self.graph = body if isinstance(body, TaskGraph) else taskgraph.parse(body)
         self.room: Room | None = None
         if budget_bytes := self.graph.memory_bytes or budget_bytes:
             self.room = Room(budget_bytes, host_bytes, accelerator)

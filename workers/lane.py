@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from app.core.spread import EVERYBODY, Spread, Stop, lanes, part
-from app.core.taskgraph import INPUT
+from app.core.taskgraph import INPUT, TaskGraph
 from workers import graph
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
@@ -32,7 +32,7 @@ class LoadedLane(Loaded):
 
     def __init__(
         self,
-        body: JSON,
+        body: JSON | TaskGraph,
         find: Callable[[str], Callable[..., Any]],
         accelerator: Accelerator,
         *,

@@ -222,6 +222,9 @@ _TASK = _object(
                 },
             }
         ),
+        "islands": _whole(
+            "of a graph: it may be cut into portions, one for each of so many islands", 1
+        ),
         "checkpoint": _object(
             {
                 "every_s": {"type": "number", "default": 60.0},

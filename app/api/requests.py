@@ -135,14 +135,15 @@ def _states(text: str | None) -> list[str]:
     responses=declared(404),
 )
 def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Which island has each task, and why.  Of each graph which executor runs each node, what
-    passes between them, and, once done, what did.
+    """Which island has each task, and why, and what passes between islands.  Of each graph which
+    executor runs each node, what passes between them, and, once done, what did.
 
     An executor is a process of the task with a device, or a share of one, of its own.
     """
     visible_request(session, caller, id)
     return {
         "tasks": [asdict(place) for place in assign.places(session, id)],
+        "crossings": [asdict(one) for one in assign.crossings(session, id)],
         "graphs": [_plan(plan) for plan in graphs.plans(session, id)],
     }
 

@@ -594,6 +594,16 @@ class TaskPlace(Out):
     )
 
 
+class CrossingOut(Out):
+    """An output of a task that is taken on another island, once for each such island."""
+
+    block: str
+    source: str = Field(description="the island where it is made")
+    target: str
+    planned_bytes: int | None = Field(description="null where nobody declared it")
+    moved_bytes: int | None = Field(description="null until it was taken; heads included")
+
+
 class RequestPlan(Out):
     model_config = example(
         tasks=[
@@ -602,6 +612,7 @@ class RequestPlan(Out):
                 "because": "Only local has such devices.",
             }
         ],
+        crossings=[],
         graphs=[
             {
                 "task": "whole",
@@ -619,6 +630,7 @@ class RequestPlan(Out):
         ],
     )
     tasks: list[TaskPlace] = Field(description="which island has each task, and why")
+    crossings: list[CrossingOut] = Field(description="what passes between islands")
     graphs: list[GraphPlan] = Field(description="of its tasks that run one, as they were sent")
 
 

@@ -26,6 +26,7 @@ RUNS = ("job", "function", "command", "graph")
 ONE_DEVICE = ("function", "command")  # of these ranks stay where they are, if nothing else is said
 
 MAX_TASKS = 1000
+MAX_ISLANDS = 64
 MAX_FAULTS = 100  # more are counted, not listed
 MAX_DEPTH = 32  # lists and objects inside each other
 MAX_PARAMS_BYTES = 256 * 1024  # of one task, as JSON
@@ -75,12 +76,14 @@ class Run:
     """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
 
     `graph` is "sha256:<hex>" of one that the tenant has, or its JSON, as `core.taskgraph` reads it.
+    `part` is what a leg runs of it (`core.legs`); nobody writes that, so `parse` knows none.
     """
 
     kind: str
     entry: str = ""
     argv: tuple[str, ...] = ()
     graph: str | JSON = ""
+    part: JSON | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,8 @@ class TaskDescriptor:
     """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
 
     `publish` maps an output to the datablock of which it becomes a new version; `from_checkpoint`
-    is the id of a checkpoint of another task, to go on from instead of beginning.
+    is the id of a checkpoint of another task, to go on from instead of beginning.  A graph may be
+    cut into portions for as many as `islands`.
     """
 
     name: str
@@ -156,6 +160,7 @@ class TaskDescriptor:
     start: Start = field(default_factory=Start)
     world_size: int = 1
     devices: Devices = field(default_factory=Devices)
+    islands: int = 1
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     retry_max: int = 0
     max_duration_s: float = 86400.0
@@ -236,6 +241,7 @@ def _task(fields: Fields) -> TaskDescriptor:
         devices=_devices(
             fields.inside("devices"), world_size, 1 if run.kind in ONE_DEVICE else world_size
         ),
+        islands=fields.integer("islands", 1, least=1, most=MAX_ISLANDS),
         checkpoint=_checkpoint(fields.inside("checkpoint")),
         retry_max=_retry(fields.inside("retry")),
         max_duration_s=fields.number("max_duration_s", 86400.0, above=0, most=MAX_DURATION_S),
@@ -243,6 +249,9 @@ def _task(fields: Fields) -> TaskDescriptor:
     )
     if task.run.kind == "command":
         _check_command(fields, task)
+    if task.islands > 1 and task.run.kind != "graph":
+        told = f"only a graph is cut into portions for several islands, not a {task.run.kind}"
+        fields.fault("islands", f"{told}; leave it at 1")
     if task.from_checkpoint is not None and task.run.kind != "job":
         fields.fault("from_checkpoint", f"only a job goes on from one, not a {task.run.kind}")
     fields.close()
@@ -432,10 +441,11 @@ def as_json(task: TaskDescriptor) -> JSON:
     """The task in full, every default written out; `parse` reads the same task from it."""
     said = {"command": list(task.run.argv), "graph": task.run.graph}
     run: Any = said.get(task.run.kind, task.run.entry)
+    part = {} if task.run.part is None else {"part": task.run.part}
     return {
         "name": task.name,
         "type": task.type,
-        "run": {task.run.kind: run},
+        "run": {task.run.kind: run, **part},
         "params": dict(task.params),
         "inputs": {port: _said(source) for port, source in task.inputs.items()},
         "outputs": list(task.outputs),
@@ -453,6 +463,7 @@ def as_json(task: TaskDescriptor) -> JSON:
             "memory_bytes": task.devices.memory_bytes,
             "across_hosts": task.devices.across_hosts,
         },
+        "islands": task.islands,
         "checkpoint": {"every_s": task.checkpoint.every_s, "keep": task.checkpoint.keep},
         "retry": {"max": task.retry_max},
         "max_duration_s": task.max_duration_s,

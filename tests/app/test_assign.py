@@ -148,6 +148,9 @@ class TestNew:
         }
         place = assign.places(session, "req_r")[1]
         assert (place.task, place.island) == ("train", "west")
+        (one,) = assign.crossings(session, "req_r")
+        assert (one.block, one.source, one.target) == ("prep.x", "east", "west")
+        assert (one.planned_bytes, one.moved_bytes) == (None, None)
         abroad = select(Task.name).where(Task.abroad)
         assert session.scalars(abroad).all() == ["prep"]
 
@@ -316,6 +319,10 @@ class TestSeveralIslands:
         assert seen()["prep"][0] == "done"
         west.look()
         assert seen()["train"] == ("starting", "west", 1)
+        west.hear(started("train"))
+        with db.transaction() as session:
+            (one,) = assign.crossings(session, "req_r")
+        assert one.moved_bytes == 5
 
     def test_what_failed_there_ends_it_here(self, two):
         east, west = two

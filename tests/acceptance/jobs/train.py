@@ -113,3 +113,7 @@ def make(ctx, *, n):
 
 def total(ctx, *, numbers, scale):
     return {"total": int(numbers.sum()) * scale}
+
+
+def joined(ctx, *, a, b):
+    return {"total": int(a.sum() + b.sum())}

@@ -1,0 +1,317 @@
+"""A task whose graph may use several islands: its portions, and the legs of each.
+
+`cut` gives every node to a portion, one for each island (`portions.apportion`, islands alike): few
+bytes cross at a makespan near the best.  A portion never waits for another one on its device: where
+it needs a block of another one it ends, and goes on as its next **leg**, a task that starts when
+the block is there.  So a leg is what an island schedules, one message to it, and everything that
+holds of tasks holds of legs: they are paused, moved, begun again, charged, and fenced.
+
+* Nodes have a level: how often what they need has crossed between portions.  A leg has nodes of one
+  portion and one level, in the order of the plan; what it needs of its own portion was made by legs
+  before it, and what it needs of others has a lower level.  So legs never wait for each other in a
+  ring, in however many directions the cut is crossed.
+* A leg is cut shorter where it has given something to another portion, or needs one block more,
+  if its nodes take `LEG_MS` at least: what waits there goes on, and a leg is worth its launch.
+
+A block is known by the leg and the node that made it; it is made once, and what is lost is made
+again by the same nodes with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.core import placement
+from app.core.descriptor import MAX_TASKS, Descriptor, Fault, Source, TaskDescriptor
+from app.core.placement import Link
+from app.core.portions import Island, Room, apportion
+from app.core.search import Effort
+from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, waits
+
+JSON = dict[str, Any]
+
+MAX_NODES = 2000  # of a graph that is cut: a few seconds
+MAX_NAME = 50  # of its task, since legs are called NAME.PORTION.LEG
+LEG_MS = 500.0  # a leg of several nodes takes so long at least, if it was cut to be short
+USUAL_MS = 1.0  # as in core.spread
+USUAL_BYTES = 1 << 20
+EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """Some `nodes` of a portion, in the order of the plan.
+
+    `ports` are the inputs of the task that they read, `takes` maps further inputs to the blocks of
+    other legs that they are.  `gives` maps outputs to blocks that other legs take, `ends` those of
+    the graph that are made here.  `bytes` of these is what is declared, or usual.
+    """
+
+    portion: int
+    nodes: tuple[str, ...]
+    ports: tuple[str, ...]
+    takes: Mapping[str, str]
+    gives: Mapping[str, str]
+    ends: Mapping[str, str]
+    ms: float
+    bytes: Mapping[str, int]
+
+    def as_json(self) -> JSON:
+        """What a launch says of it, beside the graph."""
+        return {
+            "nodes": list(self.nodes),
+            "takes": dict(self.takes),
+            "gives": {**self.gives, **self.ends},
+            "ms": self.ms,
+            "bytes": dict(self.bytes),
+        }
+
+
+def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
+    """What a leg runs of its graph; all of it where nothing is `said`."""
+    if said is None:
+        return graph
+    chosen, sizes = set(said["nodes"]), declared(graph)
+    port = {block: f"{INPUT}{name}" for name, block in said["takes"].items()}
+
+    def bound(taken: Binding) -> Binding:
+        return replace(taken, sources=tuple(port.get(s, s) for s in taken.sources))
+
+    known = {name: sizes[block] for name, block in said["takes"].items() if block in sizes}
+    return replace(
+        graph,
+        nodes=tuple(
+            replace(node, inputs={name: bound(taken) for name, taken in node.inputs.items()})
+            for node in graph.nodes
+            if node.name in chosen
+        ),
+        outputs=said["gives"],
+        inputs={
+            **graph.inputs,
+            **{n: tensor for n, (tensor, listed) in known.items() if not listed},
+        },
+    )
+
+
+# --- the cut --------------------------------------------------------------------------------------
+
+
+def cut(graph: TaskGraph, islands: int, executors: int, *, bytes_per_s: int) -> tuple[Leg, ...]:
+    """The legs of a graph on so many islands, each behind those that it takes from; a single one
+    where several islands would be no quicker.
+    """
+    names = [str(n) for n in range(islands)]
+    room = {"any": Room(devices=executors, share=executors)}
+    links = [
+        Link(source=a, target=b, bytes_per_s=bytes_per_s) for a in names for b in names if a != b
+    ]
+    alike = [Island(id=name, rooms=room) for name in names]
+    found = apportion(_to_place(graph), alike, links, EFFORT)
+    seats = {name: int(island) for name, island in found.seats.items()}
+    return _Legs(graph, seats, found.portions).found()
+
+
+def _to_place(graph: TaskGraph) -> placement.Graph:
+    """What the task is given lies in the store, as near to one island as to the other."""
+    sizes = declared(graph)
+    nodes = tuple(
+        placement.Node(
+            id=node.name,
+            time_ns={"any": int(_ms(node) * 1e6)},
+            reads=tuple(block for block in node.reads if not block.startswith(INPUT)),
+            writes=node.writes,
+        )
+        for node in graph.nodes
+    )
+    blocks = (block for node in graph.nodes for block in node.writes)
+    return placement.Graph(
+        nodes=nodes,
+        blocks=tuple(placement.Block(id=one, bytes=_bytes(one, sizes)) for one in blocks),
+    )
+
+
+def _ms(node: Node) -> float:
+    listed = [len(node.inputs[port].sources) for port in node.map if node.inputs[port].is_list]
+    return (node.est_ms or USUAL_MS) * max([1, *listed])
+
+
+def _bytes(block: str, sizes: Mapping[str, Any]) -> int:
+    tensor, is_list = sizes.get(block, (None, True))
+    size = None if is_list else tensor.bytes
+    return USUAL_BYTES if size is None else int(size)
+
+
+class _Legs:
+    def __init__(
+        self, graph: TaskGraph, seats: Mapping[str, int], planned: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.graph, self.seats = graph, seats
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.maker = {block: node.name for node in graph.nodes for block in node.writes}
+        self.sizes, self.needed = declared(graph), waits(graph)
+        self.level = self._levels()
+        self.gives = {
+            other
+            for name, others in self.needed.items()
+            for other in others
+            if seats[other] != seats[name]
+        }
+        self.planned = planned
+
+    def found(self) -> tuple[Leg, ...]:
+        groups = defaultdict[tuple[int, int], list[str]](list)
+        for names in self.planned.values():
+            for name in names:
+                groups[self.level[name], self.seats[name]].append(name)
+        pieces = [piece for _, names in sorted(groups.items()) for piece in self._pieces(names)]
+        home = {name: n for n, piece in enumerate(pieces) for name in piece}
+        wanted = {
+            block
+            for node in self.graph.nodes
+            for block in node.reads
+            if block in self.maker and home[self.maker[block]] != home[node.name]
+        }
+        word = _unused("b", {*self.graph.ports, *self.graph.outputs})
+        number = {block: f"{word}{n}" for n, block in enumerate(sorted(wanted))}
+        return tuple(self._leg(piece, number) for piece in pieces)
+
+    def _levels(self) -> dict[str, int]:
+        level = dict[str, int]()
+
+        def of(name: str) -> int:
+            ready = [name]
+            while ready:
+                at = ready[-1]
+                open_ = [other for other in self.needed[at] if other not in level]
+                if open_:
+                    ready += open_
+                    continue
+                level[ready.pop()] = max(
+                    (level[o] + (self.seats[o] != self.seats[at]) for o in self.needed[at]),
+                    default=0,
+                )
+            return level[name]
+
+        return {name: of(name) for name in self.nodes}
+
+    def _pieces(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Of one portion and level: where one may end, and what it has done is worth a launch."""
+        piece, ms, taken = list[str](), 0.0, set[str]()
+        for name in names:
+            across = {o for o in self.needed[name] if self.seats[o] != self.seats[name]}
+            ends = bool(piece) and (piece[-1] in self.gives or bool(across - taken))
+            if ends and ms >= LEG_MS:
+                yield tuple(piece)
+                piece, ms, taken = [], 0.0, set()
+            piece.append(name)
+            ms += _ms(self.nodes[name])
+            taken |= across
+        yield tuple(piece)
+
+    def _leg(self, piece: tuple[str, ...], number: Mapping[str, str]) -> Leg:
+        nodes = [self.nodes[name] for name in piece]
+        reads = dict.fromkeys(block for node in nodes for block in node.reads)
+        writes = {block for node in nodes for block in node.writes}
+        gives = {number[block]: block for block in number if block in writes}
+        ends = {o: block for o, block in self.graph.outputs.items() if block in writes}
+        return Leg(
+            portion=self.seats[piece[0]],
+            nodes=piece,
+            ports=tuple(one.removeprefix(INPUT) for one in reads if one.startswith(INPUT)),
+            takes={number[one]: one for one in reads if one in number and one not in writes},
+            gives=gives,
+            ends=ends,
+            ms=sum(_ms(node) for node in nodes),
+            bytes={o: _bytes(block, self.sizes) for o, block in {**gives, **ends}.items()},
+        )
+
+
+def _unused(word: str, taken: set[str]) -> str:
+    """The word, with as many "_" behind it as keep its numbers apart from these."""
+    while any(name.startswith(word) and name[len(word) :].isdigit() for name in taken):
+        word += "_"
+    return word
+
+
+# --- legs as tasks --------------------------------------------------------------------------------
+
+
+def expanded(
+    descriptor: Descriptor, legs: Mapping[str, Sequence[Leg]]
+) -> tuple[Descriptor, list[Fault]]:
+    """The descriptor with the legs of these tasks in their place, and what stands against that.
+
+    Whoever takes an output of such a task takes it from the leg that makes it, and who starts after
+    it starts after all of them.
+    """
+    named = {name: _names(name, mine) for name, mine in legs.items()}
+    giver = {
+        (name, output): one
+        for name, mine in legs.items()
+        for one, leg in zip(named[name], mine, strict=True)
+        for output in (*leg.gives, *leg.ends)
+    }
+    tasks, faults = list[TaskDescriptor](), list[Fault]()
+    taken = {task.name for task in descriptor.tasks}
+    for n, task in enumerate(descriptor.tasks):
+        task = _pointed(task, named, giver)
+        if task.name not in legs:
+            tasks.append(task)
+            continue
+        if len(task.name) > MAX_NAME:
+            told = f"at most {MAX_NAME} letters: its legs are called so, with two numbers behind"
+            faults.append(Fault(f"/tasks/{n}/name", told, "range"))
+        for name in sorted(taken & {*named[task.name]}):
+            told = f"a leg of {task.name!r} is called {name!r}, as a task of yours is"
+            faults.append(Fault(f"/tasks/{n}/name", told, "twice"))
+        for name, leg in zip(named[task.name], legs[task.name], strict=True):
+            tasks.append(_as_task(task, name, leg, giver))
+    if len(tasks) > MAX_TASKS:
+        told = f"with the legs of its graphs {len(tasks)} tasks; at most {MAX_TASKS}"
+        faults.append(Fault("/tasks", told, "range"))
+    return replace(descriptor, tasks=tuple(tasks)), faults
+
+
+def _names(name: str, legs: Sequence[Leg]) -> list[str]:
+    """NAME.PORTION.LEG, legs counted from 0 in each portion."""
+    seen, names = Counter[int](), list[str]()
+    for leg in legs:
+        names.append(f"{name}.{leg.portion}.{seen[leg.portion]}")
+        seen[leg.portion] += 1
+    return names
+
+
+def _pointed(
+    task: TaskDescriptor,
+    named: Mapping[str, Sequence[str]],
+    giver: Mapping[tuple[str, str], str],
+) -> TaskDescriptor:
+    """With edges to legs instead of to the task that they are of."""
+    inputs = {
+        port: replace(source, name=giver.get((source.name, source.output), source.name))
+        if source.kind == "task"
+        else source
+        for port, source in task.inputs.items()
+    }
+    after = tuple(one for name in task.start.after for one in named.get(name, (name,)))
+    return replace(task, inputs=inputs, start=replace(task.start, after=after))
+
+
+def _as_task(
+    task: TaskDescriptor, name: str, leg: Leg, giver: Mapping[tuple[str, str], str]
+) -> TaskDescriptor:
+    taken = {
+        port: Source(kind="task", name=giver[task.name, port], output=port) for port in leg.takes
+    }
+    return replace(
+        task,
+        name=name,
+        run=replace(task.run, part=leg.as_json()),
+        inputs={**{port: task.inputs[port] for port in leg.ports}, **taken},
+        outputs=(*leg.gives, *(output for output in task.outputs if output in leg.ends)),
+        publish={output: block for output, block in task.publish.items() if output in leg.ends},
+        islands=1,
+    )

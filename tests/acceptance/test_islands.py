@@ -1,0 +1,283 @@
+"""Two islands, each with a scheduler of its own and a standby: what a request has on both of them,
+and what becomes of it when one is killed whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from app.embedded import temporary_home
+from app.supervisor import Spec, leashed
+from app.up import ROOT, running
+from tests.acceptance.conftest import System
+from tests.acceptance.history import overlaps, runs
+
+pytestmark = pytest.mark.acceptance
+
+STEPS = 150
+SETTINGS = {
+    "ROUNDHOUSE_ISLAND_LOST_S": "2",
+    "ROUNDHOUSE_LEASE_S": "5",
+    "ROUNDHOUSE_LEASE_MARGIN_S": "2",
+    "ROUNDHOUSE_BEAT_S": "1",
+    "ROUNDHOUSE_LEADER_S": "3",
+}
+
+
+class Processes:
+    """Celery workers of an island, started by us: nobody starts them again."""
+
+    def __init__(self, handle, island):
+        self.handle, self.island = handle, island
+        self.running = {}
+
+    def start(self, *names):
+        """Of "leader", "standby" and "device.N"."""
+        for name in names:
+            worker, sort = f"{self.island}.{name}", name.partition(".")[0]
+            module = "workers.device" if sort == "device" else "workers.island"
+            queue = f"device.{self.device(name)}" if sort == "device" else f"island.{self.island}"
+            words = ("-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2")
+            named = ("-Q", queue, "-n", f"{worker}@test", "--without-gossip", "--without-mingle")
+            spec = Spec(name=worker, command=(sys.executable, *words, *named), env=self._env(name))
+            log = (self.handle.wanted.home / "logs" / f"{worker}.log").open("ab")
+            with log:
+                self.running[name] = subprocess.Popen(
+                    leashed(spec), env=spec.env, cwd=ROOT, stdout=log, stderr=log,
+                    stdin=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+
+    def device(self, name):
+        return f"{self.island}.{name.partition('.')[2]}"
+
+    def _env(self, name):
+        facts = self.handle.facts
+        env = {**os.environ, **SETTINGS, "ROUNDHOUSE_ISLAND": self.island}
+        env |= {"ROUNDHOUSE_HOME": facts["home"], "REDIS_URL": facts["redis_url"]}
+        if name.startswith("device"):
+            env.pop("DATABASE_URL", None)
+            return {**env, "ROUNDHOUSE_DEVICE": self.device(name)}
+        return {**env, "DATABASE_URL": facts["database_url"]}
+
+    def kill(self, *names):
+        """`kill -9`; all of them at once if none are named."""
+        killed = [self.running.pop(name) for name in names or [*self.running]]
+        for process in killed:
+            process.kill()
+        for process in killed:
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def islands():
+    """The island `local` of one device, and `east` of one."""
+    with (
+        temporary_home() as home,
+        running(home, devices=1, env=SETTINGS) as handle,
+        contextlib.closing(System(handle)) as system,
+    ):
+        local, east = Processes(handle, "local"), Processes(handle, "east")
+        local.start("standby")
+        east.start("leader", "standby", "device.0")
+        client = system.client("alpha")
+        try:
+            assert system.until(lambda: is_up(client, "east.0"))
+            yield system, east
+        finally:
+            east.kill()
+            local.kill()
+
+
+def is_up(client, device):
+    return any(item["id"] == device and item["up"] for item in client.items("/v1/devices"))
+
+
+def places(client, id):
+    return {item["task"]: item["island"] for item in client.get(f"/v1/requests/{id}/plan")["tasks"]}
+
+
+def test_a_request_that_is_as_wide_as_both_islands_runs_on_both(islands):
+    system, _ = islands
+    client = system.client("alpha")
+    make = {"type": "train", "run": {"function": "train:make"}, "outputs": ["numbers"]}
+    tasks = [
+        {"name": "left", **make, "params": {"n": 4}},
+        {"name": "right", **make, "params": {"n": 5}},
+        {
+            **{"name": "both", "type": "train", "run": {"function": "train:joined"}},
+            "inputs": {"a": "left.numbers", "b": "right.numbers"},
+        },
+    ]
+    id = client.submit({"name": "wide", "bundle": client.bundle, "tasks": tasks})["id"]
+    done = client.wait(id, timeout_s=60)
+    assert done["state"] == "done", done
+    found = places(client, id)
+    assert {found["left"], found["right"]} == {"local", "east"}
+    (both,) = [task for task in done["tasks"] if task["name"] == "both"]
+    assert both["result"] == {"total": 16}
+    system.check_ledger()
+
+
+def test_a_standby_takes_the_lead_of_its_island(islands):
+    system, east = islands
+    client = system.client("alpha")
+    ids = [submit(client, f"led-{n}", steps=40) for n in range(2)]
+    east.kill("leader")
+    for id in ids:
+        assert client.wait(id, timeout_s=60)["state"] == "done"
+    east.start("leader")
+
+
+def test_what_an_island_has_not_ended_goes_on_on_the_other_when_it_is_killed_whole(islands):
+    system, east = islands
+    client = system.client("alpha")
+    undisturbed = client.wait(submit(client, "undisturbed"), timeout_s=60)
+    right = undisturbed["tasks"][0]["result"]
+    ids = [submit(client, f"killed-{n}") for n in range(4)]
+    on_east = client_waits(system, client, ids)
+
+    east.kill()
+
+    for id in ids:
+        request = client.wait(id, timeout_s=120)
+        assert request["state"] == "done", request
+        task = request["tasks"][0]
+        assert task["result"] == right
+        assert overlaps(runs(client.log_text(task["id"]))) == []
+    assert set(places(client, on_east).values()) == {"local"}
+    (told,) = client.get(f"/v1/requests/{on_east}/plan")["tasks"]
+    assert "The island east is lost" in told["because"]
+    ends = [
+        item["end"] for item in client.items(f"/v1/tasks/{task_id(client, on_east)}/placements")
+    ]
+    assert sorted(ends)[:2] == ["finished", "lost"]
+    system.check_ledger()
+
+    # It comes back: nothing runs there that has ended elsewhere, and it works again.
+    east.start("leader", "standby", "device.0")
+    assert system.until(lambda: is_up(client, "east.0"))
+    more = [submit(client, f"after-{n}", steps=60) for n in range(3)]
+    for id in more:
+        assert client.wait(id, timeout_s=60)["state"] == "done"
+    assert {place for id in more for place in places(client, id).values()} == {"local", "east"}
+    system.check_ledger()
+
+
+# --- one graph on both ----------------------------------------------------------------------------
+
+ROUNDS = 4
+
+
+def pipeline(nap_s):
+    """Two stages, one on each island if there are two: forward through both, and back."""
+    declared = {"h": {"dtype": "float32", "shape": [32, 32]}}
+    work = {"function": "ops:stage", "outputs": ["h"], "tensors": declared}
+    est = {"est": {"ms": nap_s * 1000}}
+    nodes = []
+    for lane in "ab":
+        other = {"a": "b", "b": "a"}[lane]
+        for n in range(ROUNDS):
+            before = {"x": f"{lane}{n - 1}.h", "y": f"{other}{n - 1}.h"} if n else {}
+            params = {"nap_s": nap_s, "n": n}
+            nodes.append({"name": f"{lane}{n}", **work, **est, "inputs": before, "params": params})
+    ends = {"a": f"a{ROUNDS - 1}.h", "b": f"b{ROUNDS - 1}.h"}
+    end = {"name": "end", "function": "ops:summed", "inputs": ends, "outputs": ["parameters"]}
+    return {"nodes": [*nodes, end], "outputs": {"parameters": "end.parameters"}}
+
+
+def submit_graph(client, name, *, islands=2, nap_s=0.6):
+    task = {
+        **{"name": "pipe", "run": {"graph": pipeline(nap_s)}, "islands": islands},
+        **{"retry": {"max": 1}, "checkpoint": {"every_s": 0.5, "keep": 2}},
+    }
+    return client.submit({"name": name, "bundle": client.bundle, "tasks": [task]})["id"]
+
+
+def ended(client, id):
+    request = client.wait(id, timeout_s=120)
+    assert request["state"] == "done", request
+    (last,) = [task for task in request["tasks"] if task["result"]]
+    return last["result"]["parameters"]
+
+
+@pytest.fixture(scope="module")
+def whole(islands):
+    """What the graph gives that stays in one piece."""
+    system, _ = islands
+    client = system.client("alpha")
+    id = submit_graph(client, "whole", islands=1, nap_s=0.01)
+    assert len(client.request(id)["tasks"]) == 1
+    return ended(client, id)
+
+
+def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands, whole):
+    system, _ = islands
+    client = system.client("alpha")
+    id = submit_graph(client, "on-both")
+    assert ended(client, id) == whole
+    plan = client.get(f"/v1/requests/{id}/plan")
+    assert {place["island"] for place in plan["tasks"]} == {"local", "east"}
+    ways = {(one["source"], one["target"]) for one in plan["crossings"]}
+    assert ways == {("local", "east"), ("east", "local")}
+    for one in plan["crossings"]:
+        assert one["planned_bytes"] == 32 * 32 * 4
+        assert 0 < one["moved_bytes"] - one["planned_bytes"] < 20_000, "its head"
+    system.check_ledger()
+
+
+@pytest.mark.parametrize("victim", ["executor", "scheduler", "island"])
+def test_a_graph_on_both_ends_with_the_same_bits_whoever_is_killed(islands, whole, victim):
+    system, east = islands
+    client = system.client("alpha")
+    id = submit_graph(client, f"graph-{victim}")
+
+    def runs_on_east(request):
+        return any(t["island"] == "east" and t["state"] == "running" for t in request["tasks"])
+
+    client.wait_until(id, runs_on_east, timeout_s=60)
+    if victim == "executor":
+        system.kill("resident")  # of local
+    elif victim == "scheduler":
+        east.kill("leader")
+    else:
+        east.kill()
+    assert ended(client, id) == whole
+    for task in client.request(id)["tasks"]:
+        assert overlaps(runs(client.log_text(task["id"]))) == []
+    system.check_ledger()
+    east.start(*{"leader", "standby", "device.0"} - east.running.keys())
+    assert system.until(lambda: is_up(client, "east.0"))
+
+
+def submit(client, name, steps=STEPS):
+    return client.submit_job(
+        "train:Train",
+        name=name,
+        params={"steps": steps, "seed": 3},
+        checkpoint={"every_s": 0.5, "keep": 2},
+    )
+
+
+def client_waits(system, client, ids):
+    """The request that runs on east, once it has a checkpoint there."""
+    found = []
+
+    def saved():
+        for id in ids:
+            task = client.request(id)["tasks"][0]
+            on_east = task["island"] == "east" and task["state"] == "running"
+            if on_east and client.items(f"/v1/tasks/{task['id']}/checkpoints"):
+                found.append(id)
+        return found
+
+    assert system.until(saved)
+    return found[0]
+
+
+def task_id(client, id):
+    return client.request(id)["tasks"][0]["id"]

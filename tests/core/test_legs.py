@@ -1,0 +1,221 @@
+"""A graph cut for several islands: portions, their legs, and legs as tasks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as Profile
+from hypothesis import strategies as st
+
+from app.core import graph as request_graph
+from app.core import legs as subject
+from app.core import taskgraph
+from app.core.descriptor import BadDescriptor, Descriptor, as_json, parse
+from app.core.legs import Leg, cut, expanded, part
+from app.core.taskgraph import INPUT, TaskGraph
+
+JSON = dict[str, Any]
+SPEED = 10**9
+
+
+def node(name: str, *reads: str, ms: float = 1000.0, **more: Any) -> JSON:
+    inputs = {f"x{n}": block for n, block in enumerate(reads)}
+    body = {"name": name, "function": "m:f", "inputs": inputs, "outputs": ["o"], "est": {"ms": ms}}
+    return {**body, **more}
+
+
+def graph(*nodes: JSON, **outputs: str) -> TaskGraph:
+    return taskgraph.parse({"nodes": list(nodes), "outputs": outputs})
+
+
+def two_chains(length: int = 3) -> TaskGraph:
+    """Two of them that meet at the end."""
+    nodes = [
+        node(f"{side}{n}", f"{side}{n - 1}.o" if n else "input:raw")
+        for side in "lr"
+        for n in range(length)
+    ]
+    join = node("join", f"l{length - 1}.o", f"r{length - 1}.o", ms=1)
+    return graph(*nodes, join, y="join.o")
+
+
+def random_graph(seed: int) -> TaskGraph:
+    draw = random.Random(seed)
+    nodes = []
+    for n in range(draw.randint(2, 14)):
+        others = draw.sample(range(n), min(n, draw.randint(0, 3)))
+        reads = [f"n{other}.o" for other in others] or ["input:raw"]
+        nodes.append(node(f"n{n}", *reads, ms=draw.choice((1.0, 300.0, 900.0))))
+    ends = {f"y{n}": f"n{n}.o" for n in draw.sample(range(len(nodes)), 2)}
+    return graph(*nodes, **ends)
+
+
+def run(whole: TaskGraph, given: dict[str, str]) -> dict[str, str]:
+    """What a graph gives whose nodes write down what they were given."""
+    blocks = {f"{INPUT}{port}": value for port, value in given.items()}
+    by_name = {node.name: node for node in whole.nodes}
+    for name in taskgraph.order(whole):
+        one = by_name[name]
+        read = ",".join(blocks[s] for taken in one.inputs.values() for s in taken.sources)
+        blocks[f"{name}.o"] = f"{name}({read})"
+    return {port: blocks[block] for port, block in whole.outputs.items()}
+
+
+def run_legs(whole: TaskGraph, legs: tuple[Leg, ...], given: dict[str, str]) -> dict[str, str]:
+    made, ended = dict[str, str](), dict[str, str]()
+    for leg in legs:
+        mine = part(whole, leg.as_json())
+        inputs = {port: given[port] for port in leg.ports}
+        inputs |= {port: made[port] for port in leg.takes}
+        found = run(mine, inputs)
+        made |= {port: value for port, value in found.items() if port in leg.gives}
+        ended |= {port: value for port, value in found.items() if port in leg.ends}
+    return ended
+
+
+# --- the cut --------------------------------------------------------------------------------------
+
+
+def test_what_is_wide_is_cut_where_least_crosses() -> None:
+    legs = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
+    assert {leg.portion for leg in legs} == {0, 1}
+    assert sorted(len(leg.nodes) for leg in legs) == [1, 3, 3]
+    assert sum(len(leg.takes) for leg in legs) == 2  # into the join, one of them at home
+
+
+def test_a_chain_stays_whole() -> None:
+    chain = graph(node("a"), node("b", "a.o"), node("c", "b.o"), y="c.o")
+    (leg,) = cut(chain, 2, 1, bytes_per_s=SPEED)
+    assert (leg.nodes, leg.takes, leg.gives, leg.ends) == (("a", "b", "c"), {}, {}, {"y": "c.o"})
+
+
+def test_no_cut_is_made_where_sending_takes_longer() -> None:
+    declared = {"tensors": {"o": {"dtype": "uint8", "shape": [10**10]}}}
+    wide = graph(
+        node("a", **declared), node("b", "a.o"), node("c", "a.o"), node("d", "b.o", "c.o"), y="d.o"
+    )
+    assert len(cut(wide, 2, 1, bytes_per_s=SPEED)) == 1
+
+
+def legs_of(whole: TaskGraph, seats: dict[str, int]) -> tuple[Leg, ...]:
+    """With the portions given."""
+    order = taskgraph.order(whole)
+    planned = {str(p): [n for n in order if seats[n] == p] for p in {*seats.values()}}
+    return subject._Legs(whole, seats, planned).found()
+
+
+def test_a_leg_ends_where_it_would_wait_for_another_portion() -> None:
+    """Forward and backward through two stages: the first one does not wait on its device."""
+    pipe = graph(
+        node("f0"), node("f1", "f0.o"), node("b1", "f1.o"), node("b0", "b1.o", "f0.o"), y="b0.o"
+    )
+    legs = legs_of(pipe, {"f0": 0, "b0": 0, "f1": 1, "b1": 1})
+    assert [(leg.portion, leg.nodes) for leg in legs] == [
+        (0, ("f0",)),
+        (1, ("f1", "b1")),
+        (0, ("b0",)),
+    ]
+
+
+def test_a_long_leg_ends_where_it_has_given_something_and_a_short_one_goes_on() -> None:
+    def shared(ms: float) -> list[tuple[str, ...]]:
+        both = graph(
+            node("a0", ms=ms),
+            node("a1", "a0.o", ms=ms),
+            *(node(f"b{n}", f"a{n}.o") for n in (0, 1)),
+            y="b0.o",
+        )
+        legs = legs_of(both, {"a0": 0, "a1": 0, "b0": 1, "b1": 1})
+        return [leg.nodes for leg in legs if leg.portion == 0]
+
+    assert shared(ms=1000) == [("a0",), ("a1",)]
+    assert shared(ms=1) == [("a0", "a1")]
+
+
+@given(st.integers(0, 10**6), st.integers(2, 4))
+@Profile(max_examples=150, deadline=None)
+def test_however_the_cut_is_crossed_legs_in_their_order_give_what_the_whole_gives(
+    seed: int, portions: int
+) -> None:
+    whole, draw = random_graph(seed), random.Random(seed)
+    seats = {one.name: draw.randrange(portions) for one in whole.nodes}
+    legs = legs_of(whole, seats)
+    ran = [name for leg in legs for name in leg.nodes]
+    assert sorted(ran) == sorted(seats)
+    assert all({seats[name] for name in leg.nodes} == {leg.portion} for leg in legs)
+    assert run_legs(whole, legs, {"raw": "raw"}) == run(whole, {"raw": "raw"})
+
+
+# --- legs as tasks --------------------------------------------------------------------------------
+
+
+def request(**more: Any) -> JSON:
+    wide = {
+        "name": "wide",
+        "run": {"graph": "sha256:" + "0" * 64},
+        "inputs": {"raw": "make.x"},
+        "outputs": ["y"],
+        "islands": 2,
+        **more,
+    }
+    make = {"name": "make", "run": {"function": "m:make"}, "outputs": ["x"]}
+    use = {"name": "use", "run": {"function": "m:use"}, "inputs": {"y": "wide.y"}}
+    last = {"name": "last", "run": {"function": "m:use"}, "start": {"after": ["wide"]}}
+    return {"bundle": "sha256:" + "1" * 64, "tasks": [make, wide, use, last]}
+
+
+def cut_up(**more: Any) -> tuple[Descriptor, list[str]]:
+    legs = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
+    found, faults = expanded(parse(request(**more)), {"wide": legs})
+    return found, [fault.pointer for fault in faults]
+
+
+def test_legs_stand_in_the_place_of_their_task() -> None:
+    found, faults = cut_up(publish={"y": "result"}, retry={"max": 2}, start={"after": ["make"]})
+    assert faults == []
+    tasks = {task.name: task for task in found.tasks}
+    mine = [name for name in tasks if name.startswith("wide.")]
+    assert len(mine) == 3
+    assert not request_graph.check(found)
+    assert {tasks[name].retry_max for name in mine} == {2}
+    assert all("make" in tasks[name].start.after for name in mine)
+    assert set(tasks["last"].start.after) == {*mine}
+    giver = tasks[tasks["use"].inputs["y"].name]
+    assert giver.publish == {"y": "result"}
+    assert giver.outputs[-1] == "y"
+    assert [name for name in mine if tasks[name].publish] == [giver.name]
+    assert [name for name in mine if "raw" in tasks[name].inputs] == sorted(
+        name for name in mine if name != giver.name
+    )
+    run = as_json(giver)["run"]
+    assert run["part"]["nodes"] == ["join"]
+    assert run["part"]["bytes"]["y"] == subject.USUAL_BYTES
+
+
+def test_names_that_legs_would_take_are_told() -> None:
+    legs = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
+    long = "w" * (subject.MAX_NAME + 1)
+    _, faults = expanded(parse(request(name=long)), {long: legs})
+    assert [(fault.pointer, fault.code) for fault in faults] == [("/tasks/1/name", "range")]
+    body = request()
+    body["tasks"].append({"name": "wide.0.0", "run": {"function": "m:use"}})
+    _, faults = expanded(parse(body), {"wide": legs})
+    assert [(fault.pointer, fault.code) for fault in faults] == [("/tasks/1/name", "twice")]
+
+
+@pytest.mark.parametrize("run", [{"job": "m:J"}, {"function": "m:f"}, {"command": ["x"]}])
+def test_only_a_graph_is_cut(run: JSON) -> None:
+    body = {"tasks": [{"name": "t", "run": run, "islands": 2}], "bundle": "sha256:" + "1" * 64}
+    with pytest.raises(BadDescriptor) as error:
+        parse(body)
+    assert [fault.pointer for fault in error.value.faults] == ["/tasks/0/islands"]
+
+
+@pytest.mark.parametrize("islands", [0, 65, "2", 1.5])
+def test_how_many_islands_is_a_number(islands: object) -> None:
+    with pytest.raises(BadDescriptor) as error:
+        parse(request(islands=islands))
+    assert [fault.pointer for fault in error.value.faults] == ["/tasks/1/islands"]
