@@ -27,7 +27,7 @@ from app.core.island import Tenant
 from app.core.lifecycle import ENDED
 from app.core.messages import JSON
 from app.core.placement import Block, Graph, Link, Node, Unplaceable
-from app.core.portions import Island, Portions, apportion, reassign
+from app.core.portions import Island, Portions, Room, apportion, reassign
 from app.core.rooms import Stock
 from app.core.search import Effort
 from app.models import Device, Host, Line, Need, Placement, Task
@@ -203,16 +203,15 @@ class _Scene:
     `up` are devices that can take work now, of islands that are led; `all` those that once joined.
     """
 
-    tenants: Mapping[str, Tenant]
     up: dict[str, dict[str, Stock]]
     all: dict[str, dict[str, Stock]]
     largest: Mapping[tuple[str, str], int]  # (island, kind) -> the memory of its largest device
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
     learned: forecast.Learned | None = None
     links: dict[tuple[str, ...], tuple[Link, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session, *, without: str = "") -> _Scene:
-        tenants = snapshot.tenants(session)
         up, all_ = (
             defaultdict[str, dict[str, Stock]](dict),
             defaultdict[str, dict[str, Stock]](dict),
@@ -223,10 +222,16 @@ class _Scene:
             if row.up:
                 up[row.island][row.kind] = Stock(kind=row.kind, devices=row.up)
             largest[row.island, row.kind] = row.memory_bytes
-        learned = _learned.refreshed(session) if len(all_) > 1 else None
-        scene = cls(tenants=tenants, up=up, all=all_, largest=largest, learned=learned)
-        if learned is not None:
-            scene._count_queues(session)
+        if len(all_) < 2:  # nothing is weighed where there is no choice
+            return cls(up=up, all=all_, largest=largest)
+        scene = cls(
+            up=up,
+            all=all_,
+            largest=largest,
+            tenants=snapshot.tenants(session),
+            learned=_learned.refreshed(session),
+        )
+        scene._count_queues(session)
         return scene
 
     def decided(self, work: _Work, *, lost: str = "") -> Seats | None:
@@ -250,7 +255,7 @@ class _Scene:
             self._queue(island, kinds[id], work.tenant, work.time_ns[id])
 
     def _queue(self, island: str, kind: str, tenant: str, work_ns: int) -> None:
-        for stocks in (self.up, self.all):
+        for stocks in (self.up, self.all) if self.tenants else ():
             if (stock := stocks.get(island, {}).get(kind)) is not None:
                 stock.add(tenant, work_ns, self.tenants)
 
@@ -270,7 +275,7 @@ class _Scene:
                 id=name,
                 places=frozenset({name}),
                 rooms={
-                    kind: of_kind[kind].room(work.tenant, needed[kind], self.tenants)
+                    kind: self._room(of_kind[kind], work.tenant, needed[kind])
                     for kind in {task.kind for task in work.tasks} & of_kind.keys()
                 },
             )
@@ -285,6 +290,11 @@ class _Scene:
             for task in work.tasks
             if task.island in (None, lost) and task.id in found.seats
         }
+
+    def _room(self, stock: Stock, tenant: str, work_ns: int) -> Room:
+        if not self.tenants:
+            return Room(devices=stock.devices, share=stock.devices)
+        return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
         """The islands with a device that is large enough."""
