@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from app import housekeeping
 from app.core import taskgraph
-from app.models import Graph, Task
+from app.models import Device, Graph, Host, Island, Task
 from app.settings import settings
 from app.store import Store, blob
 from tests.app.conftest import BUNDLE, problem, sha256, zipped
@@ -164,6 +164,69 @@ class TestSubmit:
     def test_without_a_bundle_it_cannot_run(self, client):
         body = {**request(GRAPH), "bundle": None}
         problem(client.post("/v1/requests", json=body), 422, "validation-error", "/bundle")
+
+
+def wide(length=2):
+    """Two chains of nodes that take long, and one that joins them."""
+    est = {"function": "ops:work", "outputs": ["r"], "est": {"ms": 5000}}
+    nodes = [
+        {
+            "name": f"{side}{n}",
+            "inputs": {"part": f"{side}{n - 1}.r" if n else "input:raw"},
+            **est,
+        }
+        for side in "lr"
+        for n in range(length)
+    ]
+    ends = {"parts": [f"l{length - 1}.r", f"r{length - 1}.r"]}
+    vote = {"name": "vote", "function": "ops:vote", "inputs": ends, "outputs": ["y"]}
+    return {"nodes": [*nodes, vote], "outputs": {"y": "vote.y"}}
+
+
+class TestSeveralIslands:
+    @pytest.fixture
+    def west(self, session, world):
+        session.add(Island(name="west"))
+        session.flush()
+        session.add(Host(name="w", island="west"))
+        session.flush()
+        session.add(Device(id="w.0", host="w", island="west", kind="cpu", memory_bytes=2**30))
+        session.commit()
+
+    def test_it_is_cut_into_legs_that_stand_in_its_place(self, west, client, session):
+        sent = request(wide(), islands=2)
+        sent["tasks"].append(
+            {"name": "use", "run": {"function": "ops:vote"}, "inputs": {"parts": "whole.y"}}
+        )
+        answer = client.post("/v1/requests", json=sent)
+        assert answer.status_code == 202, answer.text
+        tasks = {task["name"]: task for task in answer.json()["tasks"]}
+        legs = {name for name in tasks if name.startswith("whole.")}
+        assert {*tasks} == {"make", "use", *legs}
+        assert len(legs) == 3
+        (last,) = [need["task"] for need in tasks["use"]["needs"]]
+        assert last in legs
+        runs = session.scalars(select(Task.descriptor["run"]).where(Task.name.in_(legs))).all()
+        assert {run["graph"] for run in runs} == {f"sha256:{named(wide())}"}
+        ran = sorted(name for run in runs for name in run["part"]["nodes"])
+        assert ran == ["l0", "l1", "r0", "r1", "vote"]
+        plan = client.get(f"/v1/requests/{answer.json()['id']}/plan").json()
+        assert sorted(p["node"] for g in plan["graphs"] for p in g["nodes"]) == ran
+
+    def test_on_the_only_island_it_stays_whole(self, client):
+        tasks = client.post("/v1/requests", json=request(wide(), islands=2)).json()["tasks"]
+        assert [task["name"] for task in tasks] == ["make", "whole"]
+
+    def test_one_of_too_many_nodes_is_refused(self, west, client, monkeypatch):
+        monkeypatch.setattr("app.graphs.MAX_NODES", 4)
+        answer = client.post("/v1/requests", json=request(wide(), islands=2))
+        problem(answer, 422, "validation-error", "/tasks/1/islands")
+
+    def test_a_part_is_nothing_that_somebody_writes(self, client):
+        sent = request(wide())
+        sent["tasks"][1]["run"]["part"] = {"nodes": ["l0"]}
+        answer = client.post("/v1/requests", json=sent)
+        problem(answer, 422, "validation-error", "/tasks/1/run/part")
 
 
 def test_its_bytes_stay_as_long_as_its_row(client, session):
