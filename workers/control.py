@@ -38,6 +38,7 @@ class Control(Loop):
         self.sweeping: threading.Thread | None = None
         self.sweep_due_s = 0.0
         self.dark_since_s: dict[str, float] = {}  # by the monotonic clock
+        self.dark_due_s = 0.0
 
     def nudge(self) -> None:
         self.nudged.set()
@@ -65,23 +66,17 @@ class Control(Loop):
 
         Only what we have seen counts: after a pause of Postgres, or of ours, all look dark at once.
         """
-        touched, lost_s = set[str](), settings().island_lost_s
-        if not lost_s:
+        touched, now_s, lost_s = set[str](), time.monotonic(), settings().island_lost_s
+        if not lost_s or now_s < self.dark_due_s:
             return touched
-        now_s = time.monotonic()
         with db.transaction() as session:
             dark = assign.dark(session)
+        self.dark_due_s = now_s + settings().tick_s
         self.dark_since_s = {one: self.dark_since_s.get(one, now_s) for one in sorted(dark)}
         for lost, since_s in self.dark_since_s.items():
-            if now_s - since_s < lost_s:
-                continue
-            log.warning("island %s is lost: others take over what it has not ended", lost)
-            after: str | None = ""
-            while after is not None:
-                with db.transaction() as session:
-                    more, after = assign.take_over(session, lost, after=after)
-                touched |= more
-            self.dark_since_s[lost] = now_s  # what nobody can take is looked at once more then
+            if now_s - since_s >= lost_s:
+                touched |= _taken_over(lost)
+                self.dark_since_s[lost] = now_s  # what nobody can take is looked at once more then
         return touched
 
     def _chores(self) -> None:
@@ -102,6 +97,18 @@ class Control(Loop):
         self.sweep_due_s = time.monotonic() + SWEEP_S
         self.sweeping = threading.Thread(target=_sweep, args=(self.sweeper,), daemon=True)
         self.sweeping.start()
+
+
+def _taken_over(lost: str) -> set[str]:
+    """The islands that got what it has not ended, some requests at a time."""
+    touched, after = set[str](), ""
+    while after is not None:
+        with db.transaction() as session:
+            more, after = assign.take_over(session, lost, after=after)
+        touched |= more
+    told = f"{', '.join(sorted(touched))} took over" if touched else "nobody can take over"
+    log.warning("island %s is lost; %s what it has not ended", lost, told)
+    return touched
 
 
 def _sweep(sweeper: Sweeper) -> None:
