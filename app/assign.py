@@ -75,7 +75,7 @@ def assign_new(session: Session) -> set[str]:
 
 # --- why, for people ------------------------------------------------------------------------------
 
-NOWHERE = "No islands have devices up to now for all that it and the rest of its request need."
+NOWHERE = "So far no islands have the devices that all of its request needs."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,8 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
         Task.island == lost, Task.state.not_in(ENDED), Task.request_id > after
     )
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
+    mine = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
+    session.execute(mine.order_by(Task.id).with_for_update(key_share=True))  # as wishes lock them
     scene = _Scene.of(session, without=lost)
     touched = set[str]()
     rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
@@ -369,8 +371,8 @@ def _why(found: Portions, task: Row[Any], able: Sequence[str], reads: frozenset[
     if len(able) == 1:
         told = f"Only {island} has such devices."
     else:
-        told = f"Of {len(able)} islands that can run it; so the request is expected to end soonest,"
-        told += f" in {ends_s:.0f} s." if ends_s >= 1 else " at once."
+        told = f"{len(able)} islands can run it; so the request is expected to end soonest, in "
+        told += f"{ends_s:.0f} s." if ends_s >= 1 else "less than a second."
     return {"because": told, "ends_s": ends_s, "crossing_bytes": across}
 
 

@@ -29,7 +29,7 @@ from app.core.descriptor import MAX_TASKS, Descriptor, Fault, Source, TaskDescri
 from app.core.placement import Link
 from app.core.portions import Island, Room, apportion
 from app.core.search import Effort
-from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, waits
+from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, order, waits
 
 JSON = dict[str, Any]
 
@@ -180,22 +180,10 @@ class _Legs:
 
     def _levels(self) -> dict[str, int]:
         level = dict[str, int]()
-
-        def of(name: str) -> int:
-            ready = [name]
-            while ready:
-                at = ready[-1]
-                open_ = [other for other in self.needed[at] if other not in level]
-                if open_:
-                    ready += open_
-                    continue
-                level[ready.pop()] = max(
-                    (level[o] + (self.seats[o] != self.seats[at]) for o in self.needed[at]),
-                    default=0,
-                )
-            return level[name]
-
-        return {name: of(name) for name in self.nodes}
+        for name in order(self.graph):
+            crossed = (level[o] + (self.seats[o] != self.seats[name]) for o in self.needed[name])
+            level[name] = max(crossed, default=0)
+        return level
 
     def _pieces(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Of one portion and level: where one may end, and what it has done is worth a launch."""

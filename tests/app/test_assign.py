@@ -109,7 +109,7 @@ class TestNew:
         add_task(session, "b", request="req_b")
         assert assign.assign_new(session) == {"west"}  # the other is still blocked, and queued
         assert islands(session) == {"a": "east", "b": "west"}
-        assert "Of 2 islands" in told(session, "b")["because"]
+        assert "2 islands can run it" in told(session, "b")["because"]
 
     def test_so_do_several_requests_of_one_look(self, session, people):
         add_island(session, "east", cpu=1)
