@@ -358,7 +358,7 @@ def _order_hosts(
             "surely_until_us": 0,
             "seats": seats,
             "host": host,
-            "links": {**links, "home": home.facts["links"]},
+            "links": {**links, "home": home.facts.get("links", [])},
         }
         body = {**desk.shelf.body(task, home), **outpost}
         _order_to(session, task, device.id, "Launch", **body)

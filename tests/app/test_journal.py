@@ -624,6 +624,86 @@ class TestLending:
         assert (seen().seats, seen().leaves) == (("h.0", "h.1"), ())
 
 
+LINKS = ["10.0.0.1", 7000]
+
+
+@pytest.fixture
+def apart(session, running):
+    """The task runs on h.0 and is to go on on far.0 of another host too."""
+    hear(session, residents=[view(running, "running")], links=LINKS)
+    hear(session, device="far.0", host="far")
+    running.devices_max, running.across_hosts = 3, True
+    decide(session, running, "Splice", devices=("h.0", "far.0"))
+    return running
+
+
+def orders(session, device):
+    query = select(Order).where(Order.device_id == device, Order.answered_at.is_(None))
+    return session.scalars(query.order_by(Order.id)).all()
+
+
+class TestHosts:
+    def test_each_host_gets_an_order_and_the_same_secret(self, session, apart):
+        (home,), (far,) = orders(session, "h.0")[-1:], orders(session, "far.0")
+        assert (home.kind, home.seq, home.body["seats"]) == ("Resize", 2, [1, 1])
+        assert (far.kind, far.seq, far.body["seats"], far.body["host"]) == ("Launch", 2, [1, 1], 1)
+        secret = home.body["links"]["secret"]
+        assert far.body["links"] == {"secret": secret, "home": LINKS}
+        assert (far.body["images"], far.body["outputs"]) == ([], [])
+
+    def test_an_outpost_is_kept_while_its_device_is_lent_and_changes_nothing(self, session, apart):
+        there = [view(apart, "running", held_us=5000, order_seq=2)]
+        answer = hear(session, device="far.0", host="far", residents=there)
+        assert (answer.keep, answer.drop) == ([[apart.id, 1]], [])
+        assert orders(session, "far.0") == []
+        assert (apart.held_us, guests(session)[0].held_us) == (0, 0)
+        hear(session, events=[event(Resized, apart, 2, seats=[1, 1], step=4)])
+        assert (apart.state, guests(session)[0].ended_at) == ("running", None)
+        lose(session, apart)
+        answer = hear(session, device="far.0", host="far", residents=there)
+        assert (answer.keep, answer.drop) == ([], [[apart.id, 1]])
+
+    def test_a_change_of_hosts_has_a_secret_of_its_own(self, session, apart):
+        hear(session, events=[event(Resized, apart, 2, seats=[1, 1])], links=LINKS)
+        hear(session, device="far.1", host="far")
+        decide(session, apart, "Splice", devices=("h.0", "far.0", "far.1"))
+        first, second = orders(session, "far.0")
+        assert second.seq > first.seq
+        assert second.body["seats"] == [1, 2]
+        assert second.body["links"]["secret"] != first.body["links"]["secret"]
+        assert orders(session, "far.1") == []  # one device of each host holds the outpost
+
+    def test_a_host_that_cannot_be_reached_is_given_back(self, session, apart):
+        hear(session, events=[event(Resized, apart, 2, seats=[1], step=4)])
+        assert (apart.state, [guest.end for guest in guests(session)]) == ("running", ["unreached"])
+
+    def test_who_cannot_leave_what_was_promised_goes_back_to_its_line(self, session, apart):
+        hear(session, events=[event(Resized, apart, 2, seats=[1, 1])])
+        decide(session, apart, "Splice", devices=("h.0",))
+        hear(session, events=[event(Resized, apart, 3, seats=[1, 1])])
+        assert (apart.state, [guest.end for guest in guests(session)]) == ("waiting", ["lost"])
+
+    def test_a_lost_host_is_no_attempt(self, session, apart):
+        lost = {"cause": "host", "message": "the connection to its host 1 is lost"}
+        hear(session, events=[event(Failed, apart, 2, **lost)])
+        assert (apart.state, apart.attempts, apart.retry_max) == ("waiting", 0, 0)
+
+    def test_a_gang_of_several_devices_begins_on_all_of_them(self, session, task):
+        for device, host in (("h.0", "h"), ("far.0", "far"), ("h.1", "h")):
+            hear(session, device=device, host=host, links=LINKS)
+        task.devices_min = task.devices_max = 3
+        task.across_hosts = True
+        decide(session, task, "Launch", devices=("h.0", "far.0", "h.1"))
+        (home,), (far,) = orders(session, "h.0"), orders(session, "far.0")
+        assert (home.body["seats"], far.body["host"]) == ([2, 1], 1)
+        hear(session, residents=[view(task, "running")], events=[started(task)])
+        assert (task.state, task.resized_at) == ("running", task.started_at)
+        long_ago(session)
+        hear(session, residents=[view(task, "running", held_us=300)])
+        assert [guest.held_us for guest in guests(session)] == [300, 300]
+        assert session.scalar(select(func.sum(Usage.charged_us))) == 900
+
+
 def copy_of(session, task):
     """Another task like it, that waits."""
     names = ("request_id", "tenant_id", "user_id", "island", "type", "kind", "descriptor")

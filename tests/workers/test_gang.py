@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from app.core.messages import Failed, Finished, Paused, Resized, Saved, Started, Stopped
+from app.core.messages import Failed, Finished, Paused, Resize, Resized, Saved, Started, Stopped
 from tests.workers.conftest import Ground
-from workers import gang
+from workers import gang, links
 from workers.executor import Work
 from workers.ground import Ground as GangGround
 from workers.ground import close, make
@@ -158,6 +158,29 @@ def test_it_stands_still_when_the_trust_ends_and_goes_on_with_it(grounds, undist
     assert ground.supervisor.seat.is_still
     ground.deaf = False
     assert ground.event(Finished, "t1", timeout_s=40).result == undisturbed
+
+
+SECRET = {"secret": "ab" * 32}
+
+
+def test_a_host_that_does_not_connect_is_given_up_and_it_goes_on_as_it_was(
+    ground, undisturbed, monkeypatch
+):
+    monkeypatch.setattr(links, "WITHIN_S", 0.5)
+    train(ground)
+    ground.steps("t1", 2)
+    ground.resize("t1", RANKS)
+    ground.event(Resized, "t1")
+    ground.supervisor.receive(Resize(task="t1", epoch=1, seq=3, seats=[1, 1], links=SECRET))
+    ground.until(lambda: len(ground.all(Resized, "t1")) == 2)
+    assert ground.all(Resized, "t1")[-1].seats == [RANKS]
+    assert ground.event(Finished, "t1").result == undisturbed
+
+
+def test_a_gang_whose_hosts_do_not_connect_never_begins_by_no_fault_of_its_own(ground, monkeypatch):
+    monkeypatch.setattr(links, "WITHIN_S", 0.5)
+    train(ground, seats=[1, 1], links=SECRET)
+    assert ground.event(Failed, "t1").cause == "host"
 
 
 class Led:
