@@ -105,9 +105,11 @@ class Links:
             return
         digest, host, sort = joined
         expected = self._expected.get(digest)
-        if expected is None or (host, sort) in expected.joined:
+        if expected is None:
             sock.close()
             return
+        if (before := expected.joined.pop((host, sort), None)) is not None:
+            before.close()  # it tries again
         expected.joined[host, sort] = sock
         if len(expected.joined) == expected.hosts * len(SORTS):
             del self._expected[digest]

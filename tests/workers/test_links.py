@@ -74,6 +74,18 @@ def test_all_hosts_are_joined_in_their_order_each_by_a_line_and_a_link(desk):
     close([*ours, *theirs[1], *theirs[2]])
 
 
+def test_who_lost_one_of_its_connections_tries_again(desk):
+    desk.expect(2)
+    lost = connect(desk.links.place, SECRET, 1, lambda: True)
+    again = connect(desk.links.place, SECRET, 1, lambda: True)
+    assert lost[0].recv(1) == b""
+    second = connect(desk.links.place, SECRET, 2, lambda: True)
+    ours = desk.joined.get(timeout=10)
+    ours[0].sendall(b"line")
+    assert again[0].recv(4) == b"line"
+    close([*ours, *lost, *again, *second])
+
+
 def test_it_may_come_before_it_is_expected(desk):
     threading.Timer(0.3, lambda: desk.expect(1)).start()
     theirs = connect(desk.links.place, SECRET, 1, lambda: True)
