@@ -1,0 +1,270 @@
+"""How much slower a training pipeline is on two islands than on one with the same devices.
+
+    python -m benchmarks.two_islands [--quick]
+
+A network of two stages is trained for some steps of several micro-batches: forward through both
+stages and back, then each stage's weights are changed.  All of it is one graph of torch functions.
+On one island it is a task with two executors; on two islands, of one device each, it is cut into
+portions, whose blocks cross by the store.  Both systems run at once and take turns, so that both
+have the same machine; both must end with the same bits.
+
+The promise is that of Pathways: 97 % of one island's throughput.  The store is a folder on this
+machine, so no link is limited; what the crossing bytes would take at 10 Gb/s is told beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from app.bundling import bundle_folder
+from app.client import Client
+from app.embedded import temporary_home
+from app.supervisor import Spec, leashed
+from app.up import ROOT, Handle, running
+from benchmarks import Target, quick, report
+
+JSON = dict[str, Any]
+
+STEPS, BATCHES = (2, 2) if quick() else (6, 4)
+REPEATS = 1 if quick() else 3
+LAYERS, WIDTH, BATCH = 8, 512, 4096
+LINK_BYTES_PER_S = 1.25e9
+TIMEOUT_S = 600.0
+
+FUNCTIONS = """
+import torch
+from torch.nn.functional import relu
+
+def weights(ctx, *, layers, width):
+    return {"w": torch.stack([torch.randn(width, width) / width**0.5 for _ in range(layers)])}
+
+def batch(ctx, *, size, width):
+    return {"x": torch.randn(size, width)}
+
+def through(x, w):
+    for layer in w:
+        x = relu(x @ layer)
+    return x
+
+def forward(ctx, w, x):
+    return {"h": through(x, w)}
+
+def last(ctx, w, x):
+    w, x = w.clone().requires_grad_(), x.clone().requires_grad_()
+    through(x, w).square().mean().backward()
+    return {"g": w.grad, "gx": x.grad}
+
+def back(ctx, w, x, gx):
+    w = w.clone().requires_grad_()
+    through(x, w).backward(gx)
+    return {"g": w.grad}
+
+def change(ctx, w, g):
+    return {"w": w - 0.01 * sum(g)}
+
+def norms(ctx, a, b):
+    return {"norms": [float(a.double().norm()), float(b.double().norm())]}
+"""
+
+
+def pipeline(ms: dict[str, float]) -> JSON:
+    def node(name: str, function: str, inputs: JSON, **more: Any) -> JSON:
+        est = {"est": {"ms": ms[function]}}
+        return {"name": name, "function": f"ops:{function}", "inputs": inputs, **est, **more}
+
+    def tensor(*shape: int) -> JSON:
+        return {"dtype": "float32", "shape": list(shape)}
+
+    state, rows = tensor(LAYERS, WIDTH, WIDTH), tensor(BATCH, WIDTH)
+    sizes = {"layers": LAYERS, "width": WIDTH}
+    weights = {"outputs": ["w"], "tensors": {"w": state}}
+    nodes = [node(f"w{s}.0", "weights", {}, params=sizes, **weights) for s in "ab"]
+    for m in range(BATCHES):
+        made = {"outputs": ["x"], "tensors": {"x": rows}, "params": {"size": BATCH, "width": WIDTH}}
+        nodes.append(node(f"x.{m}", "batch", {}, **made))
+    for k in range(STEPS):
+        a, b = f"wa.{k}.w", f"wb.{k}.w"
+        for m in range(BATCHES):
+            id, x = f"{k}.{m}", f"x.{m}.x"
+            forward = {"outputs": ["h"], "tensors": {"h": rows}}
+            last = {"outputs": ["g", "gx"], "tensors": {"g": state, "gx": rows}}
+            back = {"outputs": ["g"], "tensors": {"g": state}}
+            nodes += [
+                node(f"fa.{id}", "forward", {"w": a, "x": x}, **forward),
+                node(f"b.{id}", "last", {"w": b, "x": f"fa.{id}.h"}, **last),
+                node(f"ba.{id}", "back", {"w": a, "x": x, "gx": f"b.{id}.gx"}, **back),
+            ]
+        for s, w, grads in (("a", a, "ba"), ("b", b, "b")):
+            given = {"w": w, "g": [f"{grads}.{k}.{m}.g" for m in range(BATCHES)]}
+            nodes.append(node(f"w{s}.{k + 1}", "change", given, **weights))
+    ends = {"a": f"wa.{STEPS}.w", "b": f"wb.{STEPS}.w"}
+    nodes.append(node("end", "norms", ends, outputs=["norms"]))
+    return {"nodes": nodes, "outputs": {"norms": "end.norms"}}
+
+
+def main() -> int:
+    with contextlib.ExitStack() as stack:
+        code = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (code / "ops.py").write_text(FUNCTIONS)
+        ms = _measured(code)
+        graph, bundle = pipeline(ms), bundle_folder(code)
+        one = _System(stack, bundle, devices=2)
+        two = _System(stack, bundle, devices=1)
+        stack.enter_context(_island(two.handle, "east"))
+        two.wait_for("east.0")
+        runs: list[tuple[JSON, JSON]] = []
+        for _ in range(REPEATS):
+            runs.append((one.run(graph, devices={"max": 2}), two.run(graph, islands=2)))
+    return _report(runs, ms)
+
+
+def _report(runs: list[tuple[JSON, JSON]], ms: dict[str, float]) -> int:
+    if len({str(run["norms"]) for pair in runs for run in pair}) != 1:
+        raise RuntimeError(f"not all ended with the same bits: {runs}")
+    single, both = ([pair[n]["took_s"] for pair in runs] for n in (0, 1))
+    ratio = statistics.median(single) / statistics.median(both)
+    work_s = sum(node["est"]["ms"] for node in pipeline(ms)["nodes"]) / 1e3
+    crossed = runs[0][1]["crossed_bytes"]
+    target = Target(
+        name="throughput on two islands, of one island with the same devices",
+        value=round(100 * ratio, 1),
+        unit="%",
+        op=">=",
+        bound=97.0,
+    )
+    peers = {
+        "one island of two devices, s": [round(s, 2) for s in single],
+        "two islands of one device, s": [round(s, 2) for s in both],
+        "half of all work alone on the machine, s": round(work_s / 2, 2),
+        "a node, ms": {name: round(took, 1) for name, took in ms.items()},
+        "nodes": len(pipeline(ms)["nodes"]),
+        "legs": runs[0][1]["tasks"],
+        "islands that ran them": runs[0][1]["islands"],
+        "crossed, MB": round(crossed / 1e6, 1),
+        "crossed as planned, MB": round(runs[0][1]["planned_bytes"] / 1e6, 1),
+        "crossed at 10 Gb/s would take, s": round(crossed / LINK_BYTES_PER_S, 3),
+        "link": "none is limited: blocks cross by a folder that is the store",
+        "load (1 min)": round(os.getloadavg()[0], 1),
+    }
+    return report("two_islands", [target], peers)
+
+
+def _measured(code: Path) -> dict[str, float]:
+    """Milliseconds of each function on one thread, in a process of its own."""
+    program = f"""
+import json, sys, time, torch
+sys.path.insert(0, {str(code)!r})
+import ops
+torch.set_num_threads(1)
+w = ops.weights(None, layers={LAYERS}, width={WIDTH})["w"]
+x = ops.batch(None, size={BATCH}, width={WIDTH})["x"]
+calls = {{
+    "weights": lambda: ops.weights(None, layers={LAYERS}, width={WIDTH}),
+    "batch": lambda: ops.batch(None, size={BATCH}, width={WIDTH}),
+    "forward": lambda: ops.forward(None, w, x),
+    "last": lambda: ops.last(None, w, x),
+    "back": lambda: ops.back(None, w, x, x),
+    "change": lambda: ops.change(None, w, [w] * {BATCHES}),
+    "norms": lambda: ops.norms(None, w, w),
+}}
+found = {{}}
+for name, call in calls.items():
+    call()
+    began = time.perf_counter()
+    call()
+    found[name] = max(0.1, (time.perf_counter() - began) * 1e3)
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+class _System:
+    def __init__(self, stack: contextlib.ExitStack, bundle: Any, *, devices: int) -> None:
+        home = stack.enter_context(temporary_home())
+        self.handle = stack.enter_context(running(home, devices=devices))
+        key = self.handle.keys["alpha"]["member"]
+        self.client = stack.enter_context(Client(self.handle.url, key))
+        self.client.upload(bundle.sha256, bundle.body)
+        self.bundle = f"sha256:{bundle.sha256}"
+
+    def wait_for(self, device: str) -> None:
+        until_s = time.monotonic() + TIMEOUT_S
+        while not any(d["id"] == device and d["up"] for d in self.client.items("/v1/devices")):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{device} is not up within {TIMEOUT_S} s")
+            time.sleep(0.1)
+
+    def run(self, graph: JSON, **task: Any) -> JSON:
+        """One training; from its first start to its end."""
+        pipe = {"name": "pipe", "type": "train", "run": {"graph": graph}, **task}
+        id = self.client.submit({"name": "pipe", "bundle": self.bundle, "tasks": [pipe]})["id"]
+        until_s = time.monotonic() + TIMEOUT_S
+        while (request := self.client.get(f"/v1/requests/{id}"))["ended_at"] is None:
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"not ended within {TIMEOUT_S} s: {request}")
+            time.sleep(0.1)
+        if request["state"] != "done":
+            raise RuntimeError(f"it has {request['state']}: {request}")
+        tasks = [self.client.get(f"/v1/tasks/{task['id']}") for task in request["tasks"]]
+        began = min(datetime.fromisoformat(task["first_started_at"]) for task in tasks)
+        plan = self.client.get(f"/v1/requests/{id}/plan")
+        (norms,) = [task["result"]["norms"] for task in tasks if task["result"]]
+        return {
+            "took_s": (datetime.fromisoformat(request["ended_at"]) - began).total_seconds(),
+            "norms": norms,
+            "tasks": len(tasks),
+            "islands": sorted({place["island"] for place in plan["tasks"]}),
+            "crossed_bytes": sum(one["moved_bytes"] for one in plan["crossings"]),
+            "planned_bytes": sum(one["planned_bytes"] for one in plan["crossings"]),
+        }
+
+
+@contextlib.contextmanager
+def _island(handle: Handle, island: str) -> Iterator[None]:
+    """A scheduler and a device more, of an island of their own."""
+    facts, started = handle.facts, list[subprocess.Popen[bytes]]()
+    env = {**os.environ, "ROUNDHOUSE_HOME": facts["home"], "REDIS_URL": facts["redis_url"]}
+    env["ROUNDHOUSE_ISLAND"] = island
+    device = {**env, "ROUNDHOUSE_DEVICE": f"{island}.0"}
+    device.pop("DATABASE_URL", None)
+    scheduler = {**env, "DATABASE_URL": facts["database_url"]}
+    workers = [
+        ("workers.island", f"island.{island}", scheduler),
+        ("workers.device", f"device.{island}.0", device),
+    ]
+    for module, queue, given in workers:
+        words = ["-m", "celery", "-A", module, "worker", "--pool", "threads", "-c", "2"]
+        words += ["-Q", queue, "-n", f"{queue}@bench", "-l", "WARNING"]
+        words += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+        spec = Spec(name=queue, command=(sys.executable, *words), env=given)
+        started.append(
+            subprocess.Popen(
+                leashed(spec), env=given, cwd=ROOT, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
