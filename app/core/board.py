@@ -533,7 +533,7 @@ class Board:
             self._pinned.setdefault(task.image_on, set()).add(task.id)
         if task.retry_at_s > self.now_s:
             heappush(self._wake, (task.retry_at_s, task.id))
-        elif task.state == State.waiting and not self.beyond(task) and not self._lands(task):
+        elif task.state == State.waiting and not self._is_away(task):
             self.tree.push(
                 (*self.path_of(task.tenant), task.user),
                 task,
@@ -547,6 +547,11 @@ class Board:
         not_before_s = task.conditions.not_before_s
         if not_before_s is not None and not_before_s > self.now_s:
             heappush(self._wake, (not_before_s, task.id))
+
+    def _is_away(self, task: Task) -> bool:
+        """Is it none of those in line?  Of a gang, its image must be durable first."""
+        is_kept = task.width == 1 or self.pin(task) is None
+        return not is_kept or self.beyond(task) or self._lands(task)
 
     def beyond(self, task: Task) -> bool:
         """Would it come after the part of its line that is here?"""

@@ -303,6 +303,14 @@ def test_a_device_lost_while_it_is_resized_is_seen_when_that_is_done() -> None:
     assert told(cycle(board)) == ["a: d0 d1"]
 
 
+def test_a_gang_goes_on_when_its_image_is_durable_and_not_with_fewer_devices() -> None:
+    paused = task("a", width=2, epoch=1, image_on="d0", saved=False)
+    plan = decide(on(paused, devices=2), now_s=NOW_S)
+    assert told(plan) == []
+    plan = decide(on(replace(paused, saved=True), devices=2), now_s=NOW_S)
+    assert [len(decision.devices) for decision in plan.decisions] == [2]
+
+
 # --- what is told -------------------------------------------------------------------------------
 
 
