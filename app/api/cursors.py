@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -77,12 +78,30 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """Which page is asked for."""
+    """Which page is asked for.  `marked`: its cursors are of no use in other lists."""
 
     http: Request
     response: Response
     limit: int
-    cursor: str | None
+    given: str | None
+    marked: bool = True
+
+    @property
+    def cursor(self) -> str | None:
+        """What `cut` was given for the last item of the page before; raises BadInput."""
+        if self.given is None:
+            return None
+        if not self.given.startswith(self._mark):
+            raise _bad("?cursor")
+        return self.given.removeprefix(self._mark)
+
+    @property
+    def _mark(self) -> str:
+        """Of this list: a cursor of another one names an item that is nowhere in this one."""
+        if not self.marked:
+            return ""
+        path = str(self.http.scope["route"].path)
+        return base64.urlsafe_b64encode(hashlib.sha256(path.encode()).digest()[:3]).decode()
 
     @property
     def most(self) -> int:
@@ -101,9 +120,9 @@ class Paging:
 
         A row is what the query selects: the value itself if that is one.  Raises BadInput.
         """
-        if self.cursor is not None:
+        if (cursor := self.cursor) is not None:
             open_ = opened_numbers if by.type.python_type is int else opened
-            [key] = open_(self.cursor)
+            [key] = open_(cursor)
             query = query.where(by < key if newest_first else by > key)
         single = len(query.column_descriptions) == 1
         keyed = query.add_columns(by.label("page_key"))
@@ -114,20 +133,20 @@ class Paging:
 
     def cut(self, rows: list[Any], cursors: list[str]) -> Found:
         """The first `limit` of at most `most` rows, each of which has its cursor."""
-        following = cursors[self.limit - 1] if len(rows) > self.limit else None
+        following = self._mark + cursors[self.limit - 1] if len(rows) > self.limit else None
         if following:
             url: URL = self.http.url.include_query_params(cursor=following)
             self.response.headers["Link"] = f'<{url.path}?{url.query}>; rel="next"'
         return Found(rows=rows[: self.limit], next_cursor=following)
 
 
-def of_at_most(default: int) -> Any:
+def of_at_most(default: int, *, marked: bool = True) -> Any:
     """A dependency: the Paging of a list with `default` items on a page if nobody says how many."""
 
     def paging(
         http: Request, response: Response, limit: Limit = default, cursor: Cursor = None
     ) -> Paging:
-        return Paging(http=http, response=response, limit=limit, cursor=cursor)
+        return Paging(http=http, response=response, limit=limit, given=cursor, marked=marked)
 
     return Depends(paging)
 
@@ -135,3 +154,5 @@ def of_at_most(default: int) -> Any:
 Paged = Annotated[Paging, of_at_most(50)]
 PagedBy100 = Annotated[Paging, of_at_most(100)]
 PagedBy200 = Annotated[Paging, of_at_most(200)]
+#: Each item shows its cursor.
+PagedByItem = Annotated[Paging, of_at_most(200, marked=False)]

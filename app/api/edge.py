@@ -12,9 +12,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import uuid_utils
 from fastapi import APIRouter, Depends, Request
@@ -34,8 +35,10 @@ from app.errors import BadInput, TooLarge, WrongMediaType
 
 DRAINED_BYTES = 64 * 2**20  # of a body that is too large: so much is still read, and thrown away
 LARGE_BYTES = 2**16  # a body above this is parsed off the event loop
+DIGITS = 1000  # of a whole number; it takes long to read one that has very many
 DEPTH = 32  # levels of nesting in a JSON body
 
+_ONCE = ("Authorization", "Idempotency-Key", "Content-Range", "If-Match", "Last-Event-ID")
 _GOOD_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
 
@@ -195,6 +198,7 @@ class StrictRoute(ScopedRoute):
         handle, takes_json = super().get_route_handler(), self.body_field is not None
 
         async def handle_strictly(request: Request) -> Any:
+            _check_given_once(request.headers)
             if takes_json:
                 _check_media_type(request.headers)
             return await handle(StrictRequest(request.scope, request.receive))
@@ -202,9 +206,19 @@ class StrictRoute(ScopedRoute):
         return handle_strictly
 
 
+def _check_given_once(headers: Headers) -> None:
+    """Where we would read the first, somebody between us and the caller may have read the last."""
+    for name in _ONCE:
+        if len(headers.getlist(name)) > 1:
+            raise BadInput.at(f"{name}:", "this header came twice; give it once", "given-twice")
+
+
 def _check_media_type(headers: Headers) -> None:
     """A form of another origin could send any other type without being asked first."""
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    packed = headers.get("content-encoding", "identity").strip().lower()
+    if has_body and packed != "identity":
+        raise WrongMediaType(f"the body came packed ({packed:.40}); send it as it is")
     given = headers.get("content-type", "").partition(";")[0].strip().lower()
     if has_body and given != "application/json":
         raise WrongMediaType(
@@ -220,6 +234,7 @@ def strict_json(body: bytes) -> Any:
             object_pairs_hook=_no_doubles,
             parse_constant=_no_constant,
             parse_float=_finite,
+            parse_int=_whole,
         )
         _plain(value, DEPTH)
     except json.JSONDecodeError:
@@ -249,6 +264,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:20]} is too large")
     return number
+
+
+def _whole(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"the number {text[:20]}… has more than {DIGITS} digits")
+    return int(text)
 
 
 def _plain(value: Any, depth: int) -> None:
@@ -282,12 +303,24 @@ async def known_parameters(request: Request) -> None:
         for name, field in known.items()
         if times[name] > 1 and not field_annotation_is_sequence(field.field_info.annotation)
     ]
-    values = [*request.path_params.items(), *given]
+    pointed = [(f"?{name}", value) for name, value in given]
+    pointed += [(f"{{{name}}}", value) for name, value in request.path_params.items()]
     faults += [
-        Fault(f"?{name}", "holds a NUL", "text") for name, value in values if "\x00" in str(value)
+        Fault(where, "holds a NUL", "text") for where, value in pointed if "\x00" in str(value)
     ]
+    faults += _not_text(request.scope["query_string"])
     if faults:
         raise BadInput(faults[0].detail, errors=tuple(faults))
+
+
+def _not_text(query: bytes) -> Iterator[Fault]:
+    """Parameters that are not UTF-8: else they would be read as something similar."""
+    for part in query.split(b"&"):
+        try:
+            unquote_to_bytes(part).decode()
+        except UnicodeDecodeError:
+            name = unquote_to_bytes(part.partition(b"=")[0]).decode(errors="replace")
+            yield Fault(f"?{name}", "is not UTF-8", "text")
 
 
 def _unknown(name: str, known: set[str]) -> str:

@@ -23,10 +23,19 @@ from app.errors import BadInput
 from app.settings import settings
 
 YEAR_S = 366 * 86400.0
+SHORTEST_HALF_LIFE_S = 1.0  # usage is a number of as many bits as half-lives have gone by
 
 router = v1_router("simulations", 403)
 
+
+def _half_life(half_life_s: float) -> float:
+    if 0 < half_life_s < SHORTEST_HALF_LIFE_S:
+        raise ValueError(f"0 for never, or at least {SHORTEST_HALF_LIFE_S:g}")
+    return half_life_s
+
+
 Seconds = Annotated[float, Field(ge=0, le=YEAR_S, allow_inf_nan=False)]
+HalfLife = Annotated[Seconds, AfterValidator(_half_life)]
 Named = Annotated[Name, Field(description="a tenant")]
 Count = Annotated[int, Field(ge=1, le=simulations.MOST_DEVICES)]
 
@@ -79,7 +88,7 @@ class SimulationIn(In):
     weights: dict[Named, Weight] = Field({}, max_length=10_000)
     guarantees: dict[Named, Guarantee] = Field({}, max_length=10_000)
     limits: dict[Named, DeviceLimit] = Field({}, max_length=10_000)
-    half_life_s: Seconds | None = None
+    half_life_s: HalfLife | None = Field(None, description="0: usage never fades")
     slice_min_s: Annotated[Seconds, Field(ge=0.1)] | None = None
     slice_max_s: Annotated[Seconds, Field(ge=0.1)] | None = None
     pause_s: Seconds = Field(0.0, description="devices are held so long after a pause, in both")

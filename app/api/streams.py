@@ -26,7 +26,7 @@ from starlette.concurrency import run_in_threadpool
 
 from app.api import cursors
 from app.api.auth import Authed
-from app.api.cursors import Cursor, PagedBy200
+from app.api.cursors import Cursor, PagedByItem
 from app.api.edge import v1_router
 from app.api.reach import visible_request
 from app.api.schemas import EventOut, LogLineOut, Page
@@ -83,7 +83,7 @@ class Read:
 )
 def list_events(
     id: str,
-    paging: PagedBy200,
+    paging: PagedByItem,
     caller: Authed,
     session: Db,
     last_event_id: LastEventId = None,
@@ -197,7 +197,7 @@ class Lines:
 )
 def list_logs(
     id: str,
-    paging: PagedBy200,
+    paging: PagedByItem,
     caller: Authed,
     session: Db,
     task: OfTask = None,
@@ -217,7 +217,7 @@ def list_logs(
         return _log_stream(id, lines, after)
     if tail is not None and paging.cursor is None:
         first, limit = _before(session, lines, tail), min(tail, cursors.MAX_LIMIT)
-        paging = replace(paging, cursor=first, limit=limit)
+        paging = replace(paging, given=first, limit=limit)
     found = _list_lines(session, lines, paging.cursor, paging.most)
     return paging.cut(found, [item.cursor for item in found]).page()
 

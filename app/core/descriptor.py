@@ -579,7 +579,7 @@ class Fields:
         try:
             at = datetime.fromisoformat(value)
             if at.tzinfo is not None and "T" in value.upper():
-                return at.timestamp()
+                return at.astimezone(UTC).timestamp()  # it has to have a year there, too
         except (ValueError, OverflowError):
             pass  # told below, like a time without an offset
         self.fault(key, f"{_shown(value)} is no time like 2026-01-31T18:00:00+01:00")

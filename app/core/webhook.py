@@ -8,8 +8,10 @@ The format and the times are those of Standard Webhooks (https://www.standardweb
 from __future__ import annotations
 
 import json
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -148,7 +150,8 @@ def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
 def _literal(host: str) -> Address | None:
     if host == "localhost" or host.endswith(".localhost"):
         return ip_address("127.0.0.1")
-    try:
+    with suppress(ValueError):
         return ip_address(host)
-    except ValueError:
-        return None
+    with suppress(OSError):
+        return ip_address(socket.inet_aton(host))  # 2130706433, 0x7f.1 and 127.1 are one, too
+    return None

@@ -63,7 +63,7 @@ SendingAdmin = Annotated[Caller, Depends(sending_admin, scope="function")]
 
 
 def _paging(request: Request, cursor: str, limit: int = ON_A_PAGE) -> Paging:
-    return Paging(http=request, response=Response(), limit=limit, cursor=cursor or None)
+    return Paging(http=request, response=Response(), limit=limit, given=cursor or None)
 
 
 def _tenants(session: Session, caller: Caller) -> dict[str, str]:

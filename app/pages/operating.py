@@ -79,7 +79,7 @@ def change_devices(
 
 @router.get("/ui/decisions")
 def list_decisions(request: Request, session: Db, caller: Visitor, cursor: str = "") -> Response:
-    paging = Paging(http=request, response=Response(), limit=ON_A_PAGE, cursor=cursor or None)
+    paging = Paging(http=request, response=Response(), limit=ON_A_PAGE, given=cursor or None)
     found = of_shares.list_decisions(paging, session, caller)
     return views.page(
         request,

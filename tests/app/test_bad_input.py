@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import stat
@@ -335,3 +336,48 @@ def test_a_bad_idempotency_key_is_refused(red, rows):
     answer = red.post("/v1/requests", json=descriptor(), headers=headers)
     problem(answer, 422, UNFIT, "idempotency-key:")
     assert rows() == before
+
+
+# --- what somebody between us and the caller could read otherwise ---------------------------------
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Idempotency-Key", "Content-Range", "If-Match"])
+def test_a_header_that_is_meant_once_comes_once(name, red, rows):
+    before = rows()
+    answer = red.post("/v1/requests", json=descriptor(), headers=[(name, "a"), (name, "b")])
+    problem(answer, 422, "validation-error", f"{name}:")
+    assert rows() == before
+
+
+@pytest.mark.parametrize("packed", ["gzip", "br", "identity, gzip"])
+def test_a_packed_body_is_not_read(packed, red):
+    body = gzip.compress(json.dumps(descriptor()).encode())
+    headers = {"Content-Type": "application/json", "Content-Encoding": packed}
+    answer = red.post("/v1/requests", content=body, headers=headers)
+    assert "packed" in problem(answer, 415, "unsupported-media-type")["detail"]
+
+
+@pytest.mark.parametrize("query", ["name=%ff", "name=a%ed%a0%80", "label=a:%c3"])
+def test_a_query_that_is_not_utf_8_is_not_read_as_something_similar(query, red):
+    name = query.partition("=")[0]
+    problem(red.get(f"/v1/requests?{query}"), 422, "validation-error", f"?{name}")
+
+
+def test_a_part_of_the_path_is_pointed_at_as_such(red):
+    problem(red.get("/v1/requests/a%00b"), 422, "validation-error", "{id}")
+
+
+def test_a_number_of_very_many_digits_is_refused_in_our_words(red):
+    body = '{"priority": ' + "9" * 5000 + ', "tasks": []}'
+    headers = {"Content-Type": "application/json"}
+    answer = red.post("/v1/requests", content=body, headers=headers)
+    told = problem(answer, 422, "validation-error", "")["detail"]
+    assert "more than 1000 digits" in told
+
+
+@pytest.mark.parametrize("at", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+14:00"])
+@pytest.mark.parametrize("route", ["/v1/requests", "/v1/requests:validate"])
+def test_a_time_without_a_year_in_utc_is_none(at, route, red):
+    tasks = [{"name": "a", "run": {"job": "train:Train"}, "start": {"not_before": at}}]
+    answer = red.post(route, json=descriptor(tasks=tasks))
+    problem(answer, 422, "validation-error", "/tasks/0/start/not_before")

@@ -231,6 +231,7 @@ def test_only_platform_admins_may(post, scenery, role):
         ({"devices": {}}, "/devices"),
         ({"slice_min_s": 100.0, "slice_max_s": 10.0}, "/slice_min_s"),
         ({"half_life_s": -1.0}, "/half_life_s"),
+        ({"half_life_s": 5e-324}, "/half_life_s"),
         ({"arrivals": [made()]}, "/arrivals"),
         ({"source": "arrivals"}, "/arrivals"),
         ({"source": "arrivals", "arrivals": [made()], "island": "nowhere"}, "/island"),
