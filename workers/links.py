@@ -53,8 +53,7 @@ class Links:
     """Where other hosts connect to; `call` calls in the thread of whoever owns this."""
 
     def __init__(self, address: str, call: Callable[[Callable[[], None]], None]) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=WAITING_LIMIT)
+        self._server = _listening(address)
         self._server.setblocking(False)
         self.place = [address, self._server.getsockname()[1]]
         self._call = call
@@ -114,6 +113,15 @@ class Links:
         if len(expected.joined) == expected.hosts * len(SORTS):
             del self._expected[digest]
             expected.then([expected.joined[key] for key in sorted(expected.joined)])
+
+
+def _listening(address: str) -> socket.socket:
+    """There alone, if that is an address of this host; else, as behind a translation, anywhere."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=WAITING_LIMIT)
+    except OSError:
+        return socket.create_server(("", 0), family=family, backlog=WAITING_LIMIT)
 
 
 def _admitted(

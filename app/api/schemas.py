@@ -210,6 +210,7 @@ class TaskOut(Out):
     kind: str
     devices_min: int = Field(1, description="so many devices of that kind it needs")
     devices_max: int = Field(1, description="and so many it can use")
+    across_hosts: bool = Field(False, description="which may lie on several hosts")
     tier: Tier = Field("standard", description="its request's")
     state: TaskState
     hold: str = Field("", description="who holds it back: nobody (empty), user or admin")
