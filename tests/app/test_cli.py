@@ -794,7 +794,7 @@ class TestTenants:
         assert (
             tenant["parent_id"] == service.sql("select id from tenants where name = 'gamma'")[0][0]
         )
-        twice = run("--as", "platform", "tenant", "delta", "--new")
+        twice = run("--as", "platform", "tenant", "delta", "--new", "--under", "gamma")
         assert twice.exit_code == 4, twice.output
         with Client(service.url, service.keys["platform"]["platform_admin"]) as client:
             client.delete(f"/v1/tenants/{tenant['id']}")

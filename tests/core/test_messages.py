@@ -18,6 +18,7 @@ SAMPLES: dict[str, Any] = {
     "float": 1.5,
     "JSON": {"a": [1, None, {"is": "not a message"}]},
     "list[str]": ["x", "y"],
+    "list[int]": [2, 1],
     "list[JSON]": [{"sha256": "0", "step": 3}],
     "list[Any]": [["t", 1]],
     "list[list[Any]]": [["t", 1]],
