@@ -153,6 +153,24 @@ def test_what_can_never_run_here_is_told_with_what_to_do(
     assert told in fault.detail
 
 
+@pytest.mark.parametrize(
+    ("run", "devices", "pointer"),
+    [
+        ({"job": "m:C"}, {"min": 2}, "devices/min"),
+        ({"job": "m:C"}, {"min": 2, "across_hosts": True}, None),
+        ({"job": "m:C"}, {"max": 2, "across_hosts": True}, None),
+        ({"command": ["x"]}, {"across_hosts": True}, "devices/across_hosts"),
+        ({"function": "m:f"}, {"across_hosts": True}, "devices/across_hosts"),
+    ],
+)
+def test_only_the_ranks_of_a_job_may_part(
+    run: dict[str, Any], devices: dict[str, Any], pointer: str | None
+) -> None:
+    body = {"name": "t", "run": run, "world_size": 2, "devices": devices}
+    faults = graph.unsatisfiable(tasks(body), HERE)
+    assert [fault.pointer for fault in faults] == ([f"/tasks/0/{pointer}"] if pointer else [])
+
+
 def test_more_devices_than_there_are_is_told() -> None:
     body = {"name": "t", "run": {"job": "m:C"}, "world_size": 8, "devices": {"min": 4}}
     told = {fault.pointer for fault in graph.unsatisfiable(tasks(body), HERE)}
