@@ -92,7 +92,7 @@ def main() -> int:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
         with serving() as service:
             taken = submits(service, seconds)
-            fill(stored)
+            fill(FILL, requests=stored)
             read_ms = reads(service, seconds / 5)
         peers = {**procrastinate_defers(postgres, seconds), **celery_sends(url, seconds)}
     every = [ms for took in read_ms.values() for ms in took]
@@ -178,7 +178,8 @@ def described(bundle: str, tasks: int = 1) -> dict[str, Any]:
     }
 
 
-def fill(requests: int) -> None:
+def fill(statements: str, **given: object) -> None:
+    """Rows of the member of alpha, whom the statements know as :tenant and :user."""
     with db.transaction() as session:
         who = session.execute(
             text(
@@ -186,9 +187,9 @@ def fill(requests: int) -> None:
                 " on t.id = u.tenant_id where t.name = 'alpha' and u.name = 'member'"
             )
         ).one()
-        given = {"tenant": who.tenant, "user": who.user, "requests": requests}
-        for statement in FILL.split(";\n"):
-            session.execute(text(statement), given)
+        given |= {"tenant": who.tenant, "user": who.user}
+        for statement in statements.split(";\n"):
+            session.connection().execute(text(statement), given)
     with db.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.execute(text("vacuum analyze"))
 

@@ -21,13 +21,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from fastapi.routing import APIRoute
-from sqlalchemy import text
 
 from app import db, pages
 from app.api import auth
 from app.embedded import embedded_postgres, embedded_redis, temporary_home
 from benchmarks import Target, quick, report
-from benchmarks.api_load import Service, serving
+from benchmarks.api_load import Service, fill, serving
 
 BOUND_MS = 200
 READERS = (("alpha", "member"), ("alpha", "tenant_admin"), ("platform", "platform_admin"))
@@ -100,11 +99,12 @@ def main() -> int:
     with temporary_home() as home, embedded_postgres(home) as postgres, embedded_redis(home) as url:
         os.environ |= {"DATABASE_URL": postgres, "REDIS_URL": url, "ROUNDHOUSE_HOME": str(home)}
         with serving() as service:
-            _run(PEOPLE)
+            fill(PEOPLE)
             readers = [_signed_in(service, *who) for who in READERS]
             stored = 0
             for requests in (0, 3, most):
-                _fill(stored + 1, requests)
+                if requests:
+                    fill(FILL, first=stored + 1, last=requests)
                 stored = requests
                 took[f"{requests:,} requests"] = dict(_looked_at(readers, calls))
     targets = [
@@ -127,30 +127,6 @@ def main() -> int:
 
 def p95(ms: list[float]) -> float:
     return round(sorted(ms)[int(0.95 * len(ms))], 1)
-
-
-# --- what there is ------------------------------------------------------------------------------
-
-
-def _fill(first: int, last: int) -> None:
-    if last < first:
-        return
-    with db.transaction() as session:
-        who = session.execute(
-            text(
-                "select u.tenant_id as tenant, u.id as user from users u join tenants t"
-                " on t.id = u.tenant_id where t.name = 'alpha' and u.name = 'member'"
-            )
-        ).one()
-    _run(FILL, tenant=who.tenant, user=who.user, first=first, last=last)
-    with db.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text("vacuum analyze"))
-
-
-def _run(statements: str, **given: object) -> None:
-    with db.transaction() as session:
-        for statement in statements.split(";\n"):
-            session.connection().execute(text(statement), given)
 
 
 # --- who looks ----------------------------------------------------------------------------------

@@ -335,9 +335,9 @@ class Home(Conductor):
             return
         self.changes, self.is_seated, self.stand_at = True, False, step
         self.later += asked.values()
+        self.tell({"is": "pause"}, here)
         if step != self.saved_step:
-            for word in ("pause", "save"):
-                self.tell({"is": word}, here)
+            self.tell({"is": "save"}, here)
 
     def together(self, word: str, said: list[JSON]) -> None:
         match word:

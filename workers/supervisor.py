@@ -44,8 +44,7 @@ from app.core.messages import (
     Resize,
     Save,
 )
-from workers import ahead, sandbox, transfer
-from workers import links as links_
+from workers import ahead, links, sandbox, transfer
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
@@ -374,15 +373,15 @@ class Supervisor(threading.Thread):
 
     # --- hosts of a gang ---
 
-    def _expect(self, stay: Stay, seats: list[int], links: JSON) -> None:
+    def _expect(self, stay: Stay, seats: list[int], how: JSON) -> None:
         """All of its hosts are to connect; then it is seated, or resized."""
         self._expect_no_more(stay)
         if len(seats) == 1:
             self._linked(stay, [])
             return
         stay.links = None
-        stay.expects, stay.give_up_us = links["secret"], now_us() + int(links_.WITHIN_S * 1e6)
-        self.links.expect(stay.expects, len(seats) - 1, lambda socks: self._linked(stay, socks))
+        stay.expects, stay.give_up_us = how["secret"], now_us() + int(links.WITHIN_S * 1e6)
+        self.links.expect(stay.expects, len(seats) - 1, lambda joined: self._linked(stay, joined))
 
     def _expect_no_more(self, stay: Stay) -> None:
         if stay.expects:
@@ -390,8 +389,8 @@ class Supervisor(threading.Thread):
         stay.expects, stay.give_up_us = "", None
         transfer.close_all(stay.hand_over())
 
-    def _linked(self, stay: Stay, links: Sockets) -> None:
-        stay.expects, stay.give_up_us, stay.links = "", None, links
+    def _linked(self, stay: Stay, joined: Sockets) -> None:
+        stay.expects, stay.give_up_us, stay.links = "", None, joined
         if stay.wanted is not None and stay.resident is not None:
             fds = stay.hand_over()
             stay.resident.send("resize", fds, seats=stay.wanted.seats)
@@ -404,7 +403,7 @@ class Supervisor(threading.Thread):
             stay.wanted = None
             stay.tell(messages.Resized, now_us(), seats=stay.seats)
         elif stay.state == "seating":
-            told = f"A host of its gang did not connect within {links_.WITHIN_S:.0f} s."
+            told = f"A host of its gang did not connect within {links.WITHIN_S:.0f} s."
             self._vanish(stay, "unlinked")
             self._end(stay, messages.Failed, cause="host", message=told)
         self.rhythm.happened = True
@@ -414,16 +413,16 @@ class Supervisor(threading.Thread):
         stay, launch = resident.stay, resident.stay.launch
         home, secret = launch.links["home"], launch.links["secret"]
         self._aside(
-            lambda: links_.connect(home, secret, launch.host, lambda: not resident.doom),
-            lambda links: self._joined_home(stay, links),
+            lambda: links.connect(home, secret, launch.host, lambda: not resident.doom),
+            lambda joined: self._joined_home(stay, joined),
         )
 
-    def _joined_home(self, stay: Stay, links: Sockets | BaseException) -> None:
-        if isinstance(links, BaseException):
-            log.warning("the home of task %s cannot be joined: %s", stay.launch.task, links)
+    def _joined_home(self, stay: Stay, joined: Sockets | BaseException) -> None:
+        if isinstance(joined, BaseException):
+            log.warning("the home of task %s cannot be joined: %s", stay.launch.task, joined)
             self._vanish(stay, "unlinked")
             return
-        stay.links = links
+        stay.links = joined
         fds = stay.hand_over()
         if stay.resident is not None:
             stay.resident.send("link", fds)

@@ -576,7 +576,9 @@ class TestAtOnce:
             api.rollback()
             control.join(5)
         with db.transaction() as session:
-            assert None not in islands(session).values()
+            now = islands(session)
+        assert None not in now.values()
+        assert found == [{now["c"], now["d"]}]
 
 
 def _ends(one):

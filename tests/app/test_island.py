@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select, text, update
 from sqlalchemy.event import listen, remove
 
-from app import assign, db, journal, outbox, wishes
+from app import db, journal, outbox, wishes
 from app.core.island import Decision, Plan
 from app.core.messages import Alive, Finished, ResidentView, Started, decode
 from app.models import (
@@ -495,30 +495,10 @@ class TestRowLocks:
         with db.transaction() as island:
             assert journal.store(island, Plan(decisions=(pause,)))
 
-    def test_two_controls_send_a_request_to_one_island(self, shared):
-        with db.transaction() as session:
-            add_task(session, "c", request="req_s", island=None)
-            add_task(session, "d", request="req_s", island=None)
-        with db.transaction() as api:
-            api.execute(select(Task).where(Task.id == "tsk_c").with_for_update()).all()
-            found = []
-            control = threading.Thread(target=lambda: found.append(_assign()))
-            control.start()
-            control.join(0.3)
-            assert control.is_alive(), "it waits for the wish, and leaves no task of it out"
-            api.rollback()
-            control.join(5)
-        assert found == [{"isle"}]
-
 
 def _cancel_all(session):
     request = session.get_one(Request, "req_r")
     wishes.cancel_request(session, request, by="ann")
-
-
-def _assign():
-    with db.transaction() as session:
-        return assign.assign_new(session)
 
 
 def test_what_it_told_and_how_long_its_rounds_took_is_counted(session, isle):

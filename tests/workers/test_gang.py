@@ -9,7 +9,7 @@ import pytest
 
 from app.core.messages import Failed, Finished, Paused, Resize, Resized, Saved, Started, Stopped
 from tests.workers.conftest import Ground
-from workers import gang, links
+from workers import gang, links, outpost
 from workers.executor import Work
 from workers.ground import Ground as GangGround
 from workers.ground import close, make
@@ -270,3 +270,11 @@ def test_where_the_part_of_one_rank_was_spoiled_all_make_another(led):
     assert led.conductor.asked == {"save": {"is": "save"}}
     led.says_saving(1, step=3, round=2)
     assert led.up() == []
+
+
+def test_who_is_to_change_hosts_right_after_it_was_saved_stands_still_until_then(led):
+    home = outpost.Home(led.conductor.work, lambda work: 0)
+    home.ranks, home.board = led.ranks, led.conductor.board
+    home.saved_step, home.is_saving = 7, True  # that image is being kept
+    home.at_cut(7, {"change": {"is": "change"}}, led.ranks)
+    assert led.told(0) == led.told(1) == ["pause"]
