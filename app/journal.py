@@ -975,8 +975,8 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     if task is None:
         return False
     if view.epoch != task.epoch:
-        # Launched again here, which it has not heard yet: from this resident it will go on.
-        return view.state == "paused" and task.seat == house.device.id
+        # Launched again, which is not heard of yet: what is paused here is what goes on.
+        return view.state == "paused" and (task.seat == house.device.id or _stands_by(task))
     here = () if (task.id, task.epoch) in session.info.get("closed", ()) else house.unanswered
     for order in here:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
@@ -987,7 +987,7 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     if house.is_lent_to(view):
         return True  # its home says how far it is
     if task.seat != house.device.id:
-        return task.image_on == house.device.id
+        return task.image_on == house.device.id or (view.state == "paused" and _stands_by(task))
     placement = house.placement(task)
     placement.last_step = view.step
     _note(session, task, placement, view)
@@ -996,6 +996,11 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
         task.step = view.step
     _sample(session, task, view)
     return True
+
+
+def _stands_by(task: Task) -> bool:
+    """May its home, from which alone it can go on, lack parts of the image that outposts have?"""
+    return not task.saved and task.image_on is not None and task.seat in (None, task.image_on)
 
 
 def _note(

@@ -347,6 +347,8 @@ class Home(Conductor):
                 pass
             case "paused":
                 self.stand_at = said[0]["step"]
+                for line in self.lines.values():
+                    line.say(("off", self.stand_at))
                 super().together(word, said)
             case "saving" if self.changes and not self.is_left:
                 self.write_index(said)
@@ -584,6 +586,8 @@ class Outpost:
         match said:
             case ("begin", *brief):
                 self.brief = tuple(brief)
+            case ("off", step):  # whoever comes next has the seat, while our part is being kept
+                self.work.say("paused", has_state=True, step=step)
             case ("tell", rank, message) if rank in self.ranks:
                 if message["is"] == "kept":
                     self.parts.begin()

@@ -847,7 +847,8 @@ class Supervisor(threading.Thread):
         resident.is_still = False
 
     def _says_paused(self, resident: Resident, message: JSON) -> None:
-        if self.seat is not resident or resident.stay.state not in ("pausing", "stopping"):
+        may = {"running", "pausing"} if resident.stay.is_outpost else {"pausing", "stopping"}
+        if self.seat is not resident or resident.stay.state not in may:
             raise Nonsense("paused without being told to")
         resident.stay.step = residents.number(message, "step")
         resident.has_state = message.get("has_state") is not False

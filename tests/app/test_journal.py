@@ -663,6 +663,36 @@ class TestHosts:
         answer = hear(session, device="far.0", host="far", residents=there)
         assert (answer.keep, answer.drop) == ([], [[apart.id, 1]])
 
+    def test_the_outpost_of_a_paused_gang_stays_until_its_image_is_durable(self, session, apart):
+        hear(session, events=[event(Resized, apart, 2, seats=[1, 1])])
+        decide(session, apart, "Pause")
+        paused = {"step": 7, "held_us": 100}
+        hear(session, residents=[view(apart, "paused")], events=[event(Paused, apart, 3, **paused)])
+        assert apart.image_on == "h.0"
+        there = {
+            "device": "far.0",
+            "host": "far",
+            "residents": [view(apart, "paused", order_seq=2)],
+        }
+        assert hear(session, **there).keep == [[apart.id, 1]]
+        saved = event(Saved, apart, 4, step=7, sha256="a" * 64, size_bytes=1, took_us=1)
+        hear(session, residents=[view(apart, "paused")], events=[saved])
+        assert hear(session, **there).drop == [[apart.id, 1]]
+
+    def test_it_also_stays_while_its_home_gets_ready_to_go_on(self, session, apart):
+        hear(session, events=[event(Resized, apart, 2, seats=[1, 1])])
+        decide(session, apart, "Pause")
+        hear(session, residents=[view(apart, "paused")], events=[event(Paused, apart, 3)])
+        there = {
+            "device": "far.0",
+            "host": "far",
+            "residents": [view(apart, "paused", order_seq=2)],
+        }
+        decide(session, apart, "Launch", devices=("h.0",))
+        assert hear(session, **there).keep == [[apart.id, 1]]
+        hear(session, residents=[view(apart, "running")], events=[started(apart)])
+        assert hear(session, **there).drop == [[apart.id, 1]]
+
     def test_a_change_of_hosts_has_a_secret_of_its_own(self, session, apart):
         hear(session, events=[event(Resized, apart, 2, seats=[1, 1])], links=LINKS)
         hear(session, device="far.1", host="far")

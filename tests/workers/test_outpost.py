@@ -241,6 +241,8 @@ def test_it_is_paused_and_goes_on_in_place(residents: Residents, undisturbed: JS
         assert paused["has_state"]
         assert paused["step"] > step
         step = paused["step"]
+        off = _next(gang.wires[1])  # whoever comes next has that seat
+        assert (off["is"], off["has_state"], off["step"]) == ("paused", True, step)
         gang.order("go", seats=gang.hosts, linked=False)
     assert gang.until("finished")["result"] == undisturbed
     gang.end()
