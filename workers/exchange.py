@@ -446,8 +446,8 @@ class Exchange:
     def has_come(self, channel: Group) -> bool:
         """Whether the first member has made the call that this member makes next."""
         words, slot = self.ground.words, self.ground.slot(channel.index, channel.calls)
-        posted = words[slot + SLOT_WORDS + _POSTED]
-        return words[slot + _CALL] == channel.calls + 1 and bool(posted)
+        is_made = words[slot + _CALL] == channel.calls + 1  # else what stands there is of another
+        return is_made and bool(words[slot + SLOT_WORDS + _POSTED])
 
     def taken(self, ticket: Ticket, members: int = 1) -> None:
         words = self.ground.words
@@ -587,8 +587,9 @@ class Abroad:
 
     def differs(self, ticket: Ticket) -> bool:
         words, slot = self.ground.words, ticket.slot
-        known = words[slot + _CALL] == ticket.number + 1
-        return known and words[slot + _SIGNATURE] != _number(ticket.text)
+        with self.ground.locked():  # a member of this host may just be claiming it
+            known = words[slot + _CALL] == ticket.number + 1
+            return known and words[slot + _SIGNATURE] != _number(ticket.text)
 
     def bring(self, ticket: Ticket, piece: tuple[int, int]) -> None:
         """Land that holds what the member brought becomes its contribution."""

@@ -22,7 +22,7 @@ from app.up import Handle, running
 JSON = dict[str, Any]
 
 JOBS = Path(__file__).parent / "jobs"
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 ENDED = ("done", "failed", "cancelled")
 SUMS = """
     select (select coalesce(sum(held_us), 0)::bigint from placements),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from tests.workers.ddp import features
 from tests.workers.gangs import Gangs, bits
 from tests.workers.test_collectives import WARM
-from workers.exchange import ascent, branches
-from workers.ground import DEPTH
-from workers.turns import hosts_of
+from workers import ground
+from workers.exchange import Abroad, Group, ascent, branches
+from workers.ground import DEPTH, Ground
+from workers.turns import Turns, hosts_of
 
 RANKS = 3
 ROWS = [row.__name__ for row in features.ROWS]
@@ -112,6 +114,24 @@ def test_who_runs_ahead_of_another_host_waits_for_it(gangs: Gangs) -> None:
 def test_groups_make_room_on_every_host(gangs: Gangs) -> None:
     stories = gangs.right("hosts:groups_come_and_go", ranks=RANKS, hosts=[1, 1])
     assert [story["losses"] for story in stories] == [[3.0 * sum(range(300))]] * RANKS
+
+
+def test_a_call_that_is_just_being_claimed_differs_from_none() -> None:
+    """Whose number stands there while what it is does not yet: a bridge waits for the whole."""
+    board = Ground(ground.make(2, (0, 1), 1))
+    abroad, said = Abroad(Turns(board, 1)), []
+    index = abroad.exchange.index("pair", (0, 1))
+    ticket = abroad.ticket(Group("pair", index, (0, 1), 0, (0, 1)), 0, "barrier()")
+    asks = Thread(target=lambda: said.append(abroad.differs(ticket)))
+    with board.locked():
+        board.words[ticket.slot] = ticket.number + 1
+        asks.start()
+        asks.join(0.2)
+        assert said == []
+        board.clear_slot(ticket.slot)
+    asks.join()
+    assert said == [False]
+    ground.close(board.handles)
 
 
 # --- faults ---
