@@ -55,7 +55,7 @@ def accepted(request: JSON) -> Text:
 
 
 def ended(request: JSON) -> RenderableType:
-    held = sum(task["held_us"] for task in request["tasks"])
+    held = sum(map(_device_us, request["tasks"]))
     pauses = sum(task["pauses"] for task in request["tasks"])
     lost = sum(task["lost_steps"] for task in request["tasks"])
     counts = f"{_times(pauses, 'pause')}, {_times(lost, 'lost step')}"
@@ -66,6 +66,11 @@ def ended(request: JSON) -> RenderableType:
     )
     failed = [task for task in request["tasks"] if task["state"] == "failed"]
     return Group(told, *_results(request["tasks"]), *map(failure, failed))
+
+
+def _device_us(task: JSON) -> int:
+    """Of its seat and of what was lent to it besides."""
+    return int(task["held_us"] + task["guest_held_us"])
 
 
 def request(value: JSON) -> RenderableType:
@@ -148,7 +153,7 @@ TASKS = [
     Column("STATE", lambda t: _task_state(t)),
     Column("DEVICE", lambda t: _seats(t) or (t["image_on"] and f"({t['image_on']})")),
     Column("STEP", lambda t: t["step"], right=True),
-    Column("HELD", lambda t: seconds(t["held_us"]), right=True),
+    Column("HELD", lambda t: seconds(_device_us(t)), right=True),
     Column("PAUSES", lambda t: t["pauses"], right=True),
     Column("LOST", lambda t: t["lost_steps"], right=True),
     Column("METRICS", lambda t: t["metrics"]),
@@ -255,7 +260,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("publishes", value["publish"]),
             ("needs", [need["task"] for need in value["needs"]] or None),
             ("step", value["step"]),
-            ("held", seconds(value["held_us"])),
+            ("held", seconds(_device_us(value))),
             ("pauses", value["pauses"]),
             ("steps lost", value["lost_steps"]),
             ("metrics", value["metrics"]),

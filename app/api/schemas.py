@@ -232,6 +232,7 @@ class TaskOut(Out):
     pauses: int = 0
     lost_steps: int = 0
     held_us: int = Field(0, description="how long it has held its seat so far, over all epochs")
+    guest_held_us: int = Field(0, description="and how long devices that were lent to it, in all")
     needs: list[NeedOut] = []
     inputs: dict[str, str] = Field(
         {},

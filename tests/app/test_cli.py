@@ -611,7 +611,7 @@ class TestFollowing:
             [(id,)] = _until(lambda: service.sql(found, name), "it is submitted")
             service.says(id, "task.started", "Started on local.0.")
             service.says(id, "task.paused", "Paused after step 7 on local.0; no step is lost.")
-            service.ends(id, state, pauses=1, total_held_us=2_500_000)
+            service.ends(id, state, pauses=1, total_held_us=2_000_000, guest_held_us=500_000)
 
         playing = threading.Thread(target=play)
         playing.start()
