@@ -155,6 +155,7 @@ class Work:
     saved_s: float = 0.0
     ending: Ending | None = None  # why no image can be made; told when it is back on the seat
     base_bytes: int = 0
+    is_back_soon: bool = False  # off its seat only while others of its device have their turn
     turn: int = 0  # of what it was told about where its memory shall be
     before_bytes: int = 0  # its memory when it was told to leave
     lazy_bytes: int = 0  # let go of, not used again, and not taken by the kernel yet
@@ -676,13 +677,22 @@ def _save_again(work: Work) -> None:
 
 
 def _pause(work: Work) -> None:
-    """Off the seat.  The process is the state: its image can be made while somebody else sits."""
-    work.wishes -= {"pause"}
-    _report(work)
+    """Off the seat.  The process is the state: its image can be made while somebody else sits.
+
+    Who is back soon makes none, but those that are asked for, and reports no more often than else.
+    """
+    work.is_back_soon = "yield" in work.wishes
+    work.wishes -= {"pause", "yield"}
+    if work.is_back_soon:
+        work.accelerator.synchronize()  # what it began is part of its turn
+    if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
+        _report(work)
     work.say("paused", has_state=work.job is not None)
     work.images.wait(AFTER_PAUSING_S)
+    saved_s = work.saved_s
     _wait_for_seat(work)
-    work.saved_s = time.monotonic()
+    work.saved_s = saved_s if work.is_back_soon else time.monotonic()
+    work.is_back_soon = False
     if work.ending is not None:
         raise work.ending
 
@@ -700,6 +710,9 @@ def _wait_for_seat(work: Work) -> None:
             work.granted_bytes = work.images.absence.bytes
             _return(work)
             continue
+        if "pause" in work.wishes:  # others stay longer
+            work.wishes -= {"pause"}
+            work.is_back_soon = False
         wait_s = _save_in_s(work)
         if "return" in work.wishes:
             _return(work)
@@ -775,6 +788,8 @@ def _save_in_s(work: Work) -> float | None:
         return None
     if "save" in work.wishes:
         return 0.0
+    if work.is_back_soon:
+        return None
     return None if images.failed else images.left_s + SAVES_APART_S - time.monotonic()
 
 
@@ -861,9 +876,8 @@ def _take(work: Work, message: JSON) -> None:
         case "begin":
             work.spec = message["spec"]
             work.fds, work.wire.fds = work.wire.fds, []
-        case "pause" if message.get("leave"):
-            work.turn = message["turn"]
-            work.wishes |= {"pause", "leave"}
+        case "pause" | "yield" | "go":
+            _take_turn(work, message)
         case "leave":
             work.turn = message["turn"]
             work.wishes.add("leave")
@@ -882,6 +896,22 @@ def _take(work: Work, message: JSON) -> None:
             work.outgoing.kept(message)
         case wish:
             work.wishes.add(wish)
+
+
+def _take_turn(work: Work, message: JSON) -> None:
+    """To leave the seat, to leave it for a turn of others, or to take it."""
+    match message["is"]:
+        case "go":  # that it stands still was heard before this was sent
+            work.wishes -= {"pause", "yield"}
+            work.wishes.add("go")
+        case "yield":
+            work.wishes |= {"pause", "yield"}
+        case _:
+            work.wishes.discard("yield")
+            work.wishes.add("pause")
+            if message.get("leave"):
+                work.turn = message["turn"]
+                work.wishes.add("leave")
 
 
 def _report(work: Work) -> None:

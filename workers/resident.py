@@ -105,6 +105,11 @@ class Stay:
         told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
         return max(0, min(told_us, self.held_us(now_us)))
 
+    @property
+    def is_off_the_seat(self) -> bool:
+        """Another one's turn lasts, on a device that they share."""
+        return self.state == "running" and self.seated_us is None
+
     def take_seat(self, now_us: int) -> None:
         self.seated_us = now_us
 
@@ -268,6 +273,7 @@ class Resident:
     pidfd: int | None = None
     pid: int = 0
     is_prepared: bool = False
+    yields: bool = False  # it was told that its turn is over
     is_still: bool = False  # it stands still because the device's trust has ended
     preset: JSON = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)

@@ -1,6 +1,7 @@
 """The supervisor of one device: it owns the seat, and everything that lives there.
 
-At most one resident steps at a time: it has the seat.  Others wait in memory, paused or prepared.
+At most one resident steps at a time: it has the seat.  Others wait in memory, paused or prepared,
+or for their turn: of those who share the device (`core.rota`) each has it for some milliseconds.
 Orders and answers only put a message into the supervisor's inbox; one long-lived thread does
 everything, and everything that it spawned dies with it.
 
@@ -44,6 +45,7 @@ from app.core.messages import (
     Resize,
     Save,
 )
+from app.core.rota import TURN_US, Rota
 from workers import ahead, links, sandbox, transfer
 from workers import resident as residents
 from workers.ahead import Lookout
@@ -66,6 +68,7 @@ DRAIN_S = 8.0  # to pause and store what is held when the worker stops
 HANDOVER_US = 2_000_000  # how long a successor may take to get ready beside who gives way
 PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
 SAVE_AGAIN_US = 5_000_000
+SQUEEZE_US = 1_000_000  # so long one who shares the device waits for room beside the others
 ROOM_WITHIN_US = 10_000_000  # so long somebody waits for room among commands that are frozen
 REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stopped by the island
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
@@ -105,6 +108,8 @@ class Supervisor(threading.Thread):
         self.lookout = Lookout(house, self._look_around)
         self.seat: Resident | None = None
         self.seat_free_us = 0
+        self.rota = Rota({})
+        self.turn_over_us = 0
         self.muted: list[tuple[int, Resident, int]] = []
         self.zygote: Zygote | None = None
         self.zygote_due_us: int | None = None
@@ -157,6 +162,7 @@ class Supervisor(threading.Thread):
         # 3. Who comes in, who gives way, and who sits.
         self._make_room()
         self._give_way()
+        self._end_turn()
         self._seat_next()
         # 4. Say what is new.
         self._report_if_due()
@@ -335,7 +341,8 @@ class Supervisor(threading.Thread):
         stay = Stay(launch=launch, arrived_us=now_us(), order_seq=launch.seq)
         stay.is_confirmed = self._is_sure(launch)
         self.rhythm.chatter = True  # it is soon told that it has the seat
-        self.rhythm.happened |= not stay.is_confirmed
+        # Who is beside others needs to be told its share.
+        self.rhythm.happened |= not stay.is_confirmed or launch.beside
         self.stays[stay.key] = stay
         if not stay.is_outpost:
             self._expect(stay, launch.seats, launch.links)
@@ -434,10 +441,12 @@ class Supervisor(threading.Thread):
         resident = stay.resident
         self._expect_no_more(stay)
         if stay.state == "running" and resident is not None:
-            stay.state = "pausing"
+            off_the_seat, stay.state = stay.is_off_the_seat, "pausing"
             resident.send("pause", **self.residency.with_pause(resident, now_us()))
             if stay.moves:
                 resident.send("save")  # at once: whoever is paused else may take its time
+            if off_the_seat:
+                self._paused(resident)
         elif stay.state == "seating" and resident is None:
             stay.tell(messages.Paused, now_us())
             self._vanish(stay, "dropped")
@@ -495,6 +504,8 @@ class Supervisor(threading.Thread):
             if stay.is_over():
                 del self.stays[stay.key]
         self.residency.expected = answer.next
+        if answer.rota is not None:
+            self.rota = Rota.of(answer.rota)
         self.lookout.expect(answer.expect, here=[task for task, _ in self.stays])
         self.rhythm.chatter |= bool(answer.expect)  # soon more of it will be here
 
@@ -547,6 +558,7 @@ class Supervisor(threading.Thread):
         due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
         due += [due_us for due_us, _, _ in self.muted]
         due += [s.give_up_us for s in self.stays.values() if s.give_up_us is not None]
+        due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
         if self.residency.lacks and self.seat is None:
             due.append(max(self._lacking_until_us(), now_us() + 500_000))
         for resident in self.residents.values():
@@ -556,7 +568,8 @@ class Supervisor(threading.Thread):
         if self.seat is not None and not self.seat.doom:
             stay = self.seat.stay
             due.append(now_us() + stay.launch.budget_us - stay.held_us(now_us()))
-            due += [] if stay.yield_by_us is None else [stay.yield_by_us]
+            asks = not self.seat.yields and self._who_wants_a_turn()
+            due += [self.turn_over_us] if asks else []
             due += [] if self.seat.is_still else [self.lease.ends_us]
         if not due:
             return 10.0
@@ -569,6 +582,7 @@ class Supervisor(threading.Thread):
         now = now_us()
         if not self.residency.look(now):
             self._end_a_frozen(now)
+            self._squeeze(now)
             return
         for here in list(self.fetched):
             stay, fetched = here
@@ -582,7 +596,20 @@ class Supervisor(threading.Thread):
                 self._spawn(stay, fetched)
             else:
                 self._end_a_frozen(now)
+                self._squeeze(now)
                 return
+
+    def _squeeze(self, now: int) -> None:
+        """Not all who are to share the device fit beside each other: the best served gives way."""
+        waits = [s for s in self.stays.values() if s.state == "seating" and s.launch.beside]
+        if not self.residency.lacks or not waits:
+            return
+        if any(r.stay.state == "pausing" or r.level == "leaving" for r in self.residency.living):
+            return  # somebody does already
+        here = {r.task: r.stay for r in self._sharers() if r.stay.state == "running"}
+        newest_us = max(stay.arrived_us for stay in (*waits, *here.values()))
+        if here and now >= newest_us + SQUEEZE_US:
+            self._pause(here[self.rota.most_of(here, lambda task: here[task].held_us(now))])
 
     def _end_a_frozen(self, now: int) -> None:
         """The last resort, where the seat would stay empty for ever: one command begins again.
@@ -604,12 +631,13 @@ class Supervisor(threading.Thread):
 
     def _give_way(self) -> None:
         """Who holds the seat goes on until its successor is ready, or cannot become so."""
-        stay = None if self.seat is None else self.seat.stay
-        if stay is None or stay.yield_by_us is None:
-            return
-        if now_us() >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor):
-            stay.yield_by_us = None
-            self._pause(stay)
+        for stay in list(self.stays.values()):
+            if stay.yield_by_us is None:
+                continue
+            if now_us() >= stay.yield_by_us or self._is_ready_or_stuck(stay.successor):
+                stay.yield_by_us = None
+                if stay.state == "running":
+                    self._pause(stay)
 
     def _is_ready_or_stuck(self, task: str) -> bool:
         if any(stay.launch.task == task for stay, _ in self.fetched):
@@ -621,23 +649,79 @@ class Supervisor(threading.Thread):
             return bool(self.residency.lacks)
         return living.is_prepared and living.stay.is_confirmed
 
+    # --- turns ---
+
+    def _sharers(self) -> list[Resident]:
+        """Those who take turns here by the newest answer, and can."""
+        return [
+            r
+            for r in self.residents.values()
+            if self.rota.has(*r.stay.key)
+            and not r.doom
+            and (r.stay.state == "running" or self._may_sit(r))
+        ]
+
+    def _who_wants_a_turn(self) -> dict[str, Stay]:
+        """Those who share the device with who has the seat, it included; empty if nobody does."""
+        sharers = {r.task: r.stay for r in self._sharers()}
+        seat = self.seat
+        return sharers if seat is not None and seat.task in sharers and len(sharers) > 1 else {}
+
+    def _end_turn(self) -> None:
+        now, resident = now_us(), self.seat
+        if resident is None or resident.yields or now < self.turn_over_us:
+            return
+        if resident.stay.state != "running" or not (wanted := self._who_wants_a_turn()):
+            return
+        if self.rota.next_of(wanted, lambda task: wanted[task].held_us(now)) == resident.task:
+            self.turn_over_us = now + TURN_US
+        else:
+            resident.yields = True
+            resident.send("yield")
+
+    def _may_sit(self, resident: Resident) -> bool:
+        """For the first time in its stay."""
+        stay = resident.stay
+        return (
+            stay.state == "seating"
+            and stay.is_confirmed
+            and stay.is_linked
+            and resident.is_prepared
+            and resident.level == "device"
+            and not resident.doom
+        )
+
+    def _next(self, now: int) -> Resident | None:
+        """Who is to have the seat.  While any who share the device stay, nobody else has it."""
+        off = [r for r in self.residents.values() if r.stay.is_off_the_seat and not r.doom]
+        if not off:
+            ready = [r for r in self.residents.values() if self._may_sit(r)]
+            return min(ready, key=lambda r: r.stay.arrived_us, default=None)
+        sharers = {r.task: r for r in self._sharers()}
+        if not sharers:
+            return off[0]  # an answer on its way may name one of them less, but never none
+        return sharers[self.rota.next_of(sharers, lambda task: sharers[task].stay.held_us(now))]
+
     def _seat_next(self) -> None:
         now = now_us()
         if self.seat is not None or now >= self.lease.trusted_until_us:
             return
-        ready = [
-            r
-            for r in self.residents.values()
-            if r.stay.state == "seating"
-            and r.stay.is_confirmed
-            and r.stay.is_linked
-            and r.is_prepared
-            and r.level == "device"
-            and not r.doom
-        ]
-        if not ready:
+        resident = self._next(now)
+        if resident is None:
             return
-        resident = min(ready, key=lambda r: r.stay.arrived_us)
+        self.turn_over_us = now + TURN_US
+        if resident.stay.is_off_the_seat:
+            self._go_on(resident, now)
+        else:
+            self._begin(resident, now)
+
+    def _go_on(self, resident: Resident, now: int) -> None:
+        """It is its turn again."""
+        self.seat, resident.is_still = resident, False
+        resident.send("go", seats=resident.stay.seats, linked=False)
+        resident.stay.take_seat(now)
+
+    def _begin(self, resident: Resident, now: int) -> None:
         stay, self.seat = resident.stay, resident
         resident.has_state, resident.is_still = True, False
         resident.was_absent(now)
@@ -847,13 +931,16 @@ class Supervisor(threading.Thread):
         resident.is_still = False
 
     def _says_paused(self, resident: Resident, message: JSON) -> None:
-        may = {"running", "pausing"} if resident.stay.is_outpost else {"pausing", "stopping"}
+        may = {"pausing", "stopping"}
+        may |= {"running"} if resident.stay.is_outpost or resident.yields else set()
         if self.seat is not resident or resident.stay.state not in may:
             raise Nonsense("paused without being told to")
         resident.stay.step = residents.number(message, "step")
         resident.has_state = message.get("has_state") is not False
-        resident.is_still = False
+        resident.is_still = resident.yields = False
         self._free_the_seat(resident)
+        if resident.stay.state == "running" and not resident.stay.is_outpost:
+            return  # only its turn is over
         if resident.stay.state == "stopping":
             self._doom(resident, "cancel")
             return

@@ -38,6 +38,8 @@ def unpacked(archive: Path, folder: Path) -> Path:
         os.rename(making, folder)
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
+        if folder.is_dir():
+            return folder  # another one was quicker
         raise
     return folder
 

@@ -55,6 +55,8 @@ class Launch(Order):
 
     Until `surely_until_us`, by the device's clock and for this incarnation of it, the island cannot
     have given the task to anybody else; then the order alone seats it, and no answer is waited for.
+
+    If it is `beside`, others stay there, and they take turns as the answers say (`Answer.rota`).
     """
 
     tenant: str
@@ -75,6 +77,7 @@ class Launch(Order):
     links: JSON = field(default_factory=dict)
     incarnation: str = ""
     surely_until_us: int = 0
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +279,8 @@ class Answer:
     `drop` belong to an older epoch, or are not wanted.  `expect` are all tasks that are being moved
     here: what of them can be fetched already ({"task", "epoch", "tenant", "bundle", "inputs",
     "image"}; image and inputs as in a Launch).  Nothing else may be kept ahead.  `next` are those
-    of `keep` that wait for a device, in the order in which they are expected to get one.
+    of `keep` that wait for a device, in the order in which they are expected to get one.  `rota`
+    are the shares of those who take turns on it (`core.rota`), if several do; None: as before.
     """
 
     device: str
@@ -289,6 +293,7 @@ class Answer:
     drop: list[list[Any]]
     expect: list[JSON] = field(default_factory=list)
     next: list[str] = field(default_factory=list)  # tasks
+    rota: list[JSON] | None = None
 
 
 def key(task: str, epoch: int) -> str:

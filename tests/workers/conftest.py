@@ -33,6 +33,7 @@ from app.core.messages import (
     encode,
     key,
 )
+from app.core.rota import Level, Share, as_json
 from app.store import Store
 from workers.house import House
 from workers.supervisor import Supervisor
@@ -101,6 +102,7 @@ class Ground:
         )
         self.supervisor = Supervisor(self.house, self)
         self.orders: dict[tuple[str, int], int] = {}
+        self.weights: dict[str, int] = {}  # of the tasks that share the device
         self.broken: AssertionError | None = None  # the first promise that a report broke
 
     # --- the transport ---
@@ -129,8 +131,23 @@ class Ground:
                     [v.task, v.epoch] for v in alive.residents if [v.task, v.epoch] not in self.drop
                 ],
                 drop=self.drop,
+                rota=[as_json(share) for share in self._shares(alive)],
             )
         )
+
+    def _shares(self, alive: Alive) -> list[Share]:
+        """Tenants beside each other, who used nothing but this device."""
+        return [
+            Share(
+                task=view.task,
+                epoch=view.epoch,
+                held_us=view.held_us,
+                rate=1000,
+                path=(Level(name=view.task, used=1000 * view.held_us, weight=weight),),
+            )
+            for view in alive.residents
+            if (weight := self.weights.get(view.task)) and view.state in ("seating", "running")
+        ]
 
     def _hear(self, alive: Alive) -> dict[str, int]:
         heard: dict[str, int] = {}
