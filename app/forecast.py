@@ -244,9 +244,10 @@ def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float)
     """Who is on devices.  What is left of a real turn is left of one that is played."""
     by_id = {row.id: row for row in rows}
     turn_s = slice_us(board.policy, task) / 1e6
+    beside = {id for others in board.beside.values() for id in others}  # a device is played once
     for stay in board.stays.values():
         holder = stay.task
-        if holder.kind != task.kind or stay.leaving:
+        if holder.kind != task.kind or stay.leaving or stay.id in beside:
             continue
         row = by_id[stay.id]
         since_s = board.now_s if holder.started_s is None else holder.started_s

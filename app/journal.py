@@ -186,6 +186,7 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     task.cost_milli = decision.cost
     task.seat, task.launched_at = device.id, db.now(session)
     task.started_at = task.resized_at = None
+    task.shares = decision.shares
     all_cost = decision.cost or sum(desk.devices[id].cost_milli for id in decision.devices)
     placement = Placement(
         task_id=task.id,
@@ -196,6 +197,7 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
         kind=device.kind,
         cost_milli=all_cost // len(decision.devices),
         incarnation=device.incarnation,
+        shares=decision.shares,
     )
     session.add(placement)
     desk.open[task.id] = placement
@@ -203,11 +205,17 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     if more := devices[1:]:
         lending.lend(session, task, more, all_cost - placement.cost_milli)
         task.resized_at = db.now(session)  # it has guests; since when it is charged, when it starts
-    body = desk.shelf.body(task, device)
+    body = {**desk.shelf.body(task, device), "beside": decision.shares}
     if device.id in desk.lent:
         body["surely_until_us"] = 0  # it may get ready; the seat it has when an answer says so
     _order_hosts(session, desk, task, "Launch", lending.by_host(devices), **body)
     tell(session, task, "task.launched", decision.because, device=device.id, rule=decision.rule)
+
+
+def _share(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
+    _move(session, task, Move.Share)
+    task.shares = True
+    tell(session, task, "task.shares", decision.because, device=task.seat)
 
 
 def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
@@ -270,6 +278,7 @@ _DECIDED = {
     Move.Locked: _lock,
     Move.Launch: _launch,
     Move.Splice: _splice,
+    Move.Share: _share,
     Move.Pause: _pause,
     Move.Cancel: _cancel,
     Move.GaveUp: _give_up,
@@ -1179,7 +1188,7 @@ def _close(session: Session, task: Task, placement: Placement, end: str) -> None
     placement.ended_at, placement.end = db.now(session), end
     lending.end(session, lending.of_task(session, task), end)
     task.total_held_us += placement.held_us
-    task.held_us, task.seat = 0, None
+    task.held_us, task.seat, task.shares = 0, None, False
     task.started_at = task.resized_at = None
     session.info.setdefault("closed", set()).add((task.id, task.epoch))
 

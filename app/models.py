@@ -448,6 +448,7 @@ class Task(Base):
     guest_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    shares: Mapped[bool] = mapped_column(server_default=text("false"))
     attempts: Mapped[int] = mapped_column(server_default="0")
     retry_max: Mapped[int] = mapped_column(server_default="0")
     retry_at: Mapped[datetime | None]
@@ -563,6 +564,7 @@ class Placement(Base):
     set when the device was told to let go: from then on the seat may be promised to the next task.
 
     A `guest` is a row more: a device that an elastic task holds beyond its home (`app.lending`).
+    Who `shares` was launched beside others, to take turns with them (`core.sharing`).
     """
 
     __tablename__ = "placements"
@@ -580,6 +582,7 @@ class Placement(Base):
     ended_at: Mapped[datetime | None]
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     guest: Mapped[bool] = mapped_column(server_default=text("false"))
+    shares: Mapped[bool] = mapped_column(server_default=text("false"))
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     staged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
@@ -613,7 +616,7 @@ class Placement(Base):
             "uq_placements_open_seat",
             "device_id",
             unique=True,
-            postgresql_where=text("ended_at is null and not leaving"),
+            postgresql_where=text("ended_at is null and not leaving and not shares"),
         ),
         Index("ix_placements_open", "device_id", postgresql_where=text("ended_at is null")),
         Index("ix_placements_task_id", "task_id"),

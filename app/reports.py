@@ -388,13 +388,16 @@ def _capacity(session: Session, now: datetime) -> dict[str, int]:
 
 
 def _holders() -> Select[Placement]:
-    """Who sits on each device: until it has let go, one who was told to leave still does."""
-    return (
-        select(Placement)
-        .where(Placement.ended_at.is_(None))
-        .ext(distinct_on(Placement.device_id))
-        .order_by(Placement.device_id, Placement.leaving.desc(), Placement.id)
-    )
+    """Who sits on each device: until it has let go, one who was told to leave still does.
+
+    Of those who share it, who came first: a device is held once.
+    """
+    return _who_sits().ext(distinct_on(Placement.device_id))
+
+
+def _who_sits() -> Select[Placement]:
+    order = (Placement.device_id, Placement.leaving.desc(), Placement.id)
+    return select(Placement).where(Placement.ended_at.is_(None)).order_by(*order)
 
 
 def _accounts(session: Session) -> dict[str, tuple[int, int]]:
@@ -705,7 +708,8 @@ def _held(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A device and who holds it.  `state`: up, down or cordoned.
+    """A device and who holds it, with so many `others` that take turns on it.  `state`: up, down or
+    cordoned.
 
     `holder` is None while it is free.  For a tenant, who holds a device of another tenant's is
     told without a name, and nothing else of it.
@@ -720,10 +724,13 @@ class DeviceView:
     yours: bool
     task: Running | None
     since: datetime | None
+    others: int
 
 
 def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceView]:
-    holders = {placement.device_id: placement for placement in session.scalars(_holders())}
+    holders: dict[str, list[Placement]] = defaultdict(list)
+    for placement in session.scalars(_who_sits()):
+        holders[placement.device_id].append(placement)
     names = {id: name for id, name in session.execute(select(Tenant.id, Tenant.name))}
     tasks = {task.id: task for task in running(session, tenant)}
     # HOST.2 before HOST.10
@@ -733,7 +740,7 @@ def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceV
         _device_view(
             device,
             state=_device_state(device, drained, now),
-            placement=holders.get(device.id),
+            placements=holders[device.id],
             tenant=tenant,
             names=names,
             tasks=tasks,
@@ -752,11 +759,16 @@ def _device_view(
     device: Device,
     *,
     state: str,
-    placement: Placement | None,
+    placements: Sequence[Placement],
     tenant: str | None,
     names: Mapping[str, str],
     tasks: Mapping[str, Running],
 ) -> DeviceView:
+    """Of those who share a device one's own is shown."""
+    sits = [each for each in placements if not each.leaving]
+    mine = [each for each in sits if each.tenant_id == tenant]
+    shared = mine if len(sits) > 1 and len(sits) == len(placements) else []
+    placement = next(iter((*shared, *placements)), None)
     yours = placement is not None and placement.tenant_id == tenant
     shown = yours or (placement is not None and tenant is None)
     holder = None
@@ -772,6 +784,7 @@ def _device_view(
         yours=yours,
         task=tasks.get(placement.task_id) if shown and placement is not None else None,
         since=(placement.started_at or placement.launched_at) if shown and placement else None,
+        others=max(0, len(sits) - 1),
     )
 
 

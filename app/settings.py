@@ -90,6 +90,7 @@ class Settings(BaseSettings):
     idle_credit_s: float = Field(3 * 86400.0, ge=0)
     slice_min_s: float = 1.0
     slice_max_s: float = 60.0
+    sharers_max: int = Field(4, ge=0)  # graphs that take turns on one device; 0: none, as with 1
     grow_after_s: float = Field(5.0, ge=0)  # so long after a resize a task is left as it is
     order_resend_s: float = 2.0
     usage_bucket_s: int = 10

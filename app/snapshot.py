@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, select
+from sqlalchemy import ColumnElement, Row, Select, Text, and_, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
 from app import ledger, lending
@@ -74,6 +74,7 @@ def policy(base: LedgerBase) -> Policy:
         slice_min_s=settings().slice_min_s,
         slice_max_s=settings().slice_max_s,
         grow_after_s=settings().grow_after_s,
+        sharers_max=settings().sharers_max,
         homebound=True,
     )
 
@@ -154,7 +155,11 @@ _COLUMNS = (
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
-    cast(TaskRow.away, Text).label("away"), TaskRow.capabilities,
+    cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares,
+    and_(
+        TaskRow.descriptor["run"].has_key("graph"),
+        func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
+    ).label("graph"),
 )  # fmt: skip
 
 
@@ -215,7 +220,8 @@ def _task(
     accrued_us = held_us = 0
     if started_s is not None:
         # What it has held since the last heartbeat is charged with the next one.
-        accrued_us = max(0, int((now_s - started_s) * 1e6) - row.held_us)
+        if not row.shares:
+            accrued_us = max(0, int((now_s - started_s) * 1e6) - row.held_us)
         held_us = row.held_us + accrued_us
     if resized_s is not None:
         held_us = min(held_us, max(0, int((now_s - resized_s) * 1e6)))
@@ -256,6 +262,8 @@ def _task(
         saved=row.saved,
         restarts=RESTARTS in row.capabilities,
         switch_us=row.switch_us,
+        graph=row.graph,
+        shares=row.shares,
         cost=row.cost_milli,
         cancel_asked=row.cancel_asked_at is not None,
         attempts=row.attempts,

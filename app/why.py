@@ -81,11 +81,23 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
 
 
 def breadth(session: Session, task: TaskRow) -> str:
-    """What an elastic task holds of what it can use; "" for any other."""
-    if task.devices_max == task.devices_min and task.resized_at is None:
+    """What an elastic task holds of what it can use, or with whom one shares; "" for any other."""
+    if task.devices_max == task.devices_min and task.resized_at is None and not task.shares:
         return ""
     rows = session.execute(snapshot.tasks().where(TaskRow.id == task.id)).all()
-    return says.breadth(snapshot.tasks_of(session, rows, now_s=db.now_s(session))[task.id])
+    seen = snapshot.tasks_of(session, rows, now_s=db.now_s(session))[task.id]
+    return says.company(seen, _beside(session, task)) if task.shares else says.breadth(seen)
+
+
+def _beside(session: Session, task: TaskRow) -> int:
+    """So many others are on its device.  Not who: they may be another tenant's."""
+    others = select(func.count()).where(
+        Placement.device_id == task.seat,
+        Placement.task_id != task.id,
+        Placement.ended_at.is_(None),
+        ~Placement.leaving,
+    )
+    return session.scalar(others) or 0
 
 
 def warm(session: Session) -> None:

@@ -26,6 +26,8 @@ from app import broker, collector, db, journal, ledger, moving, outbox
 from app.core import record
 from app.core.board import Board
 from app.core.messages import Alive, Answer, BadMessage, decode
+from app.core.rota import as_json
+from app.core.sharing import shares
 from app.core.standing import soonest_first
 from app.follow import Follower
 from app.models import Device, Island, LedgerBase, Order, Placement, Task
@@ -122,11 +124,15 @@ class Scheduler(Loop):
         return [*outbox.take_unsent(session, _live(self.island), resend_s=resend_s), *new]
 
     def _with_order(self, answer: Answer) -> Answer:
-        """Where a device has too little memory for all that live there, the last of them leaves."""
+        """Where a device has too little memory for all that live there, the last of them leaves;
+        where several share one, the least served of them goes next.
+        """
         board = self.follower.board
         if board is None:
             return answer
-        return replace(answer, next=soonest_first(board, [task for task, _ in answer.keep]))
+        rota = [as_json(share) for share in shares(board, answer.device)]
+        soonest = soonest_first(board, [task for task, _ in answer.keep])
+        return replace(answer, next=soonest, rota=rota)
 
     def _not_written_down(self, heard: list[Alive]) -> None:
         for alive in heard:

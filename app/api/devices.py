@@ -242,18 +242,17 @@ def _locked_device(session: Session, id: str) -> Device:
 
 
 def _devices(caller: Caller) -> Any:
-    open_ = (Placement.device_id == Device.id) & Placement.ended_at.is_(None) & ~Placement.leaving
-    return (
-        select(
-            Device,
-            Host.cordoned.label("host_cordoned"),
-            func.coalesce(Device.lease_until > func.now(), False).label("up"),
-            Placement.task_id,
-            of_caller(caller, Placement.tenant_id).label("seen"),
-        )
-        .join(Host, Host.name == Device.host)
-        .outerjoin(Placement, open_)
+    open_ = select(Placement.task_id).where(
+        Placement.device_id == Device.id, Placement.ended_at.is_(None), ~Placement.leaving
     )
+    seen = open_.where(of_caller(caller, Placement.tenant_id))
+    return select(
+        Device,
+        Host.cordoned.label("host_cordoned"),
+        func.coalesce(Device.lease_until > func.now(), False).label("up"),
+        open_.exists().label("busy"),
+        func.array(seen.order_by(Placement.shares, Placement.id).scalar_subquery()).label("tasks"),
+    ).join(Host, Host.name == Device.host)
 
 
 def _device_out(session: Session, response: Response, caller: Caller, id: str) -> dict[str, Any]:
@@ -270,7 +269,8 @@ def _shown(row: Any) -> dict[str, Any]:
         **shown,
         "up": row.up,
         "cordoned": row.Device.cordoned or row.host_cordoned,
-        "busy": row.task_id is not None,
-        "task_id": row.task_id if row.seen else None,
+        "busy": row.busy,
+        "task_id": row.tasks[0] if row.tasks else None,
+        "tasks": row.tasks,
         "cost": row.Device.cost_milli / 1000,
     }

@@ -926,6 +926,7 @@ class DeviceOut(Out):
         cordoned=False,
         busy=True,
         task_id=_TASK,
+        tasks=[_TASK],
         threads=1,
         memory_bytes=4 * 2**30,
         cost=1.0,
@@ -941,6 +942,9 @@ class DeviceOut(Out):
     cordoned: bool = Field(description="it, or its host, takes no new work")
     busy: bool = Field(description="a task holds its seat")
     task_id: str | None = Field(description="that task, if it is one that you may see")
+    tasks: list[str] = Field(
+        description="those that you may see of all that are on it: graphs take turns on a device"
+    )
     threads: int
     memory_bytes: int
     cost: float

@@ -206,6 +206,7 @@ class Board:
         self.pools: dict[str, Pool] = {}
         self.seated: dict[str, str] = {}  # device -> the task that holds it, or was promised it
         self.leaving: dict[str, str] = {}  # device -> the task on its way out
+        self.beside: dict[str, dict[str, None]] = {}  # device -> who shares it with who holds it
         self.ripe: dict[Branch, dict[str, Stay]] = {}
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
@@ -437,8 +438,15 @@ class Board:
 
     def on(self, device: str) -> list[str]:
         """The tasks on a device."""
-        found = (self.seated.get(device), self.leaving.get(device))
+        found = (self.seated.get(device), *self.beside.get(device, ()), self.leaving.get(device))
         return [id for id in found if id is not None]
+
+    def group(self, device: str) -> list[Stay]:
+        """Who holds a device, and with whom it takes turns."""
+        holder = self.seated.get(device)
+        if holder is None:
+            return []
+        return [self.stays[id] for id in (holder, *self.beside.get(device, ())) if id in self.stays]
 
     def look_at_leases(self) -> list[str]:
         """The tasks on devices whose lease has ended for good; free ones are closed."""
@@ -591,6 +599,10 @@ class Board:
         pool = self.pools.get(lane.kind)
         cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
         return self._dominant(lane, cost * lane.width)
+
+    def rate_of(self, task: Task) -> int:
+        """What a second of it costs, on the devices that it holds."""
+        return task.cost or self._cost_of(task.holds)
 
     def cost(self, task: Task, devices: Iterable[str]) -> int:
         """What a second of it on these devices costs, if it is charged by its memory; else 0."""
@@ -761,6 +773,8 @@ class Board:
         if stay is None:
             stay = self._seat(task)
         self._measure_turn(stay, task)
+        if task.graph:
+            self.tree.version += 1  # others may join it now
         if task.width_max:
             self.tree.version += 1  # it may be one that can be resized now
             if task.elastic and stay.id not in self.elastic and not stay.leaving:
@@ -788,8 +802,8 @@ class Board:
     def _seat(self, task: Task) -> Stay:
         """Rule F1: it holds its devices, and is charged a full turn at once."""
         leaf, here = self.leaf(task), self.lane(task)
-        cost = task.cost or self._cost_of(task.holds)
-        stay = Stay(task, leaf, here, task.seats, cost, slice_us(self.policy, task))
+        rate = 0 if task.shares else self.rate_of(task)  # its device says what it holds of the time
+        stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
         if task.width_max and task.elastic:
             self._count_grown(stay)
@@ -797,7 +811,9 @@ class Board:
         pool = self.pools.setdefault(task.kind, Pool(task.kind))
         for id in task.seats:
             self.astray |= self.is_lost(id)
-            if task.state in HOLDS_A_SEAT or id not in self.seated:
+            if task.shares and self.seated.get(id) is not None:
+                self.beside.setdefault(id, {})[task.id] = None
+            elif task.state in HOLDS_A_SEAT or id not in self.seated:
                 self.seated[id] = task.id  # until it is seen to leave
                 pool.remove(id)
         self.tree.hold(leaf, here)
@@ -864,10 +880,22 @@ class Board:
         pool = self.pools[stay.task.kind]
         self._unexpect(pool, stay)
         for id in stay.devices:
-            if self.seated.get(id) == stay.id:
-                del self.seated[id]
+            self._leave_seat(id, stay)
             self.leaving[id] = stay.id
             self._give(pool, id)
+
+    def _leave_seat(self, device: str, stay: Stay) -> None:
+        """One of those who share it with whoever held it holds it now."""
+        others = self.beside.get(device)
+        if others is not None:
+            others.pop(stay.id, None)
+        if self.seated.get(device) == stay.id:
+            del self.seated[device]
+            if others:
+                self.seated[device] = next(iter(others))
+                del others[self.seated[device]]
+        if others is not None and not others:
+            del self.beside[device]
 
     def _let_go(self, stay: Stay) -> None:
         """Its devices are free of it."""
@@ -887,9 +915,9 @@ class Board:
             self._unexpect(pool, stay)
         self.tree.refresh(stay.leaf)
         for id in stay.devices + stay.leaves:
-            for held in (self.seated, self.leaving):
-                if held.get(id) == stay.id:
-                    del held[id]
+            self._leave_seat(id, stay)
+            if self.leaving.get(id) == stay.id:
+                del self.leaving[id]
             self._give(pool, id)
 
     def _ripen(self, stay: Stay, *, late: bool) -> None:
@@ -950,7 +978,7 @@ class Board:
 
     def unbooked_us(self, task: Task) -> int:
         """What it has held in this epoch and the ledger has not booked."""
-        if task.started_s is None:
+        if task.started_s is None or task.shares:
             return 0
         since_s = task.started_s if task.resized_s is None else task.resized_s
         booked_us = task.held_us - task.accrued_us
@@ -1022,7 +1050,7 @@ def _same_epoch(stay: Stay, task: Task) -> bool:
 
 def _same_stay(stay: Stay, task: Task) -> bool:
     same = stay.devices == task.seats and stay.leaves == task.leaves
-    return same and _same_epoch(stay, task)
+    return same and stay.task.shares == task.shares and _same_epoch(stay, task)
 
 
 def ripe_s(stay: Stay) -> float:

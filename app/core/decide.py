@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from app.core import credit, elastic, explain, lifecycle, reclaim, standing
+from app.core import credit, elastic, explain, lifecycle, reclaim, sharing, standing
 from app.core.board import NEVER, Board, slice_us
 from app.core.fairshare import Branch, Lane
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
@@ -51,6 +51,8 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     _look_at_news(paper)
     # Let those land who are being moved and can be launched where they go.
     _land(paper)
+    # Those who may not share a device any more part.
+    _part(paper)
     # Who came into line begins near the level of the others.
     if lift:
         credit.welcome(board)
@@ -58,6 +60,8 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
     # 5. Seat those who must not wait longer,
     urgent = _seat_urgent(paper)
+    # then graphs that can take turns with those that run,
+    _share(paper)
     # 6. then who is least served, on free devices or 7. in the place of who had more,
     kept = dict(urgent)
     _seat(paper, kept)
@@ -125,6 +129,7 @@ class _Paper:
         devices: tuple[str, ...] = (),
         against: str | None = None,
         cost: int = 0,
+        shares: bool | None = None,
         **after: object,
     ) -> None:
         """Decide a move and see the task after it; raises IllegalMove for what cannot be."""
@@ -139,8 +144,11 @@ class _Paper:
                 devices=devices,
                 against=against,
                 cost=cost,
+                shares=bool(shares),
             )
         )
+        if shares is not None:
+            after["shares"] = shares
         if move == Move.Launch or after.get("resized_s") is not None:
             after["cost"] = cost
         self.board.set_task(changed(task, state=state, **after))
@@ -367,6 +375,33 @@ def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
     return _Kept(task.id, lane.memory_bytes, NEVER, 0)
 
 
+# --- graphs that share a device -----------------------------------------------------------------
+
+
+def _part(paper: _Paper) -> None:
+    because = "It can share its device no longer; it goes on when its turn comes."
+    for stay in sharing.who_parts(paper.board) if paper.board.beside else ():
+        paper.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
+
+
+def _share(paper: _Paper) -> None:
+    """Launch graphs beside those that run; where no more may share, in the place of one of them."""
+    board = paper.board
+    for device in sharing.places(board):
+        while (found := sharing.who_joins(board, device)) is not None:
+            task, gone = found
+            for stay in board.group(device):
+                if not stay.task.shares:
+                    told = "From now on it takes turns on its device with another graph."
+                    paper.move(stay.task, Move.Share, "share", told, shares=True)
+            if gone is not None:
+                told = "Others share its device for a while, who have had less."
+                paper.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
+            because = "It takes turns with the graphs on its device, some milliseconds each."
+            against = None if gone is None else gone.id
+            _launch(paper, task, (device,), "share", because, against=against, shares=True)
+
+
 # --- 6. seat ------------------------------------------------------------------------------------
 
 
@@ -494,6 +529,7 @@ def _launch(
     because: str,
     *,
     against: str | None,
+    shares: bool = False,
 ) -> None:
     board = paper.board
     cost = board.cost(task, devices)
@@ -506,6 +542,7 @@ def _launch(
         devices=devices,
         against=against,
         cost=cost,
+        shares=shares,
         seats=devices,
         epoch=task.epoch + 1,
         launched_s=board.now_s,

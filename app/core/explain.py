@@ -349,6 +349,17 @@ def breadth(task: Task) -> str:
     return f"It holds {held} of the {most} devices that it can use, {lent}: it needs {task.width}."
 
 
+def company(task: Task, others: int) -> str:
+    """With how many it takes turns on its device; nothing of one that has it for itself."""
+    if not task.shares or not task.seats or not others:
+        return ""
+    graphs = "another graph" if others == 1 else f"{others} other graphs"
+    return (
+        f"It shares {task.seat} with {graphs}: they take turns of some milliseconds there, the "
+        "least served first, and each is charged for its own."
+    )
+
+
 def _limits(task: Task, seen: Obstacles) -> Iterator[Reason]:
     for shut in seen.shut:
         if shut.kind:

@@ -34,6 +34,7 @@ class Policy:
     turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
     backfill: str = "easy"  # F7: behind a gang that does not fit; BACKFILLS
     grow_after_s: float = 60.0  # so long (and a turn) after it was seated or resized a task grows
+    sharers_max: int = 0  # so many graphs at most take turns on one device (`core.sharing`)
     homebound: bool = False  # ranks are conducted by their task's home (`core.elastic`)
     patience_s: float = 36000.0  # F7: a gang that waited so long goes before all others,
     wide_share: float = 0.02  # if it needs this part of its kind; a narrower one waits longer
@@ -125,6 +126,9 @@ class Task:
     live `across_hosts`.  What it holds beyond `width` is lent to it, and counts as free for who
     waits (`core.elastic`).  While it is made smaller it still holds what it `leaves`.  `accrued_us`
     and `held_us` are since it was resized, if it was.
+
+    A `graph` of one executor can take turns with others on a device; if it `shares` one, or did so
+    in this epoch, it is charged for what the device says that it held, and not before it says so.
     """
 
     id: str
@@ -160,6 +164,8 @@ class Task:
     saved: bool = True
     restarts: bool = False  # a command: it goes on only there, and anywhere else begins again
     switch_us: int = 0  # what seating it cost the last time
+    graph: bool = False
+    shares: bool = False
     cost: int = 0  # of a second in this epoch, if it is charged by its memory (`core.dominant`)
     cancel_asked: bool = False
     attempts: int = 0
@@ -223,7 +229,8 @@ class Decision:
     it has after a Splice.  `rule` cites
     F1-F10 or another named rule, and `because` is one sentence for the task's owner.
     `against` is the task that gains or gives, where there is one.  `cost` is what a second of a
-    launched task costs, in thousandths, if that is not what its devices cost.
+    launched task costs, in thousandths, if that is not what its devices cost.  Who is launched and
+    `shares` takes turns with those that are on its device.
     """
 
     task: str
@@ -233,6 +240,7 @@ class Decision:
     devices: tuple[str, ...] = ()
     against: str | None = None
     cost: int = 0
+    shares: bool = False
 
     @property
     def device(self) -> str | None:

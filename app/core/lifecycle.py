@@ -7,7 +7,8 @@ and a launch there, so there is no moving state.
 `blocked` means that a start condition does not hold (an input is missing, `after` has not ended,
 `not_before` lies ahead, or somebody holds it); `Locked` takes a waiting task back there when its
 owner holds it.  `starting` begins when the island commits a Launch, which raises the task's epoch
-by one; `running` begins when the device says so.  `stopping` waits for the device to let go.
+by one; `running` begins when the device says so, and goes on while it takes turns there with
+others (`Share`).  `stopping` waits for the device to let go.
 
 The table is printed by `python -m app.core.lifecycle`, for docs/architecture.md.
 """
@@ -40,6 +41,7 @@ class Move(StrEnum):
     Started = "Started"
     Splice = "Splice"
     Spliced = "Spliced"
+    Share = "Share"
     Pause = "Pause"
     Paused = "Paused"
     Finished = "Finished"
@@ -71,7 +73,7 @@ LIFE: dict[str, dict[str, str]] = {
         "Cancel": "cancelled",
     },
     "starting": {"Started": "running", **_ON_A_DEVICE},
-    "running": {"Splice": "splicing", "Pause": "pausing", **_ON_A_DEVICE},
+    "running": {"Splice": "splicing", "Share": "running", "Pause": "pausing", **_ON_A_DEVICE},
     "splicing": {"Spliced": "running", **_ON_A_DEVICE},
     "pausing": _ON_A_DEVICE,
     # Events that were already under way when the cancel was written still arrive: they change

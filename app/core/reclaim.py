@@ -96,14 +96,14 @@ def victims(
         return None
     near = claim.where_its_image_lies(sides)
     if near is not None:
-        return [near]
+        return claim.with_all_beside([near])
     found = claim.fewest(claim.chosen(sides))
     while back := claim.who_comes_back(found):
         claim.spared |= back
         found = claim.fewest(claim.chosen(sides))
     if not found or claim.outgrows(found):
         return None
-    return found
+    return claim.with_all_beside(found)
 
 
 def hopeless(board: Board, task: Task) -> bool:
@@ -370,6 +370,21 @@ class _Claim:
                     back.add(stay.id)
         return back
 
+    def with_all_beside(self, found: list[Victim]) -> list[Victim] | None:
+        """A device is free when all who share it have gone, so all of them must give way to it."""
+        if not self.board.beside:
+            return found
+        chosen = {victim.stay.id: victim for victim in found}
+        for device in {id for victim in found for id in victim.stay.devices}:
+            for stay in self.board.group(device):
+                if stay.id not in chosen:
+                    side = self.side(stay.leaf, None) if stay.ripe else None
+                    rule = None if side is None else self._rule(side, stay)
+                    if side is None or rule is None or not self._may_ask(stay, side):
+                        return None
+                    chosen[stay.id] = Victim(stay, rule)
+        return list(chosen.values())
+
     def outgrows(self, found: list[Victim]) -> bool:
         """Would a branch come to borrow more, while beside it somebody waits who goes before it?
 
@@ -548,7 +563,7 @@ def nobody_gains_until_s(board: Board) -> float:
             lowest = min((claim for claim, mine in claims if mine is not top), default=None)
             if lowest is not None and lowest < score:
                 return board.now_s
-            if lowest is not None:
+            if lowest is not None and top.rate:  # else its device says when it used more
                 least = min(least, unscored(lowest - score, top.weight) // top.rate)
     return tree.accrued_s(int(least)) if least < math.inf else NEVER
 

@@ -186,7 +186,7 @@ def _shed(board: Board, task: Task) -> bool:
 
 def _fee(board: Board, stay: Stay, task: Task) -> int:
     turn_us = slice_us(board.policy, task)
-    return board.tree.faded(turn_us * stay.rate // len(stay.devices) * task.width)
+    return board.tree.faded(turn_us * board.rate_of(stay.task) // len(stay.devices) * task.width)
 
 
 def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:

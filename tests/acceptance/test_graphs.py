@@ -8,6 +8,7 @@ import pytest
 
 from app.bundling import bundle_folder
 from examples import programs
+from tests.acceptance.conftest import TenantClient
 from tests.acceptance.history import overlaps, runs
 from tests.examples import test_programs as plain
 
@@ -135,6 +136,53 @@ def test_a_graph_that_is_moved_ends_with_the_same_bits(system, undisturbed):
     after, before = client.items(f"/v1/tasks/{task_id}/placements")
     assert after["device_id"] != before["device_id"]
     assert after["first_step"] == before["last_step"]
+
+
+@pytest.fixture
+def one_device(system):
+    """The only device that takes work, and the admin who sees all that is on it."""
+    admin = system.client("platform", "platform_admin")
+    first, *others = [device["id"] for device in admin.items("/v1/devices")]
+    for device in others:
+        admin.post(f"/v1/devices/{device}/cordon")
+    yield admin, first
+    for device in others:
+        admin.post(f"/v1/devices/{device}/uncordon")
+
+
+def newcomer(system, admin, name):
+    """A member of a tenant that nothing is promised to, and that has used nothing."""
+    tenant = admin.post("/v1/tenants", {"name": name, "weight": 1})["id"]
+    user = admin.post("/v1/users", {"tenant_id": tenant, "name": "ann"})["id"]
+    made = admin.post("/v1/keys", {"user_id": user, "role": "member", "name": "for the test"})
+    return TenantClient(system.url, made["key"])
+
+
+def test_graphs_of_two_tenants_share_a_device_and_give_the_same_bits(
+    system, undisturbed, one_device
+):
+    admin, device = one_device
+    sent = {}
+    for name in ("sharer-a", "sharer-b"):
+        client = newcomer(system, admin, name)
+        sent[client] = submit(client, name, graph(nap_s=0.06))
+    tasks = {client: client.request(id)["tasks"][1]["id"] for client, id in sent.items()}
+
+    def is_shared():
+        return set(admin.get(f"/v1/devices/{device}")["tasks"]) == set(tasks.values())
+
+    assert system.until(is_shared)
+    for client, task in tasks.items():
+        (mine,) = [each for each in client.items("/v1/devices") if each["id"] == device]
+        assert (mine["busy"], mine["task_id"], mine["tasks"]) == (True, task, [task])
+    told = [client.get(f"/v1/tasks/{task}/explain")["message"] for client, task in tasks.items()]
+    assert all("with another graph" in message for message in told), told
+    for client, id in sent.items():
+        task = done(client, id)
+        assert task["result"] == undisturbed["result"]
+        assert task["lost_steps"] == 0
+        client.close()
+    system.check_ledger()
 
 
 def test_a_graph_is_lent_a_second_device_and_gives_the_same_bits(system, undisturbed):

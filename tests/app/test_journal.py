@@ -194,6 +194,68 @@ class TestLaunch:
         assert session.scalar(select(func.count()).where(Order.answered_at.is_(None))) == 0
 
 
+@pytest.fixture
+def beside(session, running):
+    """A graph that takes turns on h.0 with the task that runs there."""
+    of = {c.name: getattr(running, c.name) for c in Task.__table__.columns}
+    graph = {**DESCRIPTOR, "run": {"graph": "sha256:" + "0" * 64}}
+    fresh = {"id": "tsk_b", "name": "u", "state": "waiting", "epoch": 0, "seat": None}
+    session.add(Task(**{**of, **fresh, "descriptor": graph, "started_at": None, "event_seq": 0}))
+    session.flush()
+    other = session.get_one(Task, "tsk_b")
+    decide(session, running, "Share", shares=True)
+    decide(session, other, "Launch", devices=("h.0",), shares=True)
+    both = [view(running, "running"), view(other, "running")]
+    hear(session, residents=both, events=[started(other)])
+    assert (running.state, other.state) == ("running", "running")
+    return other
+
+
+class TestSharing:
+    def test_each_is_charged_for_its_own_turns_to_the_microsecond(self, session, running, beside):
+        for turn in range(1, 4):
+            mine, other = 7_001 * turn, 20_003 * turn
+            views = [
+                view(running, "running", held_us=mine, step=turn),
+                view(beside, "running", held_us=other, step=2 * turn),
+            ]
+            hear(session, residents=views)
+            assert (running.held_us, beside.held_us) == (mine, other)
+            sums = [
+                session.scalar(select(func.sum(column)))
+                for column in (Placement.charged_us, Usage.charged_us, Account.total_us)
+            ]
+            assert sums == [mine + other] * 3
+
+    def test_the_order_says_that_others_stay(self, session, running, beside):
+        bodies = {
+            order.task_id: order.body["beside"]
+            for order in session.scalars(select(Order).where(Order.kind == "Launch"))
+        }
+        assert bodies == {running.id: False, beside.id: True}
+
+    def test_the_island_sees_what_was_booked_and_nothing_more(self, session, running, beside):
+        views = [view(running, "running", held_us=5), view(beside, "running", held_us=6)]
+        hear(session, residents=views)
+        seen = snapshot.load(session, "isle", now_s=db.now_s(session) + 100.0).tasks
+        held = {
+            id: (one.shares, one.graph, one.held_us - one.accrued_us) for id, one in seen.items()
+        }
+        assert held == {running.id: (True, False, 5), beside.id: (True, True, 6)}
+        assert all(one.accrued_us == 0 for one in seen.values())
+
+    def test_either_may_end_and_the_other_goes_on(self, session, running, beside):
+        done = event(Finished, running, 2, held_us=9, result={}, outputs={})
+        hear(session, residents=[view(running, "ended"), view(beside, "running")], events=[done])
+        assert (running.state, beside.state, running.shares) == ("done", "running", False)
+        hear(session)
+        assert (beside.state, beside.shares, beside.seat) == ("waiting", False, None)
+
+    def test_its_owner_is_told(self, session, running, beside):
+        told = session.scalars(select(Event).where(Event.type == "task.shares")).one()
+        assert (told.task_id, told.data["device"]) == (running.id, "h.0")
+
+
 class TestNonsense:
     """Whatever one task's events say, its device goes on being heard."""
 
