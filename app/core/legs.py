@@ -6,12 +6,15 @@ it needs a block of another one it ends, and goes on as its next **leg**, a task
 the block is there.  So a leg is what an island schedules, one message to it, and everything that
 holds of tasks holds of legs: they are paused, moved, begun again, charged, and fenced.
 
-* Nodes have a level: how often what they need has crossed between portions.  A leg has nodes of one
-  portion and one level, in the order of the plan; what it needs of its own portion was made by legs
-  before it, and what it needs of others has a lower level.  So legs never wait for each other in a
-  ring, in however many directions the cut is crossed.
-* A leg is cut shorter where it has given something to another portion, or needs one block more,
-  if its nodes take `LEG_MS` at least: what waits there goes on, and a leg is worth its launch.
+* A leg has nodes of one portion that are neighbours in the plan.  Where one ends is weighed
+  (`pieces`): what waits for its blocks goes on the earlier, and every leg costs a launch.
+* Large graphs, for which that takes too long, are cut by rule as well, and what is expected to end
+  sooner is taken.  There nodes have a level: how often what they need has crossed between portions.
+  A leg has nodes of one portion and one level; what it needs of its own portion was made by legs
+  before it, and what it needs of others has a lower level.  It is cut shorter where it has given
+  something to another portion, or needs one block more, if its nodes take `LEG_MS` at least.
+* So legs never wait for each other in a ring, in however many directions the cut is crossed.
+* Where all that is expected to take as long as on one island, it stays whole.
 
 A block is known by the leg and the node that made it; it is made once, and what is lost is made
 again by the same nodes with the same bits.
@@ -26,6 +29,8 @@ from typing import Any
 
 from app.core import placement
 from app.core.descriptor import MAX_TASKS, Descriptor, Fault, Source, TaskDescriptor
+from app.core.pieces import Piece, Work, timed
+from app.core.pieces import cut as weighed
 from app.core.placement import Link
 from app.core.portions import Island, Room, apportion
 from app.core.search import Effort
@@ -35,7 +40,8 @@ JSON = dict[str, Any]
 
 MAX_NODES = 2000  # of a graph that is cut: a few seconds
 MAX_NAME = 50  # of its task, since legs are called NAME.PORTION.LEG
-LEG_MS = 500.0  # a leg of several nodes takes so long at least, if it was cut to be short
+LEG_MS = 500.0  # by rule a leg of several nodes takes so long at least, if it was cut to be short
+LAUNCH_MS = 150.0  # from when all is there that a leg needs until it runs
 USUAL_MS = 1.0  # as in core.spread
 USUAL_BYTES = 1 << 20
 EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
@@ -99,7 +105,14 @@ def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
 # --- the cut --------------------------------------------------------------------------------------
 
 
-def cut(graph: TaskGraph, islands: int, executors: int, *, bytes_per_s: int) -> tuple[Leg, ...]:
+def cut(
+    graph: TaskGraph,
+    islands: int,
+    executors: int,
+    *,
+    bytes_per_s: int,
+    launch_ms: float = LAUNCH_MS,
+) -> tuple[Leg, ...]:
     """The legs of a graph on so many islands, each behind those that it takes from; a single one
     where several islands would be no quicker.
     """
@@ -111,7 +124,11 @@ def cut(graph: TaskGraph, islands: int, executors: int, *, bytes_per_s: int) -> 
     alike = [Island(id=name, rooms=room) for name in names]
     found = apportion(_to_place(graph), alike, links, EFFORT)
     seats = {name: int(island) for name, island in found.seats.items()}
-    return _Legs(graph, seats, found.portions).found()
+    legs = _Legs(graph, seats, found.portions, executors, launch_ms)
+    if len(found.portions) > 1 and legs.ends_ms >= legs.whole_ms:
+        nodes = order(graph)
+        return _Legs(graph, dict.fromkeys(nodes, 0), {"0": nodes}, executors, launch_ms).found()
+    return legs.found()
 
 
 def _to_place(graph: TaskGraph) -> placement.Graph:
@@ -145,8 +162,17 @@ def _bytes(block: str, sizes: Mapping[str, Any]) -> int:
 
 
 class _Legs:
+    """`planned` has the nodes of each portion in the order of a plan; all end after `ends_ms`, and
+    a single executor more or less would take `whole_ms` on one.
+    """
+
     def __init__(
-        self, graph: TaskGraph, seats: Mapping[str, int], planned: Mapping[str, Sequence[str]]
+        self,
+        graph: TaskGraph,
+        seats: Mapping[str, int],
+        planned: Mapping[str, Sequence[str]],
+        executors: int = 1,
+        launch_ms: float = LAUNCH_MS,
     ) -> None:
         self.graph, self.seats = graph, seats
         self.nodes = {node.name: node for node in graph.nodes}
@@ -160,14 +186,27 @@ class _Legs:
             if seats[other] != seats[name]
         }
         self.planned = planned
+        ms = {name: _ms(node) / executors for name, node in self.nodes.items()}
+        work = Work(
+            portions={seats[names[0]]: names for names in planned.values() if names},
+            needs={name: set(others) for name, others in self.needed.items()},
+            ms=ms,
+            launch_ms=launch_ms,
+        )
+        ways = (weighed(work), timed(work, self._by_rule()))
+        best = min(ways, key=lambda way: way.cost_ms)
+        self.pieces, self.ends_ms = best.pieces, best.ends_ms
+        self.whole_ms = launch_ms + sum(ms.values())
 
-    def found(self) -> tuple[Leg, ...]:
+    def _by_rule(self) -> list[Piece]:
         groups = defaultdict[tuple[int, int], list[str]](list)
         for names in self.planned.values():
             for name in names:
                 groups[self.level[name], self.seats[name]].append(name)
-        pieces = [piece for _, names in sorted(groups.items()) for piece in self._pieces(names)]
-        home = {name: n for n, piece in enumerate(pieces) for name in piece}
+        return [piece for _, names in sorted(groups.items()) for piece in self._pieces(names)]
+
+    def found(self) -> tuple[Leg, ...]:
+        home = {name: n for n, piece in enumerate(self.pieces) for name in piece}
         wanted = {
             block
             for node in self.graph.nodes
@@ -176,7 +215,7 @@ class _Legs:
         }
         word = _unused("b", {*self.graph.ports, *self.graph.outputs})
         number = {block: f"{word}{n}" for n, block in enumerate(sorted(wanted))}
-        return tuple(self._leg(piece, number) for piece in pieces)
+        return tuple(self._leg(piece, number) for piece in self.pieces)
 
     def _levels(self) -> dict[str, int]:
         level = dict[str, int]()

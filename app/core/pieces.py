@@ -1,0 +1,196 @@
+"""Where the portions of a graph are cut into legs, so that all of it ends soonest.
+
+The nodes of a portion run one after the other in the order of the plan, and consecutive ones are a
+**piece**: what one leg runs.  A piece begins when all that it needs of others has ended, and gives
+what it has made when it ends itself.  So many pieces let others begin early; but each costs a
+launch, for which its place stands still.  `cut` weighs the two by what it would come to: `timed`
+plays the pieces through, as the islands' schedulers will start them.
+
+A cut is of use only behind a node that another portion waits for, or at either side of one that
+waits for another portion.  With all of these cut no piece waits for itself: a way out of a piece
+begins at its last node, one into it ends at its first, and the plan has the first before the last.
+From there cuts are taken away, and put back, as long as that costs less: the time until all has
+ended, and a part of every launch, as others have the machines for it that are spared one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import inf
+
+EFFORT = 300_000  # nodes looked at: a second or two, and all there is to try for some hundred
+ROUNDS = 6
+WORTH = 0.01  # of a launch, that something may end later for each that is spared
+
+Piece = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """`portions` lists the nodes of each portion in the order of the plan, `needs` of each node
+    those that it waits for, of whatever portion, and `ms` how long it takes.
+    """
+
+    portions: Mapping[int, Sequence[str]]
+    needs: Mapping[str, AbstractSet[str]]
+    ms: Mapping[str, float]
+    launch_ms: float
+    seats: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        seats = {name: portion for portion, names in self.portions.items() for name in names}
+        object.__setattr__(self, "seats", seats)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Pieces by when each begins; the last one ends at `ends_ms`, and `cost_ms` weighs it all."""
+
+    pieces: tuple[Piece, ...]
+    ends_ms: float
+    cost_ms: float
+
+
+def cut(work: Work, *, effort: int = EFFORT) -> Timed:
+    """The pieces that cost least, of those that were looked at."""
+    return _Search(work, effort).best()
+
+
+def timed(work: Work, pieces: Sequence[Piece]) -> Timed:
+    """When each piece begins if every portion runs one at a time, of those that can begin the first
+    that is listed; pieces that wait for each other in a ring never end.
+    """
+    before, behind = _edges(work, pieces)
+    lanes = {portion: _Lane() for portion in work.portions}
+    places = [lanes[work.seats[piece[0]]] for piece in pieces]
+    for n, count in enumerate(before):
+        if not count:
+            places[n].may_begin(n, 0.0)
+    ready_ms = [0.0] * len(pieces)
+    began, ends_ms = list[tuple[float, int]](), 0.0
+    while lane := min(lanes.values(), key=_Lane.next_ms):
+        at_ms, n = lane.begin()
+        lane.free_ms = end_ms = at_ms + work.launch_ms + sum(map(work.ms.__getitem__, pieces[n]))
+        began.append((at_ms, n))
+        ends_ms = max(ends_ms, end_ms)
+        for other in behind[n]:
+            before[other] -= 1
+            ready_ms[other] = max(ready_ms[other], end_ms)
+            if not before[other]:
+                places[other].may_begin(other, ready_ms[other])
+    if len(began) < len(pieces):
+        return Timed(tuple(pieces), inf, inf)
+    cost_ms = ends_ms + WORTH * work.launch_ms * len(pieces)
+    return Timed(tuple(pieces[n] for _, n in began), ends_ms, cost_ms)
+
+
+def _edges(work: Work, pieces: Sequence[Piece]) -> tuple[list[int], list[list[int]]]:
+    """For how many others each piece waits, and which wait for it."""
+    home = {name: n for n, piece in enumerate(pieces) for name in piece}
+    before, behind = [0] * len(pieces), list[list[int]]([] for _ in pieces)
+    for n, piece in enumerate(pieces):
+        for other in {home[o] for name in piece for o in work.needs[name]} - {n}:
+            before[n] += 1
+            behind[other].append(n)
+    return before, behind
+
+
+class _Lane:
+    """Of a portion: pieces that can begin by when they can, then, when they could, as listed."""
+
+    def __init__(self) -> None:
+        self.free_ms = 0.0
+        self.later = list[tuple[float, int]]()
+        self.ready = list[int]()
+
+    def __bool__(self) -> bool:
+        return bool(self.ready or self.later)
+
+    def may_begin(self, n: int, at_ms: float) -> None:
+        heapq.heappush(self.later, (at_ms, n))
+
+    def next_ms(self) -> float:
+        if self.ready:
+            return self.free_ms
+        return max(self.free_ms, self.later[0][0]) if self.later else inf
+
+    def begin(self) -> tuple[float, int]:
+        """When the next one begins, and which it is."""
+        at_ms = self.next_ms()
+        while self.later and self.later[0][0] <= at_ms:
+            heapq.heappush(self.ready, heapq.heappop(self.later)[1])
+        return at_ms, heapq.heappop(self.ready)
+
+
+Cut = tuple[int, int]  # the place in its portion's list before which it is, and the portion
+
+
+class _Search:
+    """`able` are all cuts that could be of use; `effort` is what may still be spent."""
+
+    def __init__(self, work: Work, effort: int) -> None:
+        self.work, self.effort = work, effort
+        waited_for = {
+            other
+            for name, others in work.needs.items()
+            for other in others
+            if work.seats[other] != work.seats[name]
+        }
+        self.able = [
+            (n, portion)
+            for portion, names in work.portions.items()
+            for n in range(1, len(names))
+            if names[n - 1] in waited_for or self._waits(names[n - 1]) or self._waits(names[n])
+        ]
+        self.able.sort()
+
+    def _waits(self, name: str) -> bool:
+        seats = self.work.seats
+        return any(seats[other] != seats[name] for other in self.work.needs[name])
+
+    def best(self) -> Timed:
+        """Of all ways, if they are few; else from all cuts and from none, and either way along."""
+        if 2 ** len(self.able) * len(self.work.ms) <= self.effort:
+            every = (
+                set(cuts) for n in range(len(self.able) + 1) for cuts in combinations(self.able, n)
+            )
+            return min(map(self._timed, every), key=lambda found: found.cost_ms)
+        backward = self.able[::-1]
+        ways = [(set(self.able), self.able), (set(self.able), backward)]
+        ways += [(set[Cut](), self.able), (set[Cut](), backward)]
+        return min((self._from(*way) for way in ways), key=lambda found: found.cost_ms)
+
+    def _from(self, cuts: set[Cut], able: Sequence[Cut]) -> Timed:
+        """Change one after the other, as long as that is cheaper."""
+        best = self._timed(cuts)
+        for _ in range(ROUNDS):
+            before = best
+            for made in (True, False):
+                for one in able:
+                    if self.effort > 0 and (one in cuts) == made:
+                        found = self._timed(cuts ^ {one})
+                        if found.cost_ms < best.cost_ms:
+                            best, cuts = found, cuts ^ {one}
+            if best is before:
+                break
+        return best
+
+    def _timed(self, cuts: set[Cut]) -> Timed:
+        self.effort -= len(self.work.ms)
+        return timed(self.work, _pieces(self.work, cuts))
+
+
+def _pieces(work: Work, cuts: set[Cut]) -> list[Piece]:
+    """Listed by when the plan has their first nodes, as near as the portions' own lists say."""
+    found = list[tuple[int, int, Piece]]()
+    for portion, names in work.portions.items():
+        begin = 0
+        for n in range(1, len(names) + 1):
+            if n == len(names) or (n, portion) in cuts:
+                found.append((begin, portion, tuple(names[begin:n])))
+                begin = n
+    return [piece for _, _, piece in sorted(found)]
