@@ -29,10 +29,11 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, func, or_, select, text, update
+from sqlalchemy import ColumnElement, Select, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer
@@ -53,6 +54,7 @@ from app.models import (
     Host,
     LogLine,
     Metric,
+    Need,
     Order,
     Placement,
     Request,
@@ -1197,8 +1199,16 @@ def _end(session: Session, task: Task, type_: str, message: str, **data: Any) ->
     task.ended_at, task.image_on = db.now(session), None
     task.move_to = task.moving = None
     if task.abroad:
-        db.after_commit(session, outbox.nudge_control)  # who tells all islands to look
+        for island in session.scalars(_waiting_abroad(task)):
+            db.after_commit(session, partial(outbox.nudge_island, island))
     tell(session, task, type_, message, **data)
+
+
+def _waiting_abroad(task: Task) -> Select[tuple[str]]:
+    """The other islands with tasks that wait for its end."""
+    waits = Need.task_id == Task.id
+    query = select(Task.island).join(Need, waits).where(Need.needs_id == task.id)
+    return query.where(Task.island != task.island).distinct()
 
 
 def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:

@@ -324,6 +324,14 @@ class TestSeveralIslands:
             (one,) = assign.crossings(session, "req_r")
         assert one.moved_bytes == 5
 
+    def test_the_island_whose_tasks_wait_is_told_of_the_end_at_once(self, two, monkeypatch):
+        told = []
+        monkeypatch.setattr("app.outbox.nudge_island", told.append)
+        two[0].hear(started("prep"))
+        assert told == []
+        two[0].hear(started("prep"), finished("prep", x=1))
+        assert told == ["west"]
+
     def test_what_failed_there_ends_it_here(self, two):
         east, west = two
         east.hear(started("prep"), finished("prep"))  # without its declared output
