@@ -205,16 +205,25 @@ class Work:
 
 
 class Outgoing:
-    """Outputs on their way into the store, one after the other; `settled` are the answers."""
+    """Outputs on their way into the store, one after the other; `settled` are the answers.
+
+    `values` are those that were put: of a graph, some while it runs.
+    """
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.waiting: deque[tuple[Image | Published, str]] = deque()
+        self.values: JSON = {}
         self.sending = False
         self.settled: dict[str, JSON] = {}
 
-    def put(self, body: Image | Published, name: str) -> None:
-        self.waiting.append((body, f"output:{name}"))
+    def put(self, value: object, name: str) -> None:
+        """Not again what is there, or on its way; raises Ending."""
+        failed = self.settled.get(f"output:{name}", {}).get("error")
+        if name in self.values and self.values[name] is value and not failed:
+            return
+        self.values[name] = value
+        self.waiting.append((_output(self.work, value, root=name), f"output:{name}"))
         self.next()
 
     def kept(self, message: JSON) -> None:
@@ -582,8 +591,17 @@ def one_step(work: Work) -> None:
     except BaseException as error:
         raise _failed(error) from error
     work.step = work.job.count if work.is_graph else work.step + 1
+    if work.is_graph and work.member is None:
+        _give_early(work)
     if time.monotonic() - work.reported_s >= REPORT_S:
         _report(work)
+
+
+def _give_early(work: Work) -> None:
+    """What a graph gives goes into the store when it is made: others wait for the last of it."""
+    for name, value in work.job.made().items():
+        if name in work.spec["outputs"]:
+            work.outgoing.put(value, name)
 
 
 def settle(work: Work) -> None:
@@ -596,7 +614,7 @@ def settle(work: Work) -> None:
         if name not in result:
             told = f"the result has no {name!r}, which the descriptor's `outputs` names"
             raise Ending("failed", cause="exception", message=told, detail="")
-        work.outgoing.put(_output(work, result.pop(name), root=name), name)
+        work.outgoing.put(result.pop(name), name)
     try:
         said = plain(result, "result")
         _must_be_small(said)
@@ -784,7 +802,9 @@ def _save_in_s(work: Work) -> float | None:
     images = work.images
     if images.staging.is_copying:
         return LOOK_S
-    if images.busy or work.job is None or work.ending or images.last_step == work.step:
+    if images.busy or work.outgoing.sending:
+        return None  # one thing leaves at a time, and it is said when that is kept
+    if work.job is None or work.ending or images.last_step == work.step:
         return None
     if "save" in work.wishes:
         return 0.0
@@ -813,7 +833,7 @@ def _stand_still(work: Work) -> None:
 
 
 def _save_if_wished(work: Work) -> None:
-    if work.images.busy or work.job is None:
+    if work.images.busy or work.outgoing.sending or work.job is None:
         return
     every_s = work.spec["checkpoint_every_s"]
     due = every_s > 0 and time.monotonic() - work.saved_s >= every_s

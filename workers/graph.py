@@ -118,6 +118,10 @@ class GraphJob:
         self.owned: list[str] = state.get("owned", [])
         self.sizes: dict[str, int] = state.get("sizes", {})
         self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
+        self.told = 0  # so many units' outputs were told as they were made
+        given = {*self.program.outputs.values()}
+        units = enumerate(self.program.units, 1)
+        self.gives = {done for done, unit in units if any(n in given for _, n in unit.outputs)}
         if self.room is not None:
             self.readers = self._readers()
             self.room.restore(state.get("aside", []), self._values())
@@ -150,6 +154,15 @@ class GraphJob:
             live.difference_update(unit.frees)
         return sorted(live)
 
+    def made(self) -> JSON:
+        """By port, what the graph gives that was made since this was last asked.
+
+        Nobody writes to it any more: what is given at the end is no other.
+        """
+        new = {n for unit in self.program.units[self.told : self.done] for _, n in unit.outputs}
+        self.told = self.done
+        return {port: self.blocks[n] for port, n in self.program.outputs.items() if n in new}
+
     @property
     def spilled_bytes(self) -> int:
         """What its blocks take of host memory."""
@@ -158,7 +171,8 @@ class GraphJob:
     # --- a burst ---
 
     def step(self, ctx: Any) -> None:
-        """Nodes until BURST_S has passed, one at least; `ctx.finish` when all have run.
+        """Nodes until BURST_S has passed, one at least, or one has made what the graph gives;
+        `ctx.finish` when all have run.
 
         Raises NodeFailed.
         """
@@ -174,7 +188,7 @@ class GraphJob:
             except BaseException as error:
                 raise NodeFailed(call.name, call.unit.function) from error
             self.done += 1
-            if not self._goes_on(ctx, until_s):
+            if self.done in self.gives or not self._goes_on(ctx, until_s):
                 break
         if self.done == len(calls) and ctx.result is None:
             ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})

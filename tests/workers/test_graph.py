@@ -352,6 +352,44 @@ def test_a_graph_gets_its_inputs_and_gives_its_outputs(ground: Ground) -> None:
     assert ground.event(Finished, "t3").result == {"y": [10.0] * 4}
 
 
+def test_what_a_graph_gives_is_told_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "BURST_S", -1.0)
+    ctx = context()
+    one = body(node("a", "start"), node("b", "double", "x=a.y"), a="a.y", b="b.y", again="a.y")
+    job = loaded(one).begin({})
+    job.step(ctx)
+    made = job.made()
+    assert made.keys() == {"a", "again"}
+    assert job.made() == {}
+    job.step(ctx)
+    assert job.made().keys() == {"b"}
+    assert ctx.result is not None
+    assert ctx.result["a"] is made["a"] is made["again"], "the very same"
+    job = loaded(one).go_on(copy.deepcopy(job.state()))
+    assert job.made().keys() == {"a", "b", "again"}, "another process gives all of it"
+
+
+def test_outputs_leave_while_the_graph_runs_on(ground: Ground) -> None:
+    """And are told when it has finished; one that is paused meanwhile gives the same."""
+    long = node("nap", "nap", "x=a.y", params={"nap_s": 1.0})
+    both = node("both", "total", "xs=a.y,nap.y")
+    two = body(node("a", "start"), long, both, node("l", "listed", "x=both.y"), a="a.y", l="l.y")
+    launched(ground, "t1", two, outputs=["a"])
+    ground.event(Started, "t1")
+    (resident,) = ground.supervisor.residents.values()
+    ground.until(lambda: "a" in resident.outputs)
+    assert not ground.all(Finished, "t1")
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop.append(["t1", 1])
+    ground.until(lambda: not ground.supervisor.residents)
+    launched(ground, "t1", two, 2, outputs=["a"], images=images)
+    finished = ground.event(Finished, "t1", 2)
+    launched(ground, "t2", two, outputs=["a"])
+    undisturbed = ground.event(Finished, "t2")
+    assert undisturbed.result == finished.result
+    assert undisturbed.outputs.keys() == finished.outputs.keys() == {"a"}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_disturbed_graph_ends_with_the_same_bits(
     seed: int, ground: Ground, undisturbed: Any
