@@ -169,6 +169,42 @@ class TestNew:
         assert len({found[name] for name in ("r0", "r1", "r2")}) == 1
         assert found["l0"] != found["r0"]
 
+    def test_portions_of_a_graph_stay_together_though_fewer_bytes_would_cross(
+        self, session, people
+    ):
+        """The short leg between takes more of the other portion than of its own."""
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=1)
+
+        def leg(name, ms, *needs):
+            part = {"nodes": [name], "takes": {}, "gives": {}, "ms": ms, "bytes": {"x": 10**7}}
+            descriptor = {**DESCRIPTOR, "run": {"graph": "sha256:" + "0" * 64, "part": part}}
+            add_task(session, name, descriptor=descriptor, needs=needs)
+
+        leg("p.0.0", 2000)
+        for n in range(2):
+            leg(f"p.1.{n}", 1000)
+        leg("p.0.1", 2, "p.0.0", "p.1.0", "p.1.1")
+        leg("p.0.2", 1000, "p.0.1")
+        leg("p.1.2", 1000, "p.0.1")
+        assign.assign_new(session)
+        found = islands(session)
+        portions = [{found[name] for name in found if name.startswith(f"p.{n}.")} for n in (0, 1)]
+        assert portions in ([{"east"}, {"west"}], [{"west"}, {"east"}])
+
+    def test_a_portion_may_not_wait_where_another_island_is_free(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=1)
+        add_task(session, "before", request="req_before", state="waiting", island="east")
+        session.add(_line("east", "a", 1))
+        session.flush()
+        part = {"nodes": [], "takes": {}, "gives": {}, "ms": 100, "bytes": {}}
+        for name in ("p.0.0", "p.1.0"):
+            descriptor = {**DESCRIPTOR, "run": {"graph": "sha256:" + "0" * 64, "part": part}}
+            add_task(session, name, descriptor=descriptor)
+        assign.assign_new(session)
+        assert {islands(session)[name] for name in ("p.0.0", "p.1.0")} == {"west"}
+
     def test_one_island_has_all_if_there_is_one(self, session, people):
         add_island(session, "only", cpu=1)
         add_task(session, "a")
