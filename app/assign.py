@@ -106,7 +106,8 @@ def places(session: Session, request_id: str) -> list[Place]:
 class Crossing:
     """A task's output that is taken on another island; once for each such island.
 
-    `planned_bytes` is None where nobody has declared it, `moved_bytes` until it was taken there.
+    `planned_bytes` is None where nobody declared it, `moved_bytes` and `head_bytes` until it was
+    taken there: what it is, and what its file says of it beside that.
     """
 
     block: str
@@ -114,6 +115,7 @@ class Crossing:
     target: str
     planned_bytes: int | None
     moved_bytes: int | None
+    head_bytes: int | None
 
 
 def crossings(session: Session, request_id: str) -> list[Crossing]:
@@ -131,13 +133,16 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     )
     found = []
     for name, output, source, target, outputs, leg, taken in session.execute(query):
+        kept = outputs[output] if taken else {}
+        head = kept.get("head_bytes", 0)  # not told by devices of older versions
         found.append(
             Crossing(
                 block=f"{name}.{output}",
                 source=source,
                 target=target,
                 planned_bytes=(leg or {}).get("bytes", {}).get(output),
-                moved_bytes=outputs[output]["size_bytes"] if taken else None,
+                moved_bytes=kept["size_bytes"] - head if taken else None,
+                head_bytes=head if taken else None,
             )
         )
     return found

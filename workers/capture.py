@@ -72,20 +72,12 @@ def capture(
     root: str = "job",
     whole: bool = True,
 ) -> Captured:
-    """The graph of `job` and the world's random state; raises Uncapturable.
+    """The graph of `job`, and the random state with which it goes on; raises Uncapturable.
 
-    Not `whole`: a value on its way to another task, without working folder and process groups.
+    Not `whole`: a value on its way to another task, without working folder and process groups, nor
+    the random state.
     """
-    world = {
-        "job": job,
-        "torch": torch.get_rng_state(),
-        "accelerator": accelerator.random_state(),
-        "random": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "default_dtype": torch.get_default_dtype(),
-        "default_device": str(torch.get_default_device()),
-        "gradients": torch.is_grad_enabled(),
-    }
+    world = {"job": job, **(_world(accelerator) if whole else {})}
     graph, pickler = _pickled(world, around, root, whole=whole)
     if pickler.weak:
         # Those that weak references point to come first, and so each is known when one is met.
@@ -95,6 +87,19 @@ def capture(
             {"targets": targets, **world}, around, root, whole=whole, weakly=True
         )
     return Captured(graph=graph, storages=pickler.storages, tensors=_table(job, root, pickler))
+
+
+def _world(accelerator: Accelerator) -> dict[str, Any]:
+    """What a job goes on with beside its own objects."""
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerator": accelerator.random_state(),
+        "random": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "default_dtype": torch.get_default_dtype(),
+        "default_device": str(torch.get_default_device()),
+        "gradients": torch.is_grad_enabled(),
+    }
 
 
 def _pickled(

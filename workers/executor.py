@@ -241,7 +241,8 @@ class Outgoing:
             return
         self.sending = True
         body, what = self.waiting.popleft()
-        self.work.say("saving", what=what, at_step=self.work.step, size_bytes=body.size_bytes)
+        sizes = {"size_bytes": body.size_bytes, "head_bytes": body.head_bytes}
+        self.work.say("saving", what=what, at_step=self.work.step, **sizes)
         threading.Thread(target=_write, args=(self.work.bulk, body), daemon=True).start()
 
 

@@ -52,6 +52,11 @@ class Image:
         return sum(len(piece) for piece in self.pieces())
 
     @property
+    def head_bytes(self) -> int:
+        """What the file has beside the storages."""
+        return self.size_bytes - sum(len(block.data) for block in self.blocks)
+
+    @property
     def held_bytes(self) -> int:
         return len(self.graph) + sum(len(block.data) for block in self.blocks)
 

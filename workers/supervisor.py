@@ -979,7 +979,7 @@ class Supervisor(threading.Thread):
         resident.is_saving, began_us = True, now_us()
         resident.measure()
         if is_output:
-            self._store_output(resident, what[7:], residents.number(message, "size_bytes"))
+            self._store_output(resident, what[7:], message)
             return
         size = residents.number(message, "index_bytes")
         held, known, house = resident.slab, resident.known, self.house
@@ -991,13 +991,17 @@ class Supervisor(threading.Thread):
             lambda written: self._image_stored(resident, step, began_us, written),
         )
 
-    def _store_output(self, resident: Resident, name: str, size: int) -> None:
+    def _store_output(self, resident: Resident, name: str, message: JSON) -> None:
+        size = residents.number(message, "size_bytes")
+        head = residents.number({"head_bytes": 0, **message}, "head_bytes")
+        if head > size:
+            raise Nonsense(f"an output of {size} bytes with a head of {head}")
         if size > 2 * self.house.memory_bytes + 2**30:
             raise Nonsense(f"an output of {size} bytes")
         bulk, store = resident.bulk, self.house.store
         keep = transfer.publish if name in resident.stay.launch.publish else transfer.store
         self._aside(
-            lambda: keep(bulk, size, store),
+            lambda: {**keep(bulk, size, store), "head_bytes": head},
             lambda stored: self._output_stored(resident, name, stored),
         )
 

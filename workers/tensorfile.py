@@ -154,6 +154,10 @@ class Published:
     def size_bytes(self) -> int:
         return len(self.head) + sum(out.size for out in self.outs)
 
+    @property
+    def head_bytes(self) -> int:
+        return len(self.head)
+
     def pieces(self) -> Iterator[memoryview]:
         yield memoryview(self.head)
         for out in self.outs:

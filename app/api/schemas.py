@@ -603,7 +603,10 @@ class CrossingOut(Out):
     source: str = Field(description="the island where it is made")
     target: str
     planned_bytes: int | None = Field(description="null where nobody declared it")
-    moved_bytes: int | None = Field(description="null until it was taken; heads included")
+    moved_bytes: int | None = Field(description="null until it was taken; without its head")
+    head_bytes: int | None = Field(
+        description="what its file holds beside the block itself; null until it was taken"
+    )
 
 
 class RequestPlan(Out):

@@ -307,7 +307,7 @@ def saved(task, *, seq, step, epoch=1):
 
 
 def finished(task, *, seq=2, epoch=1, held_us=7000, **outputs):
-    kept = {name: {"sha256": "6" * 64, "size_bytes": 5} for name in outputs}
+    kept = {name: {"sha256": "6" * 64, "size_bytes": 5, "head_bytes": 2} for name in outputs}
     return Finished(
         task=f"tsk_{task}", epoch=epoch, seq=seq, step=9, held_us=held_us, result={}, outputs=kept
     )
@@ -358,7 +358,7 @@ class TestSeveralIslands:
         west.hear(started("train"))
         with db.transaction() as session:
             (one,) = assign.crossings(session, "req_r")
-        assert one.moved_bytes == 5
+        assert (one.moved_bytes, one.head_bytes) == (3, 2)
 
     def test_the_island_whose_tasks_wait_is_told_of_the_end_at_once(self, two, monkeypatch):
         told = []
