@@ -20,6 +20,7 @@ SAMPLES: dict[str, Any] = {
     "list[str]": ["x", "y"],
     "list[int]": [2, 1],
     "list[JSON]": [{"sha256": "0", "step": 3}],
+    "list[JSON] | None": [{"task": "t", "held_us": 3}],
     "list[Any]": [["t", 1]],
     "list[list[Any]]": [["t", 1]],
     "list[list[str]]": [["stdout", "hello\nagain"]],
