@@ -224,7 +224,8 @@ def test_what_a_function_publishes_is_a_file_of_tensors(ground):
     finished = done(ground, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
     kept, image = finished.outputs["tokens"], finished.outputs["alone"]
     assert finished.result == {"count": 160}
-    assert image.keys() == {"sha256", "size_bytes"}
+    assert image.keys() == {"sha256", "size_bytes", "head_bytes"}
+    assert 0 < image["head_bytes"] == image["size_bytes"] - IDS.numel() * 8 < 2000
     assert (kept["format"], kept["tensor_count"]) == ("safetensors", 3)
     assert {"name": "ids", "dtype": "int64", "shape": [8, 20]} in kept["tensors"]
     loaded = load(bytes_of(ground, kept))
@@ -284,7 +285,7 @@ def test_a_command_that_wrote_something_else_is_told_so(ground):
 def test_a_resident_that_sends_no_tensors_is_ended(ground, monkeypatch):
     """Its own code would not, but a tenant's may speak for it."""
     monkeypatch.setattr("workers.transfer.HEAD_BYTES", 4)  # as if the rest were not there
-    event = failed(ground, "blocks:tokens", outputs=["tokens"], publish=["tokens"])
+    event = failed(ground, "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
     assert "does not understand" in event.message
     assert CAUSES[event.cause]
 
