@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from sqlalchemy import distinct, func, select
@@ -17,27 +17,32 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from app.core import taskgraph
-from app.core.descriptor import BadDescriptor, Descriptor, Fault, TaskDescriptor
+from app.core.descriptor import BadDescriptor, Descriptor, Fault, Run, TaskDescriptor
 from app.core.graph import Offer
-from app.core.legs import MAX_NODES, Leg, expanded
+from app.core.legs import MAX_NODES, Leg, expanded, of_run
 from app.core.legs import cut as legs_of
-from app.core.legs import part as part_of
 from app.core.messages import JSON
 from app.core.spread import EVERYBODY, Copy, Spread, copies, spread
-from app.core.taskgraph import TaskGraph
+from app.core.taskgraph import TaskGraph, timed
 from app.models import Device, Graph, Task
 from app.settings import settings
 from app.store import Store
 
+NEWS = 1.25  # times longer or shorter than known: else it is not written down again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A graph as it was sent, and as it was read; `is_new`: not yet known to be the tenant's."""
+    """A graph as it was sent, and as it was read; `is_new`: not yet known to be the tenant's.
+
+    `took_ms` is how long its nodes took when it ran before, on such devices.
+    """
 
     sha256: str
     body: JSON
     graph: TaskGraph
     is_new: bool = True
+    took_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def read(body: JSON, pointer: str = "") -> Sent:
@@ -67,13 +72,19 @@ def of_tasks(
 
 def _of_task(session: Session, tenant_id: str, task: TaskDescriptor, pointer: str) -> Sent:
     if not isinstance(task.run.graph, str):
-        return read(task.run.graph, pointer)
-    sha256 = task.run.graph.removeprefix("sha256:")
-    row = session.get(Graph, (tenant_id, sha256))
+        sent = read(task.run.graph, pointer)
+        row = session.get(Graph, (tenant_id, sent.sha256))
+    else:
+        sha256 = task.run.graph.removeprefix("sha256:")
+        row = session.get(Graph, (tenant_id, sha256))
+        if row is None:
+            told = f"your tenant has no such graph; send it whole, or with PUT /v1/graphs/{sha256}"
+            raise BadDescriptor((Fault(pointer, told, "unknown-graph"),))
+        sent = replace(read(row.body, pointer), sha256=sha256)
     if row is None:
-        told = f"your tenant has no such graph; send it whole, or with PUT /v1/graphs/{sha256}"
-        raise BadDescriptor((Fault(pointer, told, "unknown-graph"),))
-    return replace(read(row.body, pointer), sha256=sha256, is_new=False)
+        return sent
+    took_ms = row.took_ms.get(task.devices.kind, {})
+    return replace(sent, graph=timed(sent.graph, took_ms), is_new=False, took_ms=took_ms)
 
 
 def unknown_functions(sent: Sent, entry_points: Mapping[str, str], listed: str) -> Iterator[Fault]:
@@ -166,8 +177,7 @@ def _plan(session: Session, task: Task) -> Plan:
     sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
     body = session.get_one(Graph, (task.tenant_id, sha256)).body
     executors = task.descriptor.get("world_size", 1)
-    part = json.dumps(task.descriptor["run"].get("part"))
-    planned, passing = _spread(json.dumps(body), part, executors)
+    planned, passing = _spread(json.dumps(body), json.dumps(task.descriptor["run"]), executors)
     moved = {_way(one): one["bytes"] for one in task.passed or ()}
     unmoved = None if task.passed is None else 0
     return Plan(
@@ -190,9 +200,9 @@ def _plan(session: Session, task: Task) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def _spread(body: str, part: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
-    """Of this part of the graph with this JSON; a large one takes seconds."""
-    graph = part_of(taskgraph.parse(json.loads(body)), json.loads(part))
+def _spread(body: str, run: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
+    """Of what a task with this `run` runs of a graph, both as JSON; a large one takes seconds."""
+    graph = of_run(taskgraph.parse(json.loads(body)), json.loads(run))
     planned = spread(graph, executors)
     return planned, copies(graph, planned)
 
@@ -208,12 +218,35 @@ def _executor(seat: int) -> int | None:
 def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
     """The same, each graph by its hash."""
     tasks = (
-        replace(task, run=replace(task.run, graph=f"sha256:{sent[task.name].sha256}"))
-        if task.name in sent
-        else task
+        replace(task, run=_run(task.run, sent[task.name])) if task.name in sent else task
         for task in descriptor.tasks
     )
     return replace(descriptor, tasks=tuple(tasks))
+
+
+def _run(run: Run, sent: Sent) -> Run:
+    """By its hash; how long its nodes took is part of it, so that all plan it alike."""
+    names = [node.name for node in sent.graph.nodes if node.name in sent.took_ms]
+    took_ms = {name: sent.took_ms[name] for name in names}
+    return replace(run, graph=f"sha256:{sent.sha256}", took_ms=took_ms)
+
+
+def learn(session: Session, task: Task, took_ms: Mapping[str, float]) -> None:
+    """How long nodes of the graph of this task took, for its next plans.
+
+    Not if somebody else has just learned something of it: the next time is soon enough.
+    """
+    sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
+    mine = select(Graph).where(Graph.tenant_id == task.tenant_id, Graph.sha256 == sha256)
+    row = session.scalar(mine.with_for_update(skip_locked=True))
+    known = {} if row is None else row.took_ms.get(task.kind, {})
+    new = {name: ms for name, ms in took_ms.items() if _is_news(known.get(name), ms)}
+    if row is not None and new:
+        row.took_ms = {**row.took_ms, task.kind: known | new}
+
+
+def _is_news(known_ms: float | None, ms: float) -> bool:
+    return known_ms is None or not known_ms / NEWS <= ms <= known_ms * NEWS
 
 
 def keep(session: Session, tenant_id: str, sent: Iterable[Sent]) -> bool:

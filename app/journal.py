@@ -38,7 +38,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer
 
-from app import datablocks, db, launch, ledger, lending, outbox, webhooks
+from app import datablocks, db, graphs, launch, ledger, lending, outbox, webhooks
 from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
@@ -891,6 +891,8 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     _move(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, event.outputs
     task.passed = event.passed if "graph" in task.descriptor["run"] else None
+    if event.took_ms and task.passed is not None:
+        graphs.learn(session, task, event.took_ms)
     task.cause = task.message = task.detail = None  # of an attempt before this one
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
     for output, name in sorted(publish.items()):

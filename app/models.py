@@ -269,6 +269,7 @@ class Graph(Base):
     """A graph of small functions that a tenant sent; `body` is its JSON as it was sent.
 
     The bytes whose hash it is (`core.taskgraph.canonical`) lie in the store, for the devices.
+    `took_ms` is how long its nodes took when it last ran on devices of each kind.
     """
 
     __tablename__ = "graphs"
@@ -276,6 +277,7 @@ class Graph(Base):
     sha256: Mapped[str] = mapped_column(primary_key=True)
     nodes: Mapped[int]
     body: Mapped[dict[str, Any]] = mapped_column(JSON)
+    took_ms: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default=text("'{}'"))
     created_at: Mapped[datetime] = _now()
 
 

@@ -431,8 +431,7 @@ def take_spec(work: Work) -> None:
 
 def read_graph(work: Work) -> None:
     """Once for all executors, before they part; which of them runs each node is decided here."""
-    whole = taskgraph.parse(_read_json(work.fds.pop(0)))
-    work.graph = legs.part(whole, work.spec["run"].get("part"))
+    work.graph = legs.of_run(taskgraph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
     if (executors := work.spec["world_size"]) > 1:
         work.spread = spread(work.graph, executors)
 
@@ -631,7 +630,8 @@ def settle(work: Work) -> None:
             raise Ending("failed", cause="exit", message=told, detail="")
     _report(work)
     passed = work.job.passed() if isinstance(work.job, LaneJob) else []
-    raise Ending("finished", result=said, passed=passed)
+    took_ms = work.job.took_ms() if work.is_graph else {}
+    raise Ending("finished", result=said, passed=passed, took_ms=took_ms)
 
 
 def _must_be_small(result: JSON) -> None:

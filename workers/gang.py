@@ -520,6 +520,7 @@ def _together(said: list[JSON]) -> JSON:
             for target, word in enumerate(said)
             for block, source, size in word.get("passed", ())
         ],
+        "took_ms": {name: ms for word in said for name, ms in word["took_ms"].items()},
     }
 
 

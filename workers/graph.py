@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import copy
 import gc
+import heapq
 import sys
 import time
 import types
@@ -29,6 +30,7 @@ import numpy
 import torch
 
 from app.core import taskgraph
+from app.core.messages import TIMED_LIMIT
 from app.core.taskgraph import INPUT, TaskGraph, Tensor, Unit
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
@@ -118,6 +120,7 @@ class GraphJob:
         self.owned: list[str] = state.get("owned", [])
         self.sizes: dict[str, int] = state.get("sizes", {})
         self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
+        self.ran_s = dict[str, tuple[float, int]]()  # node -> seconds here, and how often it ran
         self.told = 0  # so many units' outputs were told as they were made
         given = {*self.program.outputs.values()}
         units = enumerate(self.program.units, 1)
@@ -162,6 +165,11 @@ class GraphJob:
         new = {n for unit in self.program.units[self.told : self.done] for _, n in unit.outputs}
         self.told = self.done
         return {port: self.blocks[n] for port, n in self.program.outputs.items() if n in new}
+
+    def took_ms(self) -> dict[str, float]:
+        """By node, of the longest, how long it took in this process; of one that maps a shard."""
+        mean = {name: round(1e3 * ran_s / n, 3) for name, (ran_s, n) in self.ran_s.items()}
+        return dict(heapq.nlargest(TIMED_LIMIT, mean.items(), key=lambda one: one[1]))
 
     @property
     def spilled_bytes(self) -> int:
@@ -222,8 +230,10 @@ class GraphJob:
         if call.tensors:
             self._must_fit(call.tensors, given)
         read = given.values() if not call.inout else [given[port] for port in call.only_read]
-        before = _versions(read)
+        before, began_s = _versions(read), _clock()
         returned = self._returned(ctx, call, given, seed)
+        ran_s, times = self.ran_s.get(call.name, (0.0, 0))
+        self.ran_s[call.name] = ran_s + _clock() - began_s, times + 1
         if _versions(read) != before:
             raise BadBlock(
                 "it wrote to a tensor that it was given, and others may read: name the port in"

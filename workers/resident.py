@@ -22,6 +22,7 @@ from typing import Any
 
 from app.core import messages
 from app.core.messages import Event, Launch, LogLines, Order, ResidentView, Resize
+from app.core.taskgraph import MAX_EST_MS, MAX_NODES
 from workers import slab
 from workers.checkpoint import Known
 from workers.links import Sockets
@@ -477,6 +478,17 @@ def passed(message: JSON) -> list[JSON]:
         numbers = {name: number(copy, name) for name in _COPY[1:]}
         found.append({"block": text(copy, "block")[:200], **numbers})
     return found
+
+
+def took_ms(message: JSON) -> dict[str, float]:
+    """How long the nodes of a graph took, as in core.messages.Finished."""
+    said = message.get("took_ms", {})
+    if not isinstance(said, dict) or len(said) > MAX_NODES:
+        raise Nonsense("took_ms is no short table")
+    for ms in said.values():
+        if type(ms) is not float or not 0 <= ms <= MAX_EST_MS:
+            raise Nonsense(f"a node took {ms!r:.100} ms")
+    return {name[:200]: ms for name, ms in said.items()}
 
 
 def failed(message: JSON) -> JSON:

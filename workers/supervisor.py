@@ -1074,8 +1074,8 @@ class Supervisor(threading.Thread):
             resident.verdict = {"is": messages.Stopped}
         else:
             result = residents.table(message, "result")
-            passed = residents.passed(message)
-            resident.verdict = {"is": messages.Finished, "result": result, "passed": passed}
+            told = {"passed": residents.passed(message), "took_ms": residents.took_ms(message)}
+            resident.verdict = {"is": messages.Finished, "result": result, **told}
 
     # --- residents: end ---
 

@@ -76,7 +76,8 @@ class Run:
     """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
 
     `graph` is "sha256:<hex>" of one that the tenant has, or its JSON, as `core.taskgraph` reads it.
-    `part` is what a leg runs of it (`core.legs`); nobody writes that, so `parse` knows none.
+    `part` is what a leg runs of it (`core.legs`), and `took_ms` how long its nodes took before;
+    nobody writes these, so `parse` knows none.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Run:
     argv: tuple[str, ...] = ()
     graph: str | JSON = ""
     part: JSON | None = None
+    took_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,6 +444,7 @@ def as_json(task: TaskDescriptor) -> JSON:
     said = {"command": list(task.run.argv), "graph": task.run.graph}
     run: Any = said.get(task.run.kind, task.run.entry)
     part = {} if task.run.part is None else {"part": task.run.part}
+    part |= {"took_ms": dict(task.run.took_ms)} if task.run.took_ms else {}
     return {
         "name": task.name,
         "type": task.type,

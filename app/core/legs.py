@@ -29,12 +29,13 @@ from typing import Any
 
 from app.core import placement
 from app.core.descriptor import MAX_TASKS, Descriptor, Fault, Source, TaskDescriptor
-from app.core.pieces import Piece, Work, timed
+from app.core.pieces import Piece, Work
 from app.core.pieces import cut as weighed
+from app.core.pieces import timed as played
 from app.core.placement import Link
 from app.core.portions import Island, Room, apportion
 from app.core.search import Effort
-from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, order, waits
+from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, order, timed, waits
 
 JSON = dict[str, Any]
 
@@ -100,6 +101,11 @@ def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
             **{n: tensor for n, (tensor, listed) in known.items() if not listed},
         },
     )
+
+
+def of_run(graph: TaskGraph, run: JSON) -> TaskGraph:
+    """What a launch runs of its graph, as `run` of a descriptor says it, to be planned."""
+    return timed(part(graph, run.get("part")), run.get("took_ms", {}))
 
 
 # --- the cut --------------------------------------------------------------------------------------
@@ -193,7 +199,7 @@ class _Legs:
             ms=ms,
             launch_ms=launch_ms,
         )
-        ways = (weighed(work), timed(work, self._by_rule()))
+        ways = (weighed(work), played(work, self._by_rule()))
         best = min(ways, key=lambda way: way.cost_ms)
         self.pieces, self.ends_ms = best.pieces, best.ends_ms
         self.whole_ms = launch_ms + sum(ms.values())
@@ -327,6 +333,10 @@ def _pointed(
     return replace(task, inputs=inputs, start=replace(task.start, after=after))
 
 
+def _of(leg: Leg, took_ms: Mapping[str, float]) -> dict[str, float]:
+    return {name: took_ms[name] for name in leg.nodes if name in took_ms}
+
+
 def _as_task(
     task: TaskDescriptor, name: str, leg: Leg, giver: Mapping[tuple[str, str], str]
 ) -> TaskDescriptor:
@@ -336,7 +346,7 @@ def _as_task(
     return replace(
         task,
         name=name,
-        run=replace(task.run, part=leg.as_json()),
+        run=replace(task.run, part=leg.as_json(), took_ms=_of(leg, task.run.took_ms)),
         inputs={**{port: task.inputs[port] for port in leg.ports}, **taken},
         outputs=(*leg.gives, *(output for output in task.outputs if output in leg.ends)),
         publish={output: block for output, block in task.publish.items() if output in leg.ends},

@@ -171,12 +171,14 @@ class Paused(Event):
 class Finished(Event):
     """`outputs`: name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published; of
     a command also ARTIFACTS, if it left any.  `passed` are the copies of blocks between the
-    executors of a graph: {"block", "source", "target", "bytes"}.
+    executors of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each of its
+    nodes took, or each shard of one, where it was launched for the last time.
     """
 
     result: JSON
     outputs: JSON
     passed: list[JSON] = field(default_factory=list)
+    took_ms: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,9 @@ class Answer:
     expect: list[JSON] = field(default_factory=list)
     next: list[str] = field(default_factory=list)  # tasks
     rota: list[JSON] | None = None
+
+
+TIMED_LIMIT = 1000  # nodes of an executor whose times are told: the longest
 
 
 def key(task: str, epoch: int) -> str:

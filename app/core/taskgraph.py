@@ -425,6 +425,19 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
     yield Fault(by_name[ring[0]].where, told, "cycle")
 
 
+def timed(graph: TaskGraph, took_ms: Mapping[str, float]) -> TaskGraph:
+    """With what nodes took before, where the graph does not say how long they take."""
+    if not took_ms:
+        return graph
+    nodes = (
+        replace(node, est_ms=took_ms[node.name])
+        if not node.est_ms and node.name in took_ms
+        else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
+
+
 def waits(graph: TaskGraph) -> dict[str, set[str]]:
     """The nodes that each waits for."""
     maker = {block: node.name for node in graph.nodes for block in node.writes}

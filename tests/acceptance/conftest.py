@@ -149,11 +149,14 @@ class System:
             time.sleep(0.1)
         return came
 
-    def check_ledger(self) -> None:
-        """What placements, usage and accounts say must be the same, to the microsecond."""
+    def sql(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         url = self.handle.facts["database_url"].replace("postgresql+psycopg", "postgresql", 1)
         with psycopg.connect(url) as connection:
-            held, booked, charged, booked_charges, accounts = connection.execute(SUMS).fetchone()
+            return connection.execute(query, values).fetchall()
+
+    def check_ledger(self) -> None:
+        """What placements, usage and accounts say must be the same, to the microsecond."""
+        [(held, booked, charged, booked_charges, accounts)] = self.sql(SUMS)
         assert held == booked
         assert charged == booked_charges == accounts
 

@@ -88,6 +88,13 @@ def undisturbed(system):
     return done(client := system.client("alpha"), submit(client, "graph-alone", graph()))
 
 
+def test_how_long_its_nodes_took_is_known_when_it_comes_again(system, undisturbed):
+    [(took_ms,)] = system.sql("select took_ms from graphs where nodes = %s", LENGTH + 4)
+    assert len(took_ms["cpu"]) == LENGTH + 4
+    assert took_ms["cpu"]["noisy"] >= 30
+    assert took_ms["cpu"]["train-1"] >= 30
+
+
 def test_a_graph_runs_by_its_name_once_it_was_sent(system, undisturbed):
     client = system.client("alpha")
     (sent,) = [g for g in client.items("/v1/graphs") if g["nodes"] == LENGTH + 4]

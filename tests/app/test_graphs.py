@@ -8,7 +8,7 @@ import hashlib
 import pytest
 from sqlalchemy import select
 
-from app import housekeeping
+from app import graphs, housekeeping
 from app.core import taskgraph
 from app.models import Device, Graph, Host, Island, Task
 from app.settings import settings
@@ -112,6 +112,19 @@ class TestSubmit:
         client.post("/v1/requests", json=request(GRAPH))
         again = client.post("/v1/requests", json=request(f"sha256:{named(GRAPH)}"))
         assert again.status_code == 202, again.text
+
+    def test_the_next_one_is_planned_by_how_long_its_nodes_took(self, client, session):
+        ran = client.post("/v1/requests", json=request(GRAPH)).json()
+        task = session.get(Task, ran["tasks"][1]["id"])
+        for took_ms in ({"split": 2.0, "work": 30.0}, {"work": 36.0, "vote": 4.0}, {"vote": 9.0}):
+            graphs.learn(session, task, took_ms)
+        session.commit()
+        sent = request(f"sha256:{named(GRAPH)}")
+        again = client.post("/v1/requests", json=sent).json()
+        task = session.get(Task, again["tasks"][1]["id"])
+        assert task.descriptor["run"]["took_ms"] == {"split": 2.0, "work": 30.0, "vote": 9.0}
+        row = session.get(Graph, (task.tenant_id, named(GRAPH)))
+        assert row.took_ms == {task.kind: task.descriptor["run"]["took_ms"]}
 
     def test_validating_keeps_nothing(self, client):
         answer = client.post("/v1/requests:validate", json=request(GRAPH))

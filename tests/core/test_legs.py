@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from app.core import graph as request_graph
 from app.core import legs as subject
 from app.core import taskgraph
 from app.core.descriptor import BadDescriptor, Descriptor, as_json, parse
-from app.core.legs import Leg, cut, expanded, part
+from app.core.legs import Leg, cut, expanded, of_run, part
 from app.core.taskgraph import INPUT, TaskGraph
 
 JSON = dict[str, Any]
@@ -193,6 +194,28 @@ def test_legs_stand_in_the_place_of_their_task() -> None:
     run = as_json(giver)["run"]
     assert run["part"]["nodes"] == ["join"]
     assert run["part"]["bytes"]["y"] == subject.USUAL_BYTES
+
+
+def test_what_nodes_took_before_is_told_with_each_leg_and_planned_with() -> None:
+    """Of its own nodes; and where the graph says how long one takes, that holds."""
+    sent = parse(request())
+    (wide,) = [task for task in sent.tasks if task.name == "wide"]
+    unsaid = (replace(node, est_ms=0.0) for node in two_chains().nodes)
+    bare = replace(two_chains(), nodes=tuple(unsaid))
+    took_ms = dict.fromkeys(taskgraph.order(bare), 7.0)
+    known = replace(wide, run=replace(wide.run, took_ms=took_ms))
+    found, _ = expanded(
+        replace(sent, tasks=tuple(known if task is wide else task for task in sent.tasks)),
+        {"wide": cut(two_chains(), 2, 1, bytes_per_s=SPEED)},
+    )
+    runs = [as_json(task)["run"] for task in found.tasks if task.name.startswith("wide.")]
+    assert sorted(name for run in runs for name in run["took_ms"]) == sorted(took_ms)
+    for run in runs:
+        assert {*run["took_ms"]} == {*run["part"]["nodes"]}
+        assert {node.est_ms for node in of_run(bare, run).nodes} == {7.0}
+    said = graph(node("a", est={"ms": 3.0}), node("b", "a.o", est={}), y="b.o")
+    planned = of_run(said, {"took_ms": {"a": 7.0, "b": 7.0, "gone": 7.0}})
+    assert [node.est_ms for node in planned.nodes] == [3.0, 7.0]
 
 
 def test_names_that_legs_would_take_are_told() -> None:

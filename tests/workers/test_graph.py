@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -65,6 +66,20 @@ def ran(graph_: Any, **inputs: Any) -> Any:
 
 
 # --- what comes out -----------------------------------------------------------------------------
+
+
+def test_it_tells_how_long_its_longest_nodes_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that maps the mean of its shards, which here take a second by a clock that is ours."""
+    seconds = itertools.count()
+    monkeypatch.setattr("workers.graph._clock", lambda: next(seconds))
+    pieces = node("p", "pieces", writes="parts", params={"count": 3})
+    sent = body(pieces, node("d", "double", "x=p.parts", map="x"), node("t", "total", "xs=d.y"))
+    job, ctx = loaded(sent).begin({}), context()
+    while ctx.result is None:
+        job.step(ctx)
+    assert job.took_ms() == dict.fromkeys("pdt", 1000.0)
+    monkeypatch.setattr("workers.graph.TIMED_LIMIT", 2)
+    assert len(job.took_ms()) == 2
 
 
 def test_blocks_go_from_node_to_node() -> None:
