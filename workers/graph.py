@@ -30,7 +30,6 @@ import numpy
 import torch
 
 from app.core import taskgraph
-from app.core.messages import TIMED_LIMIT
 from app.core.taskgraph import INPUT, TaskGraph, Tensor, Unit
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
@@ -40,6 +39,7 @@ JSON = dict[str, Any]
 
 ITEMS = 1 << 20  # places between two nodes, for the items of lists
 BURST_S = 0.002  # so long a step goes on to another node
+TIMED_LIMIT = 1000  # nodes whose times are told: the longest
 _clock = time.perf_counter
 
 

@@ -443,12 +443,11 @@ def as_json(task: TaskDescriptor) -> JSON:
     """The task in full, every default written out; `parse` reads the same task from it."""
     said = {"command": list(task.run.argv), "graph": task.run.graph}
     run: Any = said.get(task.run.kind, task.run.entry)
-    part = {} if task.run.part is None else {"part": task.run.part}
-    part |= {"took_ms": dict(task.run.took_ms)} if task.run.took_ms else {}
+    planned = {"part": task.run.part, "took_ms": dict(task.run.took_ms)}
     return {
         "name": task.name,
         "type": task.type,
-        "run": {task.run.kind: run, **part},
+        "run": {task.run.kind: run, **{name: said for name, said in planned.items() if said}},
         "params": dict(task.params),
         "inputs": {port: _said(source) for port, source in task.inputs.items()},
         "outputs": list(task.outputs),

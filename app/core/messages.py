@@ -298,9 +298,6 @@ class Answer:
     rota: list[JSON] | None = None
 
 
-TIMED_LIMIT = 1000  # nodes of an executor whose times are told: the longest
-
-
 def key(task: str, epoch: int) -> str:
     """How `heard` and `logged` name one epoch of one task."""
     return f"{task}/{epoch}"
