@@ -46,33 +46,48 @@ class Chance:
         self._is_watched = _moves_are_seen(self._positions)
         self._quiet = set[Callable[..., Any]]()
         self._seen = [0, 0]
+        self._ahead: int | None = None  # with what torch was seeded for the call that comes
         self.seed(0)
 
     def seed(self, number: int) -> None:
-        for seed in self._torch:
-            seed(number)
+        self._ahead = None
+        self._seed_torch(number)
         numpy.random.seed(number & 0xFFFFFFFF)
         random.seed(number)
         self._seen = [position.value for position in self._positions]
 
     def moved(self) -> bool:
         """Somebody has drawn from numpy or Python since they were seeded."""
-        one, other = self._positions
-        return one.value != self._seen[0] or other.value != self._seen[1]
+        (one, other), seen = self._positions, self._seen
+        return one.value != seen[0] or other.value != seen[1]
 
     def before(self, function: Callable[..., Any], number: int, may_repeat: bool) -> bool:
         """Seed what the function may draw from by `number`; was it a guess what that is?"""
         if may_repeat and function in self._quiet:
-            for seed in self._torch:
-                seed(number)
+            if self._ahead != number:
+                self._seed_torch(number)
+            self._ahead = None
             return True
         self.seed(number)
         return False
 
+    def seed_ahead(self, function: Callable[..., Any], number: int) -> None:
+        """While there is time: for a call that comes next, or else `forget` it."""
+        if function in self._quiet:
+            self._seed_torch(number)
+            self._ahead = number
+
+    def forget(self) -> None:
+        self._ahead = None
+
+    def _seed_torch(self, number: int) -> None:
+        for seed in self._torch:
+            seed(number)
+
     def after(self, function: Callable[..., Any], guessed: bool) -> bool:
         """Was all that it drew from seeded?  Else it is to be called again."""
         if not self.moved():
-            if self._is_watched and not guessed:
+            if not guessed and self._is_watched:
                 self._quiet.add(function)
             return True
         self._quiet.discard(function)

@@ -41,6 +41,10 @@ ITEMS = 1 << 20  # places between two nodes, for the items of lists
 BURST_S = 0.002  # so long a step goes on to another node
 TIMED_LIMIT = 1000  # nodes whose times are told: the longest
 _clock = time.perf_counter
+_WROTE = (
+    "it wrote to a tensor that it was given, and others may read: name the port in `inout` and"
+    " `outputs`, or make a new tensor"
+)
 
 
 class NodeFailed(Exception):
@@ -206,7 +210,7 @@ class GraphJob:
 
     def _run(self, ctx: Any, call: Call) -> None:
         blocks, given = self.blocks, self._given(call)
-        copied = [p for p, n in call.inout if n not in call.only_here or self._is_shared(n)]
+        copied = self._copied(call) if call.inout else ()
         if self.room is not None:
             self._make_room(self.room, call, given, copied)
         for port in copied:
@@ -217,6 +221,10 @@ class GraphJob:
         for n in call.frees:
             blocks[n] = None
         self.count += 1
+
+    def _copied(self, call: Call) -> list[str]:
+        """The ports that it may not write to as they are."""
+        return [p for p, n in call.inout if n not in call.only_here or self._is_shared(n)]
 
     def _given(self, call: Call) -> JSON:
         blocks = self.blocks
@@ -234,11 +242,9 @@ class GraphJob:
         returned = self._returned(ctx, call, given, seed)
         ran_s, times = self.ran_s.get(call.name, (0.0, 0))
         self.ran_s[call.name] = ran_s + _clock() - began_s, times + 1
-        if _versions(read) != before:
-            raise BadBlock(
-                "it wrote to a tensor that it was given, and others may read: name the port in"
-                " `inout` and `outputs`, or make a new tensor"
-            )
+        for tensor, version in before:
+            if tensor._version != version:
+                raise BadBlock(_WROTE)
         if type(returned) is not dict or returned.keys() != call.names:
             raise BadBlock(_not_the_outputs(call, returned))
         for name, value in returned.items():
@@ -431,9 +437,9 @@ def items_of(port: str, value: object) -> list[Any]:
     return list(value)
 
 
-def _versions(values: Iterable[Any]) -> list[int]:
+def _versions(values: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
     """They grow with each write to a tensor; those of inference tensors are not counted."""
-    return [v._version for v in values if type(v) is torch.Tensor and not v.is_inference()]
+    return [(v, v._version) for v in values if type(v) is torch.Tensor and not v.is_inference()]
 
 
 def _not_the_outputs(call: Call, returned: object) -> str:

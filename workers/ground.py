@@ -23,15 +23,19 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import marshal
+import math
 import mmap
 import os
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 LAND_BYTES = 1 << 42  # of addresses; memory is only where something was written
@@ -300,10 +304,12 @@ class Ground:
         """The same, as a storage of its own: `uses` tells who else looks at it."""
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
 
-    def typed(self, offset: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `apart`, flat and of this type."""
-        count = size_bytes // dtype.itemsize
-        return torch.frombuffer(self._land, dtype=dtype, offset=offset, count=count)
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As `apart`, of this type and shape, not empty."""
+        if (known := _in_numpy(dtype)) is not None:  # takes half as long
+            return torch.from_numpy(numpy.ndarray(shape, known, self._land, offset))
+        count = math.prod(shape)
+        return torch.frombuffer(self._land, dtype=dtype, offset=offset, count=count).view(shape)
 
     def is_land(self, address: int) -> bool:
         """Whether memory of this process is that of the land."""
@@ -332,6 +338,15 @@ class Ground:
             raise OSError(ctypes.get_errno(), "the memory of a region could not be given back")
 
 
+@functools.cache
+def _in_numpy(dtype: torch.dtype) -> numpy.dtype[Any] | None:
+    """None for those of torch alone."""
+    try:
+        return numpy.dtype(str(dtype).removeprefix("torch."))
+    except TypeError:
+        return None
+
+
 def uses(tensor: torch.Tensor) -> int:
     """How many hold the tensor's storage; the object that Python asks by is one of them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -341,6 +356,7 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+@functools.lru_cache
 def rounded(size_bytes: int) -> int:
     """Few sizes, each at most an eighth too large, so that land that was given back fits again."""
     size = max(size_bytes, 512)

@@ -11,12 +11,12 @@ node comes next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from app.core.spread import EVERYBODY, Spread, Stop, lanes, part
-from app.core.taskgraph import INPUT, TaskGraph
+from app.core.taskgraph import INPUT, TaskGraph, Unit
 from workers import graph
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
@@ -51,15 +51,13 @@ class LoadedLane(Loaded):
         self.spread = spread
         self.order(spread.order)
         self.lane = lanes(self.graph, spread, self.program)[self.turns.rank]
-        self.calls = [self._call(stop) for stop in self.lane.stops]
         units = self.program.units
         self.maker = {n: spread.seats[unit.name] for unit in units for _, n in unit.outputs}
+        self.calls = [self._call(stop) for stop in self.lane.stops]
 
-    def _call(self, stop: Stop) -> Call:
+    def _call(self, stop: Stop) -> LaneCall:
         unit = replace(self.program.units[stop.at], frees=stop.frees)
-        call = Call(unit, self.functions[unit.function])
-        call.only_here -= {n for n, _ in stop.takes}
-        return call
+        return LaneCall(unit, self.functions[unit.function], stop, self.maker)
 
     def begin(self, inputs: JSON) -> LaneJob:
         blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.graph.ports}
@@ -70,6 +68,22 @@ class LoadedLane(Loaded):
         if before != self.spread:  # another version began it
             self.lay(before)
         return LaneJob(self, state)
+
+
+class LaneCall(Call):
+    """`whole` are ports with a block that another executor made, `others` any other ports."""
+
+    __slots__ = ("others", "whole")
+
+    def __init__(
+        self, unit: Unit, function: Callable[..., Any], stop: Stop, maker: Mapping[int, int]
+    ) -> None:
+        super().__init__(unit, function)
+        taken = {n: (n, whose) for n, whose in stop.takes if maker.get(n) == whose}
+        self.only_here -= {n for n, _ in stop.takes}
+        takes = [(port, n) for port, n in self.takes if port not in self.map]
+        self.whole = [(port, taken[n]) for port, n in takes if n in taken]
+        self.others = [(port, n) for port, n in takes if n not in taken]
 
 
 class LaneJob(GraphJob):
@@ -177,11 +191,17 @@ class LaneJob(GraphJob):
         )
 
     def _comes_soon(self) -> bool:
-        """To wait here for a moment is quicker than to go to sleep and to be woken."""
-        while (missing := self._missing()) is not None:
-            if not self.passing.is_soon(missing):
-                return False
-        return True
+        """To wait here for a moment is quicker than to go to sleep and to be woken.
+
+        What the next node needs besides is made ready first.
+        """
+        stop, call, passing = self.lane.stops[self.done], self.calls[self.done], self.passing
+        if call.seed is not None and not call.map:
+            self.chance.seed_ahead(call.function, call.seed)
+        if all(passing.is_there(held) or passing.is_soon(held) for held in stop.takes):
+            return True
+        self.chance.forget()
+        return False
 
     def _waits_for(self) -> str:
         missing = self._missing()
@@ -222,10 +242,10 @@ class LaneJob(GraphJob):
         return ctx.result is None
 
     def _did(self, stop: Stop, call: Call) -> None:
+        for n in stop.gives:  # first of all: others wait
+            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
         self.held.update(n for _, n in call.gives)
         self.held.difference_update(stop.frees)
-        for n in stop.gives:
-            self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
         for held in stop.drops:
             self._let_go(held)
         self.done += 1
@@ -272,7 +292,11 @@ class LaneJob(GraphJob):
         return [item for each in parts for item in each]
 
     def _given(self, call: Call) -> JSON:
-        given = {port: self._value(n) for port, n in call.takes if port not in call.map}
+        given = {}
+        for port, held in call.whole:
+            given[port] = self.taken[held]
+        for port, n in call.others:
+            given[port] = self._value(n)
         for port, many in call.lists:
             if port not in call.map:
                 given[port] = [self._value(n) for n in many]

@@ -9,7 +9,8 @@ Beside blocks the table holds what ends a graph: that it is over, and the first 
 at which a node finished it early.
 
 What always holds: a block is posted once in the life of a ground, and nobody writes to it from then
-on; what it needs is announced under the board's lock, so nobody sleeps through it.
+on; after it was posted that is announced under the board's lock, so nobody sleeps through it.  Who
+does not sleep looks at the table without the lock, which relies on x86: stores are seen in order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import ctypes
 import math
 import os
 import pickle
+import struct
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,10 +48,11 @@ _DTYPES = tuple(
 )
 _NUMBER = {dtype: n for n, dtype in enumerate(_DTYPES)}
 _MOST_SIZES = 4  # of a tensor whose sizes stand in the head
+_WORDS = [struct.Struct(f"={n}q") for n in range(_HEAD + 1)]
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
 _SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18  # pieces that are cut off, and of what
-_DROPS = 64  # blocks that are done with, before it is looked for small ones among them
+_LOOKED_AT = 2  # of those that are done with, the oldest, whenever there is one more
 LARGE_BYTES = 1 << 16  # a block of which its maker keeps no copy of its own
 KEPT_BYTES = 1 << 28  # of land that is free, and faulted in, for blocks to come
 
@@ -88,7 +92,7 @@ class Passing:
         self.table = self._table(blocks)
         self.posted: dict[int, _Posted] = {}
         self.mapped: dict[Held, list[torch.UntypedStorage]] = {}
-        self.dropping: list[Held] = []
+        self.dropping = deque[Held]()
         self.passed_bytes: dict[Held, int] = {}  # taken from others
         self._free: dict[int, list[int]] = {}
         self._free_bytes = 0
@@ -186,14 +190,14 @@ class Passing:
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
         """Let these executors have it; returns the value, a large one as it lies in the land."""
         posted = self.posted[block] = self._written(value, readers)
+        entry = self._entry((block, self.me))
+        self.words[entry] = posted.offset  # before the lock: who looks for it need not wait for us
         with self.turns.board():
-            entry = self._entry((block, self.me))
-            self.words[entry] = posted.offset
             self.turns.ready(Wait.BLOCK, number=entry)
-        is_large = posted.size >= LARGE_BYTES
-        value = self._seen_here(posted) if is_large else value
-        if is_large or len(self.dropping) >= _DROPS:
-            self.reclaim()  # they run already: the kernel may take long for land that is given back
+        if posted.size < LARGE_BYTES:
+            return value
+        value = self._seen_here(posted)
+        self.reclaim()  # they run already: the kernel may take long for land that is given back
         return value
 
     def _seen_here(self, posted: _Posted) -> Any:
@@ -203,7 +207,7 @@ class Passing:
     def _written(self, value: Any, readers: Collection[int]) -> _Posted:
         if not _is_plain(value):
             return _Posted(*self._graph(value), readers)
-        size = 8 * _HEAD + value.numel() * value.element_size()
+        size = 8 * _HEAD + value.nbytes
         made = self._made.get(value.data_ptr())
         if made is not None and made.size == size:
             del self._made[value.data_ptr()]
@@ -211,7 +215,8 @@ class Passing:
         else:
             posted = _Posted(self._taken(size), size, readers)
             self._copy(posted.offset + 8 * _HEAD, value, size - 8 * _HEAD)
-        self._say(posted.offset, _TENSOR, _NUMBER[value.dtype], size, value.dim(), *value.shape)
+        shape = value.shape
+        self._say(posted.offset, _TENSOR, _NUMBER[value.dtype], size, len(shape), *shape)
         return posted
 
     def _copy(self, start: int, tensor: torch.Tensor, size: int) -> None:
@@ -239,8 +244,10 @@ class Passing:
         return offset, size
 
     def _say(self, offset: int, *words: int) -> None:
-        for at, word in enumerate(words, offset // 8):
-            self.words[at] = word
+        _WORDS[len(words)].pack_into(self.words, offset, *words)
+
+    def _said(self, offset: int) -> tuple[int, ...]:
+        return _WORDS[_HEAD].unpack_from(self.words, offset)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor that will be given: it need not be copied then."""
@@ -257,18 +264,18 @@ class Passing:
     def take(self, held: Held) -> Any:
         """Where it lies; it has been posted."""
         offset = self.words[self._entry(held)]
-        kind, about, size, rank, *shape = self.words[offset // 8 : offset // 8 + _HEAD].tolist()
+        kind, about, size, rank, *shape = self._said(offset)
         self.passed_bytes[held] = self.passed_bytes.get(held, 0) + size
         if kind == _TENSOR and size > 8 * _HEAD:  # as below, in as few calls as can be
-            whole = self.ground.typed(offset + 8 * _HEAD, size - 8 * _HEAD, _DTYPES[about])
-            self.mapped[held] = [whole.untyped_storage()]
-            return whole.view(shape[:rank])
+            value = self.ground.tensor(offset + 8 * _HEAD, shape[:rank], _DTYPES[about])
+            self.mapped[held] = [value.untyped_storage()]
+            return value
         storages = self.mapped[held] = self._lying(offset)
         return self._value(offset, storages)
 
     def _lying(self, offset: int) -> list[torch.UntypedStorage]:
         """The storages of a block, where they lie in the land."""
-        kind, about, size = self.words[offset // 8 : offset // 8 + 3].tolist()
+        kind, about, size, *_ = self._said(offset)
         start = offset + 8 * _HEAD
         if kind == _TENSOR:
             return [self._storage(start, size - 8 * _HEAD)]
@@ -285,7 +292,7 @@ class Passing:
         return self.ground.apart(start, size).untyped_storage()
 
     def _value(self, offset: int, storages: list[torch.UntypedStorage]) -> Any:
-        kind, about, _, rank, *shape = self.words[offset // 8 : offset // 8 + _HEAD].tolist()
+        kind, about, _, rank, *shape = self._said(offset)
         if kind == _TENSOR:
             whole = torch.empty(0, dtype=_DTYPES[about])
             return whole.set_(storages[0], 0, shape[:rank])  # type: ignore[call-overload]
@@ -302,14 +309,21 @@ class Passing:
     def drop(self, held: Held) -> None:
         """We need it no longer: at once, or as soon as nothing here looks at its memory."""
         self.dropping.append(held)
+        self._look_at(_LOOKED_AT)
 
     def reclaim(self) -> None:
         """Tell the makers what nobody here looks at any more; use our own land again."""
-        if self.dropping:
-            self.dropping = [held for held in self.dropping if not self._is_dropped(held)]
+        self._look_at(len(self.dropping))
         for at in [at for at, made in self._made.items() if not _is_seen(made.storage)]:
             made = self._made.pop(at)
             self._give_back(made.offset, made.size)
+
+    def _look_at(self, most: int) -> None:
+        """The oldest first; whatever has to stay goes to the end of the row."""
+        for _ in range(min(most, len(self.dropping))):
+            held = self.dropping.popleft()
+            if not self._is_dropped(held):
+                self.dropping.append(held)
 
     def _is_dropped(self, held: Held) -> bool:
         if held[1] == self.me:
@@ -339,9 +353,11 @@ class Passing:
 
     def _taken(self, size: int) -> int:
         length = rounded(size)
-        if length > _SMALL_BYTES and not self._free.get(length):
+        pieces = self._free.get(length)
+        if not pieces and length > _SMALL_BYTES:
             self.reclaim()
-        if pieces := self._free.get(length):
+            pieces = self._free.get(length)
+        if pieces:
             self._free_bytes -= length
             return pieces.pop()
         if length <= _SMALL_BYTES:
@@ -372,7 +388,7 @@ def _is_plain(value: Any) -> bool:
     """A tensor of which a few words say everything."""
     return (
         type(value) is torch.Tensor
-        and value.device.type == "cpu"
+        and value.is_cpu
         and value.layout is torch.strided
         and value.is_contiguous()
         and not (value.requires_grad or value.is_conj() or value.is_neg())

@@ -75,6 +75,8 @@ def test_whatever_ran_before_the_numbers_are_the_same(seed, chance):
         for _ in range(dice.randrange(3)):
             before = dice.choice([quiet, by_torch, by_all, normal])
             called(chance, before, dice.randrange(2**63), True, 0)
+        if dice.random() < 0.5:  # there was time; perhaps for another call, which did not come
+            chance.seed_ahead(function, dice.choice([number, number + 1]))
         assert called(chance, function, number, True, 0) == expected
 
 
@@ -83,6 +85,15 @@ def test_who_draws_for_the_first_time_later_is_called_again():
     got = [called(chance, some, 7, True, x) for x in range(6)]
     assert some.calls == [0, 1, 2, 3, 3, 4, 5]
     assert got == [None, None, None, drawn(by_all, 7), None, None]
+
+
+def test_what_was_seeded_ahead_and_forgotten_is_seeded_again():
+    chance = Chance(Accelerator("cpu"))
+    called(chance, by_torch, 1, True, 0)
+    chance.seed_ahead(by_torch, 7)
+    chance.forget()
+    torch.rand(3)  # the world went on
+    assert called(chance, by_torch, 7, True, 0) == drawn(by_torch, 7)
 
 
 def test_who_may_not_be_called_twice_is_seeded_each_time():

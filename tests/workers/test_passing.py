@@ -32,9 +32,13 @@ def both() -> Iterator[tuple[Passing, Passing]]:
     close(handles)
 
 
+KINDS = ("bool", "uint8", "int64", "uint16", "uint64", "float16", "bfloat16", "complex128")
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
+        *(torch.tensor([[0, 1, 2]]).to(getattr(torch, kind)) for kind in KINDS),
         torch.arange(6.0).view(2, 3),
         torch.tensor(True),
         torch.empty(0, 5, dtype=torch.int16),
@@ -94,6 +98,22 @@ def test_land_is_used_again_when_nobody_sees_it_any_more(both: Any) -> None:
     other.reclaim()
     one.post(2, torch.ones(LARGE), (1,))
     assert one.posted[2].offset == first
+
+
+def test_small_blocks_that_are_done_with_make_room_for_others_as_they_go(both: Any) -> None:
+    one, other = both
+    kept = []  # views that somebody holds for ever
+    for n in range(BLOCKS):
+        one.post(n, torch.full((3,), float(n)), (1,))
+        if n % 4 == 0:
+            kept.append(other.take((n, 0))[1:])
+        else:
+            assert other.take((n, 0)).tolist() == [n] * 3
+        other.drop((n, 0))
+        one.drop((n, 0))
+        assert len(one.dropping) + len(other.dropping) <= 2 * len(kept) + 2
+    assert [view.tolist() for view in kept] == [[0.0] * 2, [4.0] * 2]
+    assert len({posted.offset for posted in one.posted.values()}) == len(one.posted)
 
 
 def test_memory_that_was_asked_for_and_not_used_is_free_again(both: Any) -> None:
