@@ -47,7 +47,12 @@ MINUTE_BOUND_PERCENT = 0.5
 GRAPH_BOUNDS_PERCENT = {SHORT_S: 2.0, WINDOW_S: 0.5}  # over all windows of this length
 SKEWED_BOUND_PERCENT = 3.0
 SETTLE_S = 10.0  # until all have started once, and who came first has waited for the others
-ENV = {"ROUNDHOUSE_SLICE_MIN_S": "0.005", "ROUNDHOUSE_RESIDENTS_MAX": "8"}
+# Room for four and their heirs: what is next of each user stands by its device.
+ENV = {
+    "ROUNDHOUSE_SLICE_MIN_S": "0.005",
+    "ROUNDHOUSE_RESIDENTS_MAX": "8",
+    "ROUNDHOUSE_SHARERS_MAX": "8",
+}
 
 JOB = """
 import torch
@@ -383,13 +388,13 @@ def _targets(ours: Watched) -> list[Target]:
 
 
 def _graph_targets(alike: Watched, skewed: Watched) -> list[Target]:
-    """Of the worst tenant in each window, the mean over all windows; the worst is in the facts."""
+    """Of the worst tenant in the worst window."""
     figures = [(alike, "", window_s, bound) for window_s, bound in GRAPH_BOUNDS_PERCENT.items()]
     figures.append((skewed, ", nodes skewed eightfold", WINDOW_S, SKEWED_BOUND_PERCENT))
     return [
         Target(
-            name=f"worst tenant's error of share, mean window of {window_s:.0f} s{what}",
-            value=round(statistics.mean(_told_windows(watched, window_s)), 3),
+            name=f"worst tenant's error of share, worst window of {window_s:.0f} s{what}",
+            value=round(max(_told_windows(watched, window_s)), 3),
             unit="% of the device",
             op="<=",
             bound=bound,
@@ -432,7 +437,7 @@ def _told_facts(watched: Watched, name: str) -> JSON:
             find(_told_windows(watched, window_s)), 3
         )
         for window_s in (SHORT_S, WINDOW_S)
-        for which, find in (("median", statistics.median), ("worst", max))
+        for which, find in (("mean", statistics.mean), ("worst", max))
     }
     inside = [turn for turn in watched.turns if watched.from_s < turn.to_s < watched.to_s]
     return {

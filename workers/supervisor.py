@@ -594,6 +594,8 @@ class Supervisor(threading.Thread):
             elif self.residency.has_room(stay.launch.memory_bytes, now):
                 self.fetched.remove(here)
                 self._spawn(stay, fetched)
+            elif self.rota.is_heir(stay.launch.task):
+                self._pause(stay)  # nobody gives way to it: it comes again when it is its turn
             else:
                 self._end_a_frozen(now)
                 self._squeeze(now)
@@ -601,7 +603,8 @@ class Supervisor(threading.Thread):
 
     def _squeeze(self, now: int) -> None:
         """Not all who are to share the device fit beside each other: the best served gives way."""
-        waits = [s for s in self.stays.values() if s.state == "seating" and s.launch.beside]
+        beside = [s for s in self.stays.values() if s.state == "seating" and s.launch.beside]
+        waits = [stay for stay in beside if not self.rota.is_heir(stay.launch.task)]
         if not self.residency.lacks or not waits:
             return
         if any(r.stay.state == "pausing" or r.level == "leaving" for r in self.residency.living):
@@ -609,7 +612,8 @@ class Supervisor(threading.Thread):
         here = {r.task: r.stay for r in self._sharers() if r.stay.state == "running"}
         newest_us = max(stay.arrived_us for stay in (*waits, *here.values()))
         if here and now >= newest_us + SQUEEZE_US:
-            self._pause(here[self.rota.most_of(here, lambda task: here[task].held_us(now))])
+            among = [task for task in here if self.rota.is_heir(task)] or here
+            self._pause(here[self.rota.most_of(among, self._held_us(now))])
 
     def _end_a_frozen(self, now: int) -> None:
         """The last resort, where the seat would stay empty for ever: one command begins again.
@@ -661,6 +665,14 @@ class Supervisor(threading.Thread):
             and (r.stay.state == "running" or self._may_sit(r))
         ]
 
+    def _held_us(self, now: int) -> dict[str, int]:
+        """How long each of those who share the device has held the seat, whether it can or not."""
+        stays = (
+            (share, self.stays.get((share.task, share.epoch)))
+            for share in self.rota.shares.values()
+        )
+        return {share.task: stay.held_us(now) if stay else share.held_us for share, stay in stays}
+
     def _who_wants_a_turn(self) -> dict[str, Stay]:
         """Those who share the device with who has the seat, it included; empty if nobody does."""
         sharers = {r.task: r.stay for r in self._sharers()}
@@ -673,7 +685,7 @@ class Supervisor(threading.Thread):
             return
         if resident.stay.state != "running" or not (wanted := self._who_wants_a_turn()):
             return
-        if self.rota.next_of(wanted, lambda task: wanted[task].held_us(now)) == resident.task:
+        if self.rota.next_of(wanted, self._held_us(now)) == resident.task:
             self.turn_over_us = now + TURN_US
         else:
             resident.yields = True
@@ -700,7 +712,7 @@ class Supervisor(threading.Thread):
         sharers = {r.task: r for r in self._sharers()}
         if not sharers:
             return off[0]  # an answer on its way may name one of them less, but never none
-        return sharers[self.rota.next_of(sharers, lambda task: sharers[task].stay.held_us(now))]
+        return sharers[self.rota.next_of(sharers, self._held_us(now))]
 
     def _seat_next(self) -> None:
         now = now_us()

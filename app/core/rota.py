@@ -13,7 +13,7 @@ one turn of its own at most, per weight, once the other has caught up.  Values i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -37,41 +37,49 @@ class Level:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One who shares a device.  `path` leads from the top of the tree; `held_us` of its seat time
-    is booked there, and a microsecond more adds `rate` to each level."""
+    is booked there, and a microsecond more adds `rate` to each level.  Of one user's the one whose
+    `place` is the lowest goes first, but for one turn that each begins with."""
 
     task: str
     epoch: int
+    place: int
     held_us: int
     rate: int
     path: tuple[Level, ...]
 
 
-def least_served(shares: Collection[Share], held_us: Mapping[str, int]) -> str:
-    """The task that goes next; `held_us` is how long each has held the seat by now."""
-    among, depth = sorted(shares, key=lambda share: share.task), 0
-    while len(among) > 1:
-        branches = _branches(among, depth)
-        among = min(branches, key=lambda branch: _score(branch, depth, held_us))
+def least_served(
+    shares: Collection[Share], held_us: Mapping[str, int], among: Collection[str] | None = None
+) -> str:
+    """The task that goes next, of these if only some can; `held_us` is how long each of all has
+    held the seat by now.  Who has just ended counts too: its user has had it.
+    """
+    here, depth = sorted(shares, key=lambda share: share.task), 0
+    can = {share.task for share in here} if among is None else {*among}
+    while len(here) > 1 and depth < len(here[0].path):
+        branches = (branch for branch in _branches(here, depth) if _any_of(branch, can))
+        here = min(branches, key=lambda branch: _score(branch, depth, held_us))
         depth += 1
-    return among[0].task
+    of_one_user = (share for share in here if share.task in can)
+    return min(of_one_user, key=lambda share: (held_us[share.task] > 0, share.place)).task
 
 
 def _branches(shares: Sequence[Share], depth: int) -> list[list[Share]]:
-    """Those below each branch at a depth; who has no level there stands for itself."""
+    """Those below each branch at a depth."""
 
-    def branch(share: Share) -> tuple[bool, str]:
-        is_leaf = depth >= len(share.path)
-        return is_leaf, share.task if is_leaf else share.path[depth].name
+    def branch(share: Share) -> str:
+        return share.path[depth].name
 
     return [list(below) for _, below in groupby(sorted(shares, key=branch), branch)]
 
 
+def _any_of(branch: Sequence[Share], can: Collection[str]) -> bool:
+    return any(share.task in can for share in branch)
+
+
 def _score(branch: Sequence[Share], depth: int, held_us: Mapping[str, int]) -> int:
     since = sum((held_us[share.task] - share.held_us) * share.rate for share in branch)
-    first = branch[0]
-    if depth >= len(first.path):
-        return held_us[first.task] << _BITS
-    level = first.path[depth]
+    level = branch[0].path[depth]
     return ((level.used + since) << _BITS) // level.weight
 
 
@@ -80,6 +88,7 @@ def as_json(share: Share) -> JSON:
     return {
         "task": share.task,
         "epoch": share.epoch,
+        "place": share.place,
         "held_us": share.held_us,
         "rate": share.rate,
         "path": path,
@@ -106,12 +115,20 @@ class Rota:
         share = self.shares.get(task)
         return share is not None and share.epoch == epoch
 
-    def next_of(self, tasks: Collection[str], held_us: Callable[[str], int]) -> str:
-        """Of these the least served."""
-        held = {task: held_us(task) for task in tasks}
-        return least_served([self.shares[task] for task in tasks], held)
+    def is_heir(self, task: str) -> bool:
+        """One of the same user goes before it."""
+        mine = self.shares.get(task)
+        names = mine and [level.name for level in mine.path]
+        return mine is not None and any(
+            share.place < mine.place and [level.name for level in share.path] == names
+            for share in self.shares.values()
+        )
 
-    def most_of(self, tasks: Collection[str], held_us: Callable[[str], int]) -> str:
+    def next_of(self, tasks: Collection[str], held_us: Mapping[str, int]) -> str:
+        """Of these the least served."""
+        return least_served(self.shares.values(), held_us, tasks)
+
+    def most_of(self, tasks: Collection[str], held_us: Mapping[str, int]) -> str:
         """Of these the one whose turn would come last."""
         left = set(tasks)
         while len(left) > 1:

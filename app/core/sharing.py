@@ -6,10 +6,14 @@ weight (F3), and the island only says who takes part.  To join takes nothing fro
 turns that are due to who joins: nobody is paused, and no slice need be over first.
 
 They share where it makes no rule mean anything else: on the only device of a kind (on several,
-whole turns even out who has which), one graph of each user, none that a guarantee, a limit or a
-promise of a tier is about.  And only while they are nearly as well served: who is far behind has
-the device for itself until it has caught up, as ever, so that nobody is said to run who gets no
-turn.  Who waits and cannot share goes first: nobody better served than it joins.
+whole turns even out who has which), none that a guarantee, a limit or a promise of a tier is about.
+And only while they are nearly as well served: who is far behind has the device for itself until it
+has caught up, as ever, so that nobody is said to run who gets no turn.  Who waits and cannot share
+goes first: nobody better served than it joins.
+
+Of each user one takes turns.  Where places are left its next one is launched too, its **heir**: it
+has one turn to begin with, and more when those before it have ended.  So a user with many graphs
+has its share without a gap between them.
 """
 
 from __future__ import annotations
@@ -62,23 +66,20 @@ def who_joins(board: Board, device: str) -> tuple[Task, Stay | None] | None:
     """Who goes first of those that wait and may take turns with those on a device.
 
     And who makes place for it, after a full slice: one of the same user with a lower priority, or,
-    where as many share the device as may, the best served of them, if it has had more than the
-    other will have after the next one.
+    where as many share the device as may, an heir, or the best served of them, if it has had more
+    than the other will have after the next one.  Where nobody else joins, an heir may.
     """
     group = board.group(device)
-    kind = board.devices[device].kind
-    lanes = [lane for lane in board.tree.lanes if lane.kind == kind and lane.pin in (None, device)]
-    here = {stay.leaf: stay for stay in group}
-    for leaf, lane, task in _in_order(board, board.tree.root, lanes):
+    for leaf, lane, task in _who_wait(board, device):
         if not may(board, task) or task.cancel_asked:
             return None
-        gone, own = None, here.get(leaf)
-        if own is not None:
-            if own.task.priority >= task.priority or not _may_ask(own):
+        gone, own = None, _of(leaf, group)
+        if own:
+            gone = own[-1]
+            if gone.task.priority >= task.priority or not _may_ask(gone):
                 continue
-            gone = own
         elif len(group) >= board.policy.sharers_max:
-            gone = _best_served(board, leaf, lane, task, group)
+            gone = _an_heir(group) or _best_served(board, leaf, lane, task, group)
             if gone is None:
                 return None
         others = [stay for stay in group if stay is not gone]
@@ -87,6 +88,50 @@ def who_joins(board: Board, device: str) -> tuple[Task, Stay | None] | None:
         if not all(_near(board, leaf, stay.leaf, lane, NEAR_US) for stay in others):
             return None
         return task, gone
+    heir = _heir(board, device, group)
+    return None if heir is None else (heir, None)
+
+
+def _who_wait(board: Board, device: str) -> Iterator[tuple[Branch, Lane, Task]]:
+    kind, tree = board.devices[device].kind, board.tree
+    lanes = [lane for lane in tree.lanes if lane.kind == kind and lane.pin in (None, device)]
+    return _in_order(board, tree.root, lanes)
+
+
+def _of(leaf: Branch, group: Sequence[Stay]) -> list[Stay]:
+    """Those of one user, in the order of its line."""
+    return sorted((stay for stay in group if stay.leaf is leaf), key=_in_line)
+
+
+def _heir(board: Board, device: str, group: Sequence[Stay]) -> Task | None:
+    """The next of the least served user, if everybody who is served less has one there already.
+
+    Once: who was launched and found no room is launched again when it is its turn.
+    """
+    if len(group) >= board.policy.sharers_max:
+        return None
+    for leaf, lane, task in _who_wait(board, device):
+        own = _of(leaf, group)
+        if not own or not may(board, task):
+            return None
+        is_next = len(own) == 1 and own[0].task.priority >= task.priority
+        if is_next and not task.epoch and _fits(board, device, group, lane):
+            return task
+    return None
+
+
+def _in_line(stay: Stay) -> tuple[int, float, str]:
+    """As in the line of its user."""
+    return -stay.task.priority, stay.task.submitted_s, stay.id
+
+
+def _an_heir(group: Sequence[Stay]) -> Stay | None:
+    """One that can be asked to make place."""
+    ahead = set[Branch]()
+    for stay in sorted(group, key=_in_line):
+        if stay.leaf in ahead and _may_ask(stay):
+            return stay
+        ahead.add(stay.leaf)
     return None
 
 
@@ -168,16 +213,18 @@ def shares(board: Board, device: str) -> list[Share]:
     """What the device needs to know to give turns; empty if nobody shares it."""
     if device not in board.beside:
         return []
-    return [_share(board, stay) for stay in board.group(device)]
+    group = sorted(board.group(device), key=_in_line)
+    return [_share(board, stay, place) for place, stay in enumerate(group)]
 
 
-def _share(board: Board, stay: Stay) -> Share:
+def _share(board: Board, stay: Stay, place: int) -> Share:
     """As the ledger has it: of its seat time so much is booked, in the usage of its branches."""
     task = stay.task
     path = reversed([branch for branch in above(stay.leaf) if branch.parent is not None])
     return Share(
         task=task.id,
         epoch=task.epoch,
+        place=place,
         held_us=task.held_us - task.accrued_us,
         rate=board.rate_of(task),
         path=tuple(_level(board, branch, task.kind) for branch in path),

@@ -9,9 +9,9 @@ import pytest
 from app.core.rota import TURN_US, Level, Rota, Share, as_json, from_json, least_served
 
 
-def share(task, *path, held_us=0, epoch=1, rate=1000):
+def share(task, *path, held_us=0, epoch=1, rate=1000, place=0):
     levels = tuple(Level(name=name, used=used, weight=weight) for name, used, weight in path)
-    return Share(task=task, epoch=epoch, held_us=held_us, rate=rate, path=levels)
+    return Share(task=task, epoch=epoch, place=place, held_us=held_us, rate=rate, path=levels)
 
 
 class Seat:
@@ -137,11 +137,22 @@ def test_ties_go_by_name_whatever_the_order():
 def test_the_last_is_the_one_whose_turn_is_farthest():
     rota = Rota.of([as_json(share(task, (task, used, 1000))) for used, task in enumerate("abc")])
     held = dict.fromkeys("abc", 0)
-    assert rota.most_of("abc", held.__getitem__) == "c"
-    assert rota.next_of("bc", held.__getitem__) == "b"
+    assert rota.most_of("abc", held) == "c"
+    assert rota.next_of("bc", held) == "b"
     assert rota.has("a", 1)
     assert not rota.has("a", 2)
     assert not rota.has("d", 1)
+
+
+def test_what_one_had_that_has_ended_counts_for_its_user():
+    shares = [
+        share("first", ("a", 0, 1000), place=0),
+        share("heir", ("a", 0, 1000), place=1),
+        share("other", ("b", 0, 1000), place=2),
+    ]
+    held = {"first": 70_000, "heir": 10_000, "other": 60_000}
+    assert least_served(shares, held, ["heir", "other"]) == "other"
+    assert least_served(shares, {**held, "other": 90_000}, ["heir", "other"]) == "heir"
 
 
 def test_a_share_is_the_same_after_json():

@@ -1,6 +1,7 @@
 """Graphs share the only device of a kind: who joins, who does not, and what others see of it."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,12 @@ from app.core.board import Board
 from app.core.decide import cycle, decide
 from app.core.fairshare import FIXED_POINT_BITS
 from app.core.island import Policy
-from app.core.rota import least_served
+from app.core.rota import Rota, least_served
 from tests.core.pictures import NOW_S, codes, island, moves, seats
 
 POLICY = Policy(half_life_s=0.0, sharers_max=4, tier_share={})
 GRAPH = {"graph": True}
-MANY = ("a", "b", "c", "d", "e", "a.2", "a2", "b.2", "b2")
+MANY = ("a", "b", "c", "d", "e", "a.2", "a2", "b.2", "b2", "a2.2")
 
 
 def drawn(cells, *, queue="", tasks=None, policy=POLICY, **more):
@@ -26,11 +27,12 @@ def drawn(cells, *, queue="", tasks=None, policy=POLICY, **more):
 
 def shared(names, *, queue="", tasks=None, **more):
     """Several running graphs on one device."""
-    plain = [name.rstrip("'") for name in names.split()]
-    them = {name: {"shares": True, **(tasks or {}).get(name, {})} for name in plain}
-    picture = drawn(names, queue=queue, tasks={**(tasks or {}), **them}, **more)
-    seated = {id: replace(t, seats=("d0",)) for id, t in picture.tasks.items() if t.seats}
-    assert set(plain) == seated.keys()
+    picture = drawn(names, queue=queue, tasks=tasks, **more)
+    seated = {
+        id: replace(task, seats=("d0",), shares=True)
+        for id, task in picture.tasks.items()
+        if task.seats
+    }
     devices = {"d0": picture.devices["d0"]}
     return replace(picture, tasks={**picture.tasks, **seated}, devices=devices)
 
@@ -48,9 +50,42 @@ def test_all_that_may_join_do_so_at_once_up_to_as_many_as_are_allowed():
     assert "e" in plan.reasons
 
 
-def test_of_each_user_one_takes_part():
-    plan = decide(drawn("a'", queue="a b b a2"), now_s=NOW_S)
-    assert moves(plan)[1:] == [("b", "Launch"), ("a2", "Launch")]
+def test_of_each_user_one_takes_part_and_heirs_have_the_places_that_are_left():
+    plan = decide(drawn("a'", queue="a b b a2 a2"), now_s=NOW_S)
+    assert moves(plan)[1:3] == [("b", "Launch"), ("a2", "Launch")]
+    (heir,) = plan.decisions[3:]
+    assert (heir.task, heir.shares) == ("b.2", True)  # b has had nothing yet
+
+
+def test_the_next_of_the_only_user_is_its_heir_and_there_is_one():
+    plan = decide(drawn("a'", queue="a a"), now_s=NOW_S)
+    assert moves(plan) == [("a", "Share"), ("a.2", "Launch")]
+
+
+@pytest.mark.parametrize(
+    "more", [{"epoch": 1}, {"memory_bytes": 2**50}, {"graph": False}, {"width": 2}]
+)
+def test_who_was_launched_before_or_does_not_fit_or_share_is_no_heir(more):
+    picture = drawn("a'", queue="a", tasks={"a.2": more})
+    assert moves(decide(picture, now_s=NOW_S)) == []
+
+
+def test_an_heir_makes_place_for_whoever_joins():
+    picture = shared("b a' a", queue="c", used={"c": 8.0}, policy=replace(POLICY, sharers_max=3))
+    assert moves(decide(picture, now_s=NOW_S)) == [("a.2", "Pause"), ("c", "Launch")]
+
+
+def test_an_heir_has_a_turn_to_begin_with_and_then_those_before_it_go_first():
+    board = Board.of(shared("a' a' b'"), now_s=NOW_S)
+    shares = sharing.shares(board, "d0")
+    first = min(shares, key=lambda share: share.place)
+    assert first.task == "a"
+    here = [share for share in shares if share.task != "b"]
+    assert least_served(here, {"a": 10**6, "a.2": 0}) == "a.2"
+    assert least_served(here, {"a": 10**6, "a.2": 1}) == "a"
+    assert least_served(here[1:], {"a.2": 1}) == "a.2"
+    rota = Rota({share.task: share for share in shares})
+    assert [task for task in ("a", "a.2", "b", "c") if rota.is_heir(task)] == ["a.2"]
 
 
 @pytest.mark.parametrize(
@@ -227,10 +262,12 @@ def test_who_does_not_take_turns_at_all_does_not_share():
 
 
 class World:
-    """One device and tenants with graphs and jobs without end, played from round to round."""
+    """One device and tenants who always have graphs and jobs, played from round to round; in each
+    turn one of them may end.
+    """
 
-    def __init__(self, dice, users, *, jobs):
-        self.dice, self.now_s, self.pauses = dice, NOW_S, 0
+    def __init__(self, dice, users, *, jobs, ends):
+        self.dice, self.now_s, self.pauses, self.ends, self.ended = dice, NOW_S, 0, ends, 0
         self.picture = drawn("a*", queue=" ".join([*users, *users, *users]))
         self.picture = replace(
             self.picture,
@@ -283,7 +320,7 @@ class World:
         assert {stay.id for stay in board.group("d0")} == {task.id for task in on}
         assert len(on) <= POLICY.sharers_max
         assert len(on) == 1 or all(task.graph and task.shares for task in on)
-        assert len({task.user for task in on}) == len(on)
+        assert all(n <= 2 for n in Counter(task.user for task in on).values())
         assert on, "the device stands free"
 
     def pass_by(self, seconds):
@@ -295,9 +332,10 @@ class World:
             on = {t.id: t for t in self.picture.tasks.values() if t.state == "running"}
             here = [share for share in shares if share.task in on]
             if on:
-                id = least_served(here, held_us) if here else next(iter(on))
+                among = {share.task for share in here}
+                id = least_served(shares, held_us, among) if here else next(iter(on))
                 self.hold(self.picture.tasks[id], 10_000)
-                held_us[id] = self.picture.tasks[id].held_us
+                held_us[id] = on[id].held_us + 10_000
             self.now_s += 0.01
 
     def hold(self, task, us):
@@ -306,13 +344,26 @@ class World:
         users = {user.id: replace(user, faded_us=user.faded_us + (us << FIXED_POINT_BITS))}
         self.picture = replace(self.picture, users={**self.picture.users, **users})
         self.set(task, held_us=task.held_us + us)
+        if self.dice.random() < self.ends:
+            self.end(task)
+
+    def end(self, task):
+        """Its user has another one instead, at the end of its line."""
+        self.ended += 1
+        tasks = {id: other for id, other in self.picture.tasks.items() if id != task.id}
+        fresh = {"state": "waiting", "seats": (), "epoch": 0, "held_us": 0, "shares": False}
+        id = f"{task.user}-{self.ended}"
+        tasks[id] = replace(task, id=id, request=id, submitted_s=self.now_s, **fresh)
+        tasks[id] = replace(tasks[id], started_s=None, waiting_since_s=self.now_s)
+        self.picture = replace(self.picture, tasks=tasks)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("jobs", [0.0, 0.4])
-def test_whatever_waits_shares_follow_the_weights_and_nobody_is_paused_too_soon(seed, jobs):
+@pytest.mark.parametrize("ends", [0.0, 0.01])
+def test_whatever_waits_shares_follow_the_weights_and_nobody_is_paused_too_soon(seed, jobs, ends):
     dice = random.Random(seed)
-    world = World(dice, "abcdef"[: dice.randint(2, 6)], jobs=jobs)
+    world = World(dice, "abcdef"[: dice.randint(2, 6)], jobs=jobs, ends=ends)
     tenants = {
         id: replace(tenant, weight=dice.choice([1000, 2000, 4000]))
         for id, tenant in world.picture.tenants.items()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ class Ground:
         self.supervisor = Supervisor(self.house, self)
         self.orders: dict[tuple[str, int], int] = {}
         self.weights: dict[str, int] = {}  # of the tasks that share the device
+        self.held_us: dict[tuple[str, int], int] = {}  # by each stay
         self.broken: AssertionError | None = None  # the first promise that a report broke
 
     # --- the transport ---
@@ -136,17 +138,23 @@ class Ground:
         )
 
     def _shares(self, alive: Alive) -> list[Share]:
-        """Tenants beside each other, who used nothing but this device."""
+        """Tenants beside each other, who used nothing but this device; `t+` is of the same as t."""
+        here = [v for v in alive.residents if v.state in ("seating", "running")]
+        self.held_us |= {(v.task, v.epoch): v.held_us for v in alive.residents}
+        used = Counter[str]()
+        for (task, _), held_us in self.held_us.items():
+            used[task.rstrip("+")] += 1000 * held_us
         return [
             Share(
                 task=view.task,
                 epoch=view.epoch,
+                place=len(view.task),
                 held_us=view.held_us,
                 rate=1000,
-                path=(Level(name=view.task, used=1000 * view.held_us, weight=weight),),
+                path=(Level(name=user, used=used[user], weight=self.weights[user]),),
             )
-            for view in alive.residents
-            if (weight := self.weights.get(view.task)) and view.state in ("seating", "running")
+            for view in here
+            if (user := view.task.rstrip("+")) in self.weights
         ]
 
     def _hear(self, alive: Alive) -> dict[str, int]:

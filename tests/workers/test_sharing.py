@@ -6,6 +6,7 @@ import time
 import pytest
 
 from app.core.messages import Finished, Paused, Saved, Started, Stopped
+from app.core.rota import TURN_US
 from tests.workers.test_graph import LONG, launched, undisturbed
 
 __all__ = ["undisturbed"]
@@ -153,3 +154,27 @@ def test_where_not_all_fit_the_best_served_gives_way(grounds):
     ground.event(Started, "t3")
     assert len(ground.all(Paused, "t1") + ground.all(Paused, "t2")) == 1
     in_turns(ground)
+
+
+def test_an_heir_has_one_turn_and_all_of_its_user_s_when_who_was_before_it_has_ended(ground):
+    params = {"nap_s": 0.002}
+    share(ground, {"t1": 1000, "t2": 3000}, params=params)
+    ground.launch("t2+", "jobs:Stamp", beside=True, params=params)
+    ground.event(Started, "t2+")
+    grown = grown_us(ground, ["t1", "t2", "t2+"])
+    assert grown["t2+"] <= 3 * TURN_US
+    ground.cancel("t2")
+    ground.event(Stopped, "t2")
+    grown = grown_us(ground, ["t1", "t2+"])
+    assert grown["t2+"] / sum(grown.values()) == pytest.approx(3 / 4, abs=0.08)
+    in_turns(ground)
+
+
+def test_nobody_makes_room_for_an_heir(grounds):
+    ground = grounds(residents_max=2)
+    share(ground, {"t1": 1000, "t2": 1000}, params={"nap_s": 0.002})
+    ground.launch("t2+", "jobs:Stamp", beside=True)
+    ground.event(Paused, "t2+")
+    assert not ground.all(Started, "t2+")
+    grown_us(ground, ["t1", "t2"])
+    assert not ground.all(Paused, "t1") + ground.all(Paused, "t2")
