@@ -107,7 +107,8 @@ class Crossing:
     """A task's output that is taken on another island; once for each such island.
 
     `planned_bytes` is None where nobody declared it, `moved_bytes` and `head_bytes` until it was
-    taken there: what it is, and what its file says of it beside that.
+    taken there: what it is, and what its file says of it beside that.  `ways` are those by which it
+    came: from "host" to host, from the "store", or neither, as it lay there.
     """
 
     block: str
@@ -116,6 +117,7 @@ class Crossing:
     planned_bytes: int | None
     moved_bytes: int | None
     head_bytes: int | None
+    ways: list[str]
 
 
 def crossings(session: Session, request_id: str) -> list[Crossing]:
@@ -125,14 +127,16 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     query = (
         select(maker.name, Need.output, maker.island, taker.island, maker.outputs, part)
         .add_columns(func.bool_or(taker.first_started_at.is_not(None)))
+        .add_columns(func.array_agg(Placement.ways[Need.port].astext.distinct()))
         .join(maker, maker.id == Need.needs_id)
         .join(taker, taker.id == Need.task_id)
+        .outerjoin(Placement, and_(Placement.task_id == taker.id, ~Placement.guest))
         .where(taker.request_id == request_id, Need.port != "", maker.island != taker.island)
         .group_by(maker.id, Need.output, taker.island)
         .order_by(func.min(taker.id), Need.output)
     )
     found = []
-    for name, output, source, target, outputs, leg, taken in session.execute(query):
+    for name, output, source, target, outputs, leg, taken, ways in session.execute(query):
         kept = outputs[output] if taken else {}
         head = kept.get("head_bytes", 0)  # not told by devices of older versions
         found.append(
@@ -143,6 +147,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
                 planned_bytes=(leg or {}).get("bytes", {}).get(output),
                 moved_bytes=kept["size_bytes"] - head if taken else None,
                 head_bytes=head if taken else None,
+                ways=sorted({"host", "store"}.intersection(ways)),
             )
         )
     return found

@@ -716,6 +716,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
         task.first_started_at = task.started_at
     placement.started_at, placement.first_step = task.started_at, event.step
     placement.input_bytes, placement.fetched_bytes = event.input_bytes, event.fetched_bytes
+    placement.ways = event.ways
     said = {
         "fresh": f"Started on {task.seat}",
         "resident": f"Went on on {task.seat} after step {event.step}, in place",

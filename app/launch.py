@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import or_, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
 from app import datablocks
@@ -23,11 +23,13 @@ from app.models import (
     DatablockUse,
     Device,
     Need,
+    Placement,
     Preset,
     Request,
     Task,
 )
 from app.settings import settings
+from app.signing import block_key
 
 IMAGES_OFFERED = 3
 RESENDS_SURE = 10  # fewer than after which a Launch that is never shown is given up
@@ -138,13 +140,16 @@ def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
         return found
     query = (
-        select(Need.task_id, Need.port, Need.output, Task.outputs)
+        select(Need.task_id, Need.port, Need.output, Task.outputs, Device.facts)
         .join(Task, Task.id == Need.needs_id)
+        .outerjoin(Placement, and_(*_MADE_THERE))
+        .outerjoin(Device, and_(Device.id == Placement.device_id, _IS_UP))
         .where(Need.task_id.in_(takers), Need.port != "")
     )
-    for id, port, output, outputs in session.execute(query):
+    for id, port, output, outputs, maker in session.execute(query):
         kept = outputs[output]
         found[id][port] = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
+        found[id][port]["copies"] = _copies(maker or {}, kept["sha256"])
     if takers := [task.id for task in tasks if _takes_datablocks(task)]:
         uses = (
             select(DatablockUse.task_id, DatablockUse.port, Datablock)
@@ -154,6 +159,24 @@ def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
         for id, port, row in session.execute(uses):
             found[id][port] = datablocks.as_input(row)
     return found
+
+
+_MADE_THERE = (
+    Placement.task_id == Task.id,
+    Placement.epoch == Task.epoch,
+    ~Placement.guest,
+)
+_IS_UP = Device.lease_until > func.now()
+
+
+def _copies(maker: JSON, sha256: str) -> list[JSON]:
+    """The device worker with these facts made it, and may have it still.
+
+    It has told its secret to its island; the key of this block is all that the taker is told.
+    """
+    if not (maker.get("links") and maker.get("secret")):
+        return []  # it is down, or of an older version
+    return [{"place": maker["links"], "key": block_key(maker["secret"], sha256)}]
 
 
 # Without the datablock that it was published as: an edge stays an edge.  Images refer to datablocks

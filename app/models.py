@@ -562,8 +562,9 @@ class Placement(Base):
 
     `held_us` is what the device measured from taking the seat to letting go; for `staged_us` of it
     the job stood still, because its state was copied.  `input_bytes` is what its inputs took, and
-    `fetched_bytes` what of it was read from the store, as it did not lie on the host.  `leaving` is
-    set when the device was told to let go: from then on the seat may be promised to the next task.
+    `fetched_bytes` what of it was read from the store, as no host had it; `ways` says by port how
+    each came (`core.messages.WAYS`).  `leaving` is set when the device was told to let go: from
+    then on the seat may be promised to the next task.
 
     A `guest` is a row more: a device that an elastic task holds beyond its home (`app.lending`).
     Who `shares` was launched beside others, to take turns with them (`core.sharing`).
@@ -590,6 +591,7 @@ class Placement(Base):
     charged_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     input_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
     fetched_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    ways: Mapped[dict[str, str]] = _json()
     first_step: Mapped[int | None] = mapped_column(BigInteger)
     last_step: Mapped[int | None] = mapped_column(BigInteger)
     end: Mapped[str | None]

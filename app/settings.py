@@ -109,7 +109,8 @@ class Settings(BaseSettings):
     device_threads: int = 1
     device_memory_bytes: int = 4 * 2**30
     host_memory_bytes: int = Field(0, ge=0)  # for images of its residents; 0: as for themselves
-    host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs that came from the store
+    host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs and outputs
+    block_bytes_per_s: int = Field(0, ge=0)  # given to other hosts; 0: as fast as it goes
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
     sandbox: str = "preferred"  # "required", "preferred" or "off"

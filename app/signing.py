@@ -2,11 +2,14 @@
 
 A sealed body is the signature in hexadecimal digits, a line's end, and the body.  The private key
 never leaves its host; the public one goes up with each heartbeat, and comes with a launch.
+
+Here too: the key by which a device worker gives one block to others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import uuid
 from pathlib import Path
@@ -68,3 +71,8 @@ def unsealed(sealed: bytes, *, key: str) -> bytes:
     if end != b"\n":
         raise BadSignature("it does not begin with a signature")
     return body
+
+
+def block_key(secret: str, sha256: str) -> str:
+    """By which a device worker with that secret gives the block, and no other: hexadecimal."""
+    return hmac.digest(bytes.fromhex(secret), b"block " + bytes.fromhex(sha256), "sha256").hex()

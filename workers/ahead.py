@@ -111,8 +111,8 @@ class Coming(threading.Thread):
         """Its code and its inputs, on the disk of this host."""
         transfer.unpack(entry["bundle"], self.house)
         for source in entry["inputs"]:
-            size = source["size_bytes"]
-            self.house.cache.bring(source["sha256"], size, self.house.store)
+            if source["size_bytes"] <= self.house.cache.limit_bytes:
+                os.close(transfer.opened(source, self.house)[0])
 
     def _fetch(self, entry: JSON) -> None:
         self._get_ready(entry)

@@ -1,31 +1,37 @@
-"""Inputs on the disk of this host, by their hash: what one task has fetched the next finds here.
+"""Inputs and outputs on the disk of this host, by their hash: what one task fetched or made the
+next finds here, and other hosts are given it (`workers.giving`).
 
 All device workers of a host share the folder, and none waits for another.  An entry is a folder of
-its own, named by the SHA-256 of the file in it, and gets that name when the file is whole, checked
-and on disk; when it was used last is the time of that folder.  Those used longest ago go first.
+its own, named by the SHA-256 of the file in it, and gets that name when the file is whole and
+checked; when it was used last is the time of that folder.  Those used longest ago go first.
 Whoever has the file open keeps it.
 
 Where the store is a folder of the same file system, an entry is only another name of its file.
+What came from another host, or goes to a store elsewhere, is not flushed to disk, as a task would
+wait for that: such a file is named after the boot of this machine, and counts until the next one.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from app.store import Store
+from app.places import Bytes, Folder
+from app.store import Store, blob
 
 log = logging.getLogger(__name__)
 
 LEFT_S = 3600.0  # a draft that is older belongs to nobody any more
+BODY = "body"
 _PIECE = 1 << 20
 
 
@@ -39,36 +45,58 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Of up to `limit_bytes`; 0: everything is read from the store each time."""
+    """Of up to `limit_bytes`; 0: nothing is kept, and everything read from the store each time."""
 
     folder: Path
     limit_bytes: int
 
     def opened(self, sha256: str, store: Store) -> Opened:
         """Raises app.store.Damaged, or OSError if the store does not answer."""
+        if (fd := self.held(sha256)) is not None:
+            return Opened(fd=fd, is_fetched=False)
+        return Opened(fd=self._fetched(sha256, store), is_fetched=True)
+
+    def held(self, sha256: str) -> int | None:
+        """The file at its beginning, read only, if it is here; it counts as used."""
         entry = self.folder / sha256
-        try:
-            fd = os.open(entry / "body", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return Opened(fd=self._fetched(sha256, store), is_fetched=True)
+        fd = _open(entry / BODY)
+        fd = _open(entry / _unflushed()) if fd is None else fd
+        if fd is None:
+            return None
         try:
             os.utime(entry)
         except FileNotFoundError:
             log.debug("%s was let go of just now", sha256)  # and is open here all the same
-        return Opened(fd=fd, is_fetched=False)
+        return fd
 
-    def bring(self, sha256: str, size_bytes: int, store: Store) -> None:
-        """Have it here before it is asked for, if it can be; raises as `opened` does."""
-        if size_bytes <= self.limit_bytes and not (self.folder / sha256).exists():
-            os.close(self._fetched(sha256, store))
+    def stored(self, pieces: Iterable[Bytes], size_bytes: int, store: Store) -> tuple[str, int]:
+        """Put the pieces into the store, as that does, and keep them here too if they can be."""
+        if size_bytes > self.limit_bytes:
+            return store.put(pieces)
+        if self._is_beside(store):
+            sha256, size_bytes = store.put(pieces)
+            with _only_told(), store.place.open(blob(sha256)) as file:
+                self._take_in(sha256, file)
+            return sha256, size_bytes
+        with Draft(self) as draft:
+            sha256, size_bytes = store.put(draft.copied(pieces))
+            with _only_told():
+                draft.keep(sha256)
+        return sha256, size_bytes
+
+    def _is_beside(self, store: Store) -> bool:
+        """An entry can be another name of the store's file."""
+        if not isinstance(store.place, Folder):
+            return False
+        for folder in (self.folder, store.place.root):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self.folder.stat().st_dev == store.place.root.stat().st_dev
 
     def _fetched(self, sha256: str, store: Store) -> int:
         with store.open(sha256) as file:
             if os.fstat(file.fileno()).st_size <= self.limit_bytes:
-                try:
+                with _only_told():
                     self._take_in(sha256, file)
-                except OSError as error:
-                    log.warning("an input is not kept on this host: %s", error)
             file.seek(0)
             return os.dup(file.fileno())
 
@@ -76,14 +104,22 @@ class Cache:
         draft = self.folder / f".{uuid.uuid4().hex}"
         draft.mkdir(parents=True, mode=0o700)
         try:
-            _lay_down(file, draft / "body")
-            try:
-                draft.rename(self.folder / sha256)
-            except OSError:
-                if not (self.folder / sha256 / "body").exists():
-                    raise  # else another device brought it meanwhile
+            _lay_down(file, draft / BODY)
+            self.enter(draft, sha256)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+    def enter(self, draft: Path, sha256: str) -> None:
+        """The folder becomes an entry, unless another device brought the same meanwhile."""
+        entry = self.folder / sha256
+        try:
+            draft.rename(entry)
+        except OSError:
+            if (fd := self.held(sha256)) is not None:
+                os.close(fd)
+                return
+            self._let_go(entry)  # what is there is of an earlier boot
+            draft.rename(entry)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -103,6 +139,80 @@ class Cache:
         except FileNotFoundError:
             return  # another device did
         shutil.rmtree(gone, ignore_errors=True)
+
+
+class Draft:
+    """A file of the cache's disk that is being filled; it goes away unless it is kept.
+
+    Where the disk does not take it `failed` says why, and what was written is lost.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._folder = cache.folder / f".{uuid.uuid4().hex}"
+        self._fd = -1
+        self.failed: OSError | None = None
+        try:
+            self._folder.mkdir(parents=True, mode=0o700)
+            how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(self._folder / _unflushed(), how, 0o444)
+        except OSError as error:
+            self.failed = error
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def write(self, piece: Bytes) -> None:
+        left = memoryview(piece)
+        try:
+            while left and self.failed is None:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            self.failed = error
+
+    def copied(self, pieces: Iterable[Bytes]) -> Iterator[Bytes]:
+        for piece in pieces:
+            self.write(piece)
+            yield piece
+
+    def opened(self) -> int:
+        """The file at its beginning, read only; raises OSError."""
+        if self.failed is not None:
+            raise self.failed
+        return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def keep(self, sha256: str) -> None:
+        """It is whole and hashes to that; raises OSError.  What is too large is not kept."""
+        if self.failed is not None:
+            raise self.failed
+        if os.fstat(self._fd).st_size <= self._cache.limit_bytes:
+            self._cache.enter(self._folder, sha256)
+
+
+@contextmanager
+def _only_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("something is not kept on this host: %s", error)
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+
+
+@functools.cache
+def _unflushed() -> str:
+    """What the file of an entry is called that the next boot of this machine may find torn."""
+    return f"{BODY}.{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def _lay_down(file: IO[bytes], path: Path) -> None:
@@ -126,5 +236,5 @@ def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
     with os.scandir(folder) as found:
         for entry in found:
             with suppress(FileNotFoundError):  # another device let go of it meanwhile
-                used_s, body = entry.stat().st_mtime, Path(entry) / "body"
-                yield used_s, body.stat().st_size if body.exists() else 0, Path(entry)
+                size = sum(file.stat().st_size for file in Path(entry).iterdir())
+                yield entry.stat().st_mtime, size, Path(entry)

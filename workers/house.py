@@ -38,6 +38,7 @@ class House:
     memory_bytes: int = 4 * 2**30
     host_memory_bytes: int = 4 * 2**30  # for images, one of which may take all of it
     host_cache_bytes: int = 2**30
+    block_bytes_per_s: int = 0  # to other hosts; 0: as fast as it goes
     residents_max: int = 4
     stop_grace_s: float = 5.0
     lease_margin_s: float = 3.0
@@ -60,6 +61,7 @@ class House:
             memory_bytes=settings.device_memory_bytes,
             host_memory_bytes=settings.host_memory_bytes or settings.device_memory_bytes,
             host_cache_bytes=settings.host_cache_bytes,
+            block_bytes_per_s=settings.block_bytes_per_s,
             residents_max=settings.residents_max,
             stop_grace_s=settings.stop_grace_s,
             lease_margin_s=settings.lease_margin_s,
@@ -74,7 +76,7 @@ class House:
 
     @property
     def cache(self) -> Cache:
-        """The host's: all its devices take inputs from there."""
+        """The host's: all its devices take inputs from there, and keep outputs there."""
         return Cache(self.run / "cache", self.host_cache_bytes)
 
     @property

@@ -1,4 +1,4 @@
-"""Connections between the device workers of a gang that lives on several hosts.
+"""Connections between device workers of several hosts: of a gang, or for a block.
 
 Its island makes a secret for each set of hosts that the gang is to live on, and tells it in the
 orders to each of them.  Whoever is to hold an outpost connects to the device worker of the home,
@@ -9,6 +9,9 @@ these say is not encrypted: between its hosts a deployment has a network of its 
     outpost -> home   hello: which secret (its digest), which host, line or link, a challenge
     home -> outpost   a challenge, and its proof over both
     outpost -> home   its proof over both
+
+Whoever takes a block (`workers.giving`) comes by the same door: its hello goes on with the hash of
+the block, and the secret is the key of that block alone.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 HANDSHAKE_S = 5.0
 AT_ONCE = 4  # of strangers who say nothing, none keeps more than these waiting
@@ -32,6 +36,8 @@ AGAIN_S = 0.1  # the order to home may come after that to an outpost
 WITHIN_S = 30.0
 
 SORTS = ("line", "link")
+_BLOCK = len(SORTS)  # in the place of a sort
+_HASH_BYTES = hashlib.sha256().digest_size
 _HELLO = struct.Struct("!16sHB16s")
 _PROOF_BYTES = hashlib.sha256().digest_size
 _CHALLENGE_BYTES = 16
@@ -49,14 +55,25 @@ class Expected:
     joined: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
 
 
+class Giver(Protocol):
+    """Who has blocks for others; called in threads of ours."""
+
+    def key(self, sha256: str) -> bytes: ...
+
+    def give(self, sock: socket.socket, sha256: str) -> None:
+        """To whoever has proved to know the key; the socket is the giver's from here on."""
+
+
 class Links:
     """Where other hosts connect to; `call` calls in the thread of whoever owns this."""
 
-    def __init__(self, address: str, call: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, address: str, call: Callable[[Callable[[], None]], None], giver: Giver
+    ) -> None:
         self._server = _listening(address)
         self._server.setblocking(False)
         self.place = [address, self._server.getsockname()[1]]
-        self._call = call
+        self._call, self._giver = call, giver
         self._hands = ThreadPoolExecutor(AT_ONCE, "links")
         self._waiting = 0
         self._expected: dict[bytes, Expected] = {}
@@ -93,10 +110,20 @@ class Links:
         """In a thread of its own."""
         joined = None
         try:
-            joined = _admitted(sock, expected)
+            sock.settimeout(HANDSHAKE_S)
+            hello = read(sock, _HELLO.size)
+            if _HELLO.unpack(hello)[2] == _BLOCK:
+                self._give(sock, hello)
+            else:
+                joined = _admitted(sock, hello, expected)
         except (OSError, struct.error):
             sock.close()
         self._call(lambda: self._greeted(sock, joined))
+
+    def _give(self, sock: socket.socket, hello: bytes) -> None:
+        named = read(sock, _HASH_BYTES)
+        _examine(sock, self._giver.key(named.hex()), hello + named)
+        self._giver.give(sock, named.hex())
 
     def _greeted(self, sock: socket.socket, joined: tuple[bytes, int, str] | None) -> None:
         self._waiting -= 1
@@ -125,23 +152,26 @@ def _listening(address: str) -> socket.socket:
 
 
 def _admitted(
-    sock: socket.socket, expected: dict[bytes, Expected]
-) -> tuple[bytes, int, str] | None:
+    sock: socket.socket, hello: bytes, expected: dict[bytes, Expected]
+) -> tuple[bytes, int, str]:
     """Who has come, and proved it; raises OSError for anybody else."""
-    sock.settimeout(HANDSHAKE_S)
-    hello = _read(sock, _HELLO.size)
     digest, host, sort, _ = _HELLO.unpack(hello)
     gang = expected.get(digest)
     if gang is None or not 1 <= host <= gang.hosts or sort >= len(SORTS):
         raise ConnectionRefusedError("nobody of that gang is expected here")
-    challenge = os.urandom(_CHALLENGE_BYTES)
-    sock.sendall(challenge + _proof(gang.secret, b"home", hello, challenge))
-    if not hmac.compare_digest(
-        _read(sock, _PROOF_BYTES), _proof(gang.secret, b"outpost", hello, challenge)
-    ):
-        raise ConnectionRefusedError("it does not know the gang's secret")
+    _examine(sock, gang.secret, hello)
     sock.settimeout(None)
     return digest, host, SORTS[sort]
+
+
+def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> None:
+    """Both prove that they know the secret; raises OSError."""
+    challenge = os.urandom(_CHALLENGE_BYTES)
+    sock.sendall(challenge + _proof(secret, b"home", hello, challenge))
+    if not hmac.compare_digest(
+        read(sock, _PROOF_BYTES), _proof(secret, b"outpost", hello, challenge)
+    ):
+        raise ConnectionRefusedError("it does not know the secret")
 
 
 def connect(home: list[str | int], secret: str, host: int, wanted: Callable[[], bool]) -> Sockets:
@@ -165,6 +195,7 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
         for sort in range(len(SORTS)):
             made.append(socket.create_connection(home, timeout=HANDSHAKE_S))
             _prove(made[-1], secret, host, sort)
+            made[-1].settimeout(None)
     except OSError:
         for sock in made:
             sock.close()
@@ -172,15 +203,25 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
     return made
 
 
-def _prove(sock: socket.socket, secret: bytes, host: int, sort: int) -> None:
-    hello = _HELLO.pack(_digest(secret), host, sort, os.urandom(_CHALLENGE_BYTES))
+def asked(place: list[str | int], key: str, sha256: str) -> socket.socket:
+    """A connection by which that block comes, if it is there still; raises OSError."""
+    sock = socket.create_connection((str(place[0]), int(place[1])), timeout=HANDSHAKE_S)
+    try:
+        _prove(sock, bytes.fromhex(key), 0, _BLOCK, bytes.fromhex(sha256))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _prove(sock: socket.socket, secret: bytes, host: int, sort: int, named: bytes = b"") -> None:
+    hello = _HELLO.pack(_digest(secret), host, sort, os.urandom(_CHALLENGE_BYTES)) + named
     sock.sendall(hello)
-    challenge = _read(sock, _CHALLENGE_BYTES)
-    proof = _read(sock, _PROOF_BYTES)
+    challenge = read(sock, _CHALLENGE_BYTES)
+    proof = read(sock, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"home", hello, challenge)):
-        raise ConnectionRefusedError("whoever answers is not the gang's home")
+        raise ConnectionRefusedError("whoever answers does not know the secret")
     sock.sendall(_proof(secret, b"outpost", hello, challenge))
-    sock.settimeout(None)
 
 
 def _digest(secret: bytes) -> bytes:
@@ -191,7 +232,8 @@ def _proof(secret: bytes, who: bytes, hello: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret, who + hello + challenge, "sha256")
 
 
-def _read(sock: socket.socket, size: int) -> bytes:
+def read(sock: socket.socket, size: int) -> bytes:
+    """So many bytes; raises OSError."""
     data = b""
     while len(data) < size:
         piece = sock.recv(size - len(data))

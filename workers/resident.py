@@ -77,6 +77,7 @@ class Stay:
     unstaged_us: int = 0  # what its process had stood still before this stay
     input_bytes: int = 0  # that were brought here for it,
     fetched_bytes: int = 0  # of which so many from the store
+    ways: JSON = field(default_factory=dict)  # by which each of them came, by port
 
     @property
     def key(self) -> tuple[str, int]:

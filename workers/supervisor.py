@@ -50,6 +50,7 @@ from workers import ahead, links, sandbox, transfer
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
+from workers.giving import Giver
 from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
 from workers.house import CannotServe, House, locked
 from workers.links import Links, Sockets
@@ -114,13 +115,14 @@ class Supervisor(threading.Thread):
         self.zygote: Zygote | None = None
         self.zygote_due_us: int | None = None
         self.stop_by_us: int | None = None
-        self.links = Links(house.address, self.receive)
+        self.giver = Giver(house.cache, house.block_bytes_per_s)
+        self.links = Links(house.address, self.receive, self.giver)
         self.last_id = 0
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
         self._lock_fd = -1
-        self.facts = {**house.facts, "links": self.links.place}
+        self.facts = {**house.facts, "links": self.links.place, "secret": self.giver.secret}
 
     # --- from other threads ---
 
@@ -236,6 +238,7 @@ class Supervisor(threading.Thread):
             fetched.close()
         self.lookout.close()
         self.links.close()
+        self.giver.close()
         self._selector.close()
         self.trust.close()
         if self._lock_fd >= 0:
@@ -751,6 +754,7 @@ class Supervisor(threading.Thread):
             switch_us=now - max(self.seat_free_us, stay.arrived_us),
             input_bytes=stay.input_bytes,
             fetched_bytes=stay.fetched_bytes,
+            ways=stay.ways,
         )
         if "function" in stay.launch.run:  # it cannot be paused, and may have ended in a moment
             self.rhythm.soon(now)
@@ -797,6 +801,7 @@ class Supervisor(threading.Thread):
         self.residents[resident.id] = resident
         stay.resident = resident
         stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
+        stay.ways = fetched.ways
         # What these have is their own to keep.
         resident.may_leave = not (resident.is_command or stay.is_outpost)
         stay.resumed = "fresh"
@@ -1010,10 +1015,10 @@ class Supervisor(threading.Thread):
             raise Nonsense(f"an output of {size} bytes with a head of {head}")
         if size > 2 * self.house.memory_bytes + 2**30:
             raise Nonsense(f"an output of {size} bytes")
-        bulk, store = resident.bulk, self.house.store
+        bulk, house = resident.bulk, self.house
         keep = transfer.publish if name in resident.stay.launch.publish else transfer.store
         self._aside(
-            lambda: {**keep(bulk, size, store), "head_bytes": head},
+            lambda: {**keep(bulk, size, house), "head_bytes": head},
             lambda stored: self._output_stored(resident, name, stored),
         )
 

@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from app.core.manifest import About
 from app.core.messages import Launch
 from app.core.tensorfile import HEAD_BYTES, BadTensorFile
 from app.store import Damaged, Store
-from workers import checkpoint, slab
+from workers import checkpoint, giving, slab
 from workers import resident as residents
 from workers.checkpoint import BadSlab, Found, Known, Written
 from workers.house import House
@@ -41,7 +41,8 @@ class Fetched:
     The first file is its graph, if it runs one; the others are its inputs, by port.
 
     The image lies in `slab`, which is empty where there is none.  Of the `input_bytes` so many were
-    `fetched_bytes`: read from the store, as they did not lie on this host.
+    `fetched_bytes`: read from the store, as they did not lie on this host, and no other gave them.
+    `ways` says of each input, by port, how it came: one of core.messages.WAYS.
     """
 
     code: Path
@@ -49,6 +50,7 @@ class Fetched:
     slab: int
     input_bytes: int = 0
     fetched_bytes: int = 0
+    ways: dict[str, str] = field(default_factory=dict)
     index_bytes: int = 0
     image: Saving | None = None
 
@@ -97,17 +99,31 @@ def fetch(
     return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image, **counted)
 
 
-def _inputs(launch: Launch, house: House, fds: list[int]) -> dict[str, int]:
-    """Open the inputs, in the order of their ports; what they took."""
+def _inputs(launch: Launch, house: House, fds: list[int]) -> JSON:
+    """Open the inputs, in the order of their ports; what they took, and how each came."""
     all_bytes = fetched_bytes = 0
+    ways = dict[str, str]()
     with _as_cause("exception"):
         for port in sorted(launch.inputs):
-            opened = house.cache.opened(launch.inputs[port]["sha256"], house.store)
-            fds.append(opened.fd)
-            size = os.fstat(opened.fd).st_size
+            fd, ways[port] = opened(launch.inputs[port], house)
+            fds.append(fd)
+            size = os.fstat(fd).st_size
             all_bytes += size
-            fetched_bytes += size if opened.is_fetched else 0
-    return {"input_bytes": all_bytes, "fetched_bytes": fetched_bytes}
+            fetched_bytes += size if ways[port] == "store" else 0
+    return {"input_bytes": all_bytes, "fetched_bytes": fetched_bytes, "ways": ways}
+
+
+def opened(source: JSON, house: House) -> tuple[int, str]:
+    """An input, as a Launch names it, from this host, or another one, or else the store; and which
+    of them it was.  Raises as the store does.
+    """
+    sha256, copies = source["sha256"], source.get("copies", [])
+    if (fd := house.cache.held(sha256)) is not None:
+        return fd, "here"
+    fd = giving.taken(copies, sha256, source["size_bytes"], house.cache) if copies else None
+    if fd is not None:
+        return fd, "host"
+    return house.cache.opened(sha256, house.store).fd, "store"
 
 
 def unpack(bundle: str, house: House) -> Path:
@@ -205,12 +221,12 @@ def keep(
         raise OutOfStep(str(error)) from error
 
 
-def store(bulk: socket.socket, size: int, store: Store) -> JSON:
+def store(bulk: socket.socket, size: int, house: House) -> JSON:
     """Keep an output that a resident sends; how it is told of.  Raises OutOfStep, OSError."""
-    return _stored(_received(bulk, size), store)
+    return _stored(_received(bulk, size), size, house)
 
 
-def publish(bulk: socket.socket, size: int, store: Store) -> JSON:
+def publish(bulk: socket.socket, size: int, house: House) -> JSON:
     """The same of one that is to be a datablock, with what is in it; it must be tensors."""
     head = bytearray()
 
@@ -219,16 +235,16 @@ def publish(bulk: socket.socket, size: int, store: Store) -> JSON:
             head.extend(piece[: HEAD_BYTES - len(head)])
             yield piece
 
-    kept = _stored(looked_at(), store)
+    kept = _stored(looked_at(), size, house)
     try:
         return {**kept, **tensorfile.read(bytes(head), size).summary()}
     except BadTensorFile as error:
         raise OutOfStep(f"what it publishes is no file of tensors: {error}") from error
 
 
-def _stored(pieces: Iterator[bytes], store: Store) -> JSON:
+def _stored(pieces: Iterator[bytes], size: int, house: House) -> JSON:
     try:
-        sha256, size_bytes = store.put(pieces)
+        sha256, size_bytes = house.cache.stored(pieces, size, house.store)
     except OSError as error:
         if not isinstance(error, TimeoutError):
             for _ in pieces:  # so that the next output begins where it should

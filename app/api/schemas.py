@@ -466,6 +466,7 @@ class PlacementOut(Out):
         held_us=4_200_000,
         input_bytes=786_560,
         fetched_bytes=0,
+        ways={"weights": "here"},
         guest=False,
         first_step=800,
         last_step=1200,
@@ -481,7 +482,10 @@ class PlacementOut(Out):
     held_us: int
     input_bytes: int = Field(0, description="what its inputs took: outputs and datablocks")
     fetched_bytes: int = Field(
-        0, description="of them, read from the store; the rest lay on the host already"
+        0, description="of them, read from the store; the rest lay on the host, or another gave it"
+    )
+    ways: dict[str, Literal["here", "host", "store"]] = Field(
+        {}, description="by port, whether an input lay here, another host gave it, or the store"
     )
     first_step: int | None
     last_step: int | None
@@ -606,6 +610,10 @@ class CrossingOut(Out):
     moved_bytes: int | None = Field(description="null until it was taken; without its head")
     head_bytes: int | None = Field(
         description="what its file holds beside the block itself; null until it was taken"
+    )
+    ways: list[Literal["host", "store"]] = Field(
+        description="how it came: from the host that made it, or from the store; both, if it came "
+        "more than once; empty until it was taken, and where it lay on the host that took it"
     )
 
 

@@ -57,13 +57,16 @@ class Launch(Order):
     have given the task to anybody else; then the order alone seats it, and no answer is waited for.
 
     If it is `beside`, others stay there, and they take turns as the answers say (`Answer.rota`).
+
+    An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are
+    device workers that may have it still: {"place": [address, port], "key"} (`workers.giving`).
     """
 
     tenant: str
     run: JSON  # {"job": "module:Class"}, {"function": "module:name"} or {"graph": "sha256:…"}
     bundle: str  # sha256 of the uploaded code
     params: JSON
-    inputs: JSON  # port -> {"sha256", "format"?, "datablock"?: "NAME@VERSION"}; default: an image
+    inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see below
     outputs: list[str]
     world_size: int
     preset: JSON
@@ -140,6 +143,7 @@ class Started(Event):
     switch_us: int = 0  # how long the seat stood empty for it, once it could have been taken
     input_bytes: int = 0  # of its inputs,
     fetched_bytes: int = 0  # of which so many were read from the store
+    ways: JSON = field(default_factory=dict)  # port -> which of WAYS its input came by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +205,9 @@ class Stopped(Event):
 
 #: The files that a command left in its folder `artifacts`; no declared output can be called so.
 ARTIFACTS = "artifacts.zip"
+
+#: How an input came to a task: it lay on its host, another host gave it, or the store was read.
+WAYS = ("here", "host", "store")
 
 #: Why an attempt failed -> whether another attempt may help (`retry.max` permitting).
 CAUSES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -18,6 +19,7 @@ from app.models import (
     Island,
     Line,
     Need,
+    Order,
     Placement,
     Request,
     Task,
@@ -26,6 +28,7 @@ from app.models import (
     User,
 )
 from app.settings import settings
+from app.signing import block_key
 from workers.control import Control
 from workers.island import Scheduler
 
@@ -333,7 +336,8 @@ def two(committed, sent):
     west.hear()
     with db.transaction() as session:
         add_task(session, "prep", descriptor={**DESCRIPTOR, "outputs": ["x"]})
-        add_task(session, "train", kind="cuda", needs=["prep"])
+        taking = {**DESCRIPTOR, "inputs": {"p0": "prep.x"}}
+        add_task(session, "train", kind="cuda", needs=["prep"], descriptor=taking)
     with db.transaction() as session:
         assert assign.assign_new(session) == {"east", "west"}
     west.look()
@@ -359,6 +363,25 @@ class TestSeveralIslands:
         with db.transaction() as session:
             (one,) = assign.crossings(session, "req_r")
         assert (one.moved_bytes, one.head_bytes) == (3, 2)
+
+    @pytest.mark.parametrize("is_up", [True, False])
+    def test_a_launch_says_who_may_have_what_it_takes_and_the_plan_how_it_came(self, two, is_up):
+        east, west = two
+        east.facts |= {"links": ["10.0.0.1", 9], "secret": "ab" * 32}
+        east.hear(started("prep"), finished("prep", x=1))
+        with db.transaction() as session:
+            if not is_up:
+                goes_dark(session, "east")
+        west.look()
+        key = block_key("ab" * 32, "6" * 64)
+        with db.transaction() as session:
+            order = session.scalars(select(Order).where(Order.task_id == "tsk_train")).one()
+            copies = order.body["inputs"]["p0"]["copies"]
+            assert copies == ([{"place": ["10.0.0.1", 9], "key": key}] if is_up else [])
+            assert assign.crossings(session, "req_r")[0].ways == []
+        west.hear(replace(started("train"), ways={"p0": "host" if is_up else "store"}))
+        with db.transaction() as session:
+            assert assign.crossings(session, "req_r")[0].ways == ["host" if is_up else "store"]
 
     def test_the_island_whose_tasks_wait_is_told_of_the_end_at_once(self, two, monkeypatch):
         told = []

@@ -20,7 +20,7 @@ class Desk:
 
     def __init__(self):
         self.calls = queue.SimpleQueue()
-        self.links = Links("127.0.0.1", self.calls.put)
+        self.links = Links("127.0.0.1", self.calls.put, self)
         self.joined = queue.SimpleQueue()
         self._selector, self._ends = selectors.DefaultSelector(), threading.Event()
         self.links.listen(self._selector)
@@ -106,7 +106,7 @@ def test_who_knows_a_secrets_digest_alone_proves_nothing(desk):
     with socket.create_connection(desk.links.place) as stranger:
         stranger.settimeout(10)
         stranger.sendall(hello)
-        answer = links._read(stranger, links._CHALLENGE_BYTES + links._PROOF_BYTES)
+        answer = links.read(stranger, links._CHALLENGE_BYTES + links._PROOF_BYTES)
         stranger.sendall(answer[links._CHALLENGE_BYTES :])  # its own proof is no proof of ours
         assert stranger.recv(1) == b""
     assert desk.joined.empty()
@@ -118,12 +118,12 @@ def test_an_outpost_does_not_join_who_cannot_prove_that_it_is_home():
         def answer():
             sock, _ = server.accept()
             with sock:
-                links._read(sock, links._HELLO.size)
+                links.read(sock, links._HELLO.size)
                 sock.sendall(bytes(links._CHALLENGE_BYTES + links._PROOF_BYTES))
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ConnectionRefusedError, match="not the gang's home"):
+        with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
             connect(list(server.getsockname()), SECRET, 1, once)
         thread.join()
 

@@ -1,0 +1,20 @@
+"""pre: how each input of a launch came: it lay there, another host gave it, or from the store."""
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = "0024"
+down_revision = "0022"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.execute("SET LOCAL lock_timeout = '5s'")  # rather fail than stop the API
+    column = sa.Column("ways", postgresql.JSONB(), server_default="{}", nullable=False)
+    op.add_column("placements", column)
+
+
+def downgrade() -> None:
+    op.drop_column("placements", "ways")
