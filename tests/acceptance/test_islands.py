@@ -62,6 +62,8 @@ class Processes:
         env |= {"ROUNDHOUSE_HOME": facts["home"], "REDIS_URL": facts["redis_url"]}
         if name.startswith("device"):
             env.pop("DATABASE_URL", None)
+            env["ROUNDHOUSE_STORE"] = f"{facts['home']}/store"
+            env["ROUNDHOUSE_HOME"] = f"{facts['home']}/{self.island}"  # a disk of its own
             return {**env, "ROUNDHOUSE_DEVICE": self.device(name)}
         return {**env, "DATABASE_URL": facts["database_url"]}
 
@@ -174,8 +176,11 @@ def test_what_an_island_has_not_ended_goes_on_on_the_other_when_it_is_killed_who
 ROUNDS = 4
 
 
-def pipeline(nap_s):
-    """Two stages, one on each island if there are two: forward through both, and back."""
+def pipeline(nap_s, word=""):
+    """Two stages, one on each island if there are two: forward through both, and back.
+
+    With another `word` its nodes have other names, and draw other numbers.
+    """
     declared = {"h": {"dtype": "float32", "shape": [32, 32]}}
     work = {"function": "ops:stage", "outputs": ["h"], "tensors": declared}
     est = {"est": {"ms": nap_s * 1000}}
@@ -183,17 +188,17 @@ def pipeline(nap_s):
     for lane in "ab":
         other = {"a": "b", "b": "a"}[lane]
         for n in range(ROUNDS):
-            before = {"x": f"{lane}{n - 1}.h", "y": f"{other}{n - 1}.h"} if n else {}
-            params = {"nap_s": nap_s, "n": n}
-            nodes.append({"name": f"{lane}{n}", **work, **est, "inputs": before, "params": params})
-    ends = {"a": f"a{ROUNDS - 1}.h", "b": f"b{ROUNDS - 1}.h"}
+            given = {"x": f"{word}{lane}{n - 1}.h", "y": f"{word}{other}{n - 1}.h"} if n else {}
+            made = {"inputs": given, "params": {"nap_s": nap_s, "n": n}}
+            nodes.append({"name": f"{word}{lane}{n}", **work, **est, **made})
+    ends = {"a": f"{word}a{ROUNDS - 1}.h", "b": f"{word}b{ROUNDS - 1}.h"}
     end = {"name": "end", "function": "ops:summed", "inputs": ends, "outputs": ["parameters"]}
     return {"nodes": [*nodes, end], "outputs": {"parameters": "end.parameters"}}
 
 
-def submit_graph(client, name, *, islands=2, nap_s=0.6):
+def submit_graph(client, name, *, islands=2, nap_s=0.6, word=""):
     task = {
-        **{"name": "pipe", "run": {"graph": pipeline(nap_s)}, "islands": islands},
+        **{"name": "pipe", "run": {"graph": pipeline(nap_s, word)}, "islands": islands},
         **{"retry": {"max": 1}, "checkpoint": {"every_s": 0.5, "keep": 2}},
     }
     return client.submit({"name": name, "bundle": client.bundle, "tasks": [task]})["id"]
@@ -216,10 +221,11 @@ def whole(islands):
     return ended(client, id)
 
 
-def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands, whole):
+def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands):
     system, _ = islands
     client = system.client("alpha")
-    id = submit_graph(client, "on-both")
+    whole = ended(client, submit_graph(client, "one", islands=1, nap_s=0.01, word="one-"))
+    id = submit_graph(client, "on-both", word="one-")
     assert ended(client, id) == whole
     plan = client.get(f"/v1/requests/{id}/plan")
     assert {place["island"] for place in plan["tasks"]} == {"local", "east"}
@@ -228,6 +234,8 @@ def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands, w
     for one in plan["crossings"]:
         assert one["moved_bytes"] == one["planned_bytes"] == 32 * 32 * 4
         assert 0 < one["head_bytes"] < 20_000
+        assert one["ways"] == ["host"]
+    assert set(ways_of(client, id)) == {"here", "host"}  # nobody had to look into the store
     system.check_ledger()
 
 
@@ -255,6 +263,37 @@ def test_a_graph_on_both_ends_with_the_same_bits_whoever_is_killed(islands, whol
     system.check_ledger()
     east.start(*{"leader", "standby", "device.0"} - east.running.keys())
     assert system.until(lambda: is_up(client, "east.0"))
+
+
+def test_who_made_a_block_is_killed_and_it_comes_from_the_store_with_the_same_bits(islands):
+    system, east = islands
+    client, root = system.client("alpha"), system.client("platform", "platform_admin")
+    whole = ended(client, submit_graph(client, "new", islands=1, nap_s=0.01, word="new-"))
+    id = submit_graph(client, "maker-killed", nap_s=1.0, word="new-")
+    client.wait_until(id, lambda request: any(on_east(request, "running")), timeout_s=60)
+    root.post("/v1/devices/local.0/cordon")  # so that nothing is taken there before
+    client.wait_until(id, lambda request: any(on_east(request, "done")), timeout_s=60)
+    east.kill("device.0")
+    root.post("/v1/devices/local.0/uncordon")
+    client.wait_until(id, lambda _: "store" in ways_of(client, id), timeout_s=60)
+    east.start("device.0")
+    assert ended(client, id) == whole
+    system.check_ledger()
+    assert system.until(lambda: is_up(client, "east.0"))
+
+
+def on_east(request, state):
+    return [task["island"] == "east" and task["state"] == state for task in request["tasks"]]
+
+
+def ways_of(client, id):
+    """How each input came, of each launch."""
+    return [
+        way
+        for task in client.request(id)["tasks"]
+        for place in client.items(f"/v1/tasks/{task['id']}/placements")
+        for way in place["ways"].values()
+    ]
 
 
 def kill_executor(system):
