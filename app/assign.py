@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
@@ -40,6 +40,8 @@ EFFORT = Effort(guard=1050, search=20_000, exact=10_000)  # 200 tasks take a six
 USUAL_NS = 60 * 10**9  # a task of which nothing is known
 USUAL_BYTES = 1 << 20  # an output that nobody has seen yet
 TOGETHER = 1.02  # of the time that a request takes, that portions of its graphs stay together
+APART_NS = 10**8  # what a leg gives within such a time is given together, as far as is planned
+STAYS_BYTES = 1 << 50  # what a leg holds between two of its outputs: it never changes its island
 MAX_PERMUTED = 4  # islands, for the ways in which portions may lie on them
 PAGE = 100  # requests of a lost island that one transaction takes over
 
@@ -323,20 +325,25 @@ class _Scene:
     def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
         names = tuple(island.id for island in islands)
         links = self.links.setdefault(names, tuple(_links(names)))
-        before = {task.id: task.island for task in work.tasks if task.island is not None}
+        island = {task.id: task.island for task in work.tasks if task.island is not None}
+        before = {n.id: island[_task_of(n)] for n in graph.nodes if _task_of(n) in island}
         if not before:
             free = apportion(graph, islands, links, EFFORT)
             ways = [apportion(way, islands, links, EFFORT) for way in _together(work, graph, names)]
             best = min(ways, key=lambda way: (way.makespan_ns, way.bytes), default=free)
             return best if best.makespan_ns <= TOGETHER * free.makespan_ns else free
-        done = [task.id for task in work.tasks if task.state in ENDED]
+        ended = {task.id for task in work.tasks if task.state in ENDED}
+        done = [node.id for node in graph.nodes if _task_of(node) in ended]
         # What has ended lies in the store, which is as near to one island as to the other.
         at = {block: names for node in graph.nodes if node.id in done for block in node.writes}
         return reassign(graph, islands, links, before=before, done=done, at=at, effort=EFFORT)
 
 
 def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]) -> Graph:
-    """Its tasks as nodes, the outputs that they take from each other as blocks."""
+    """Its tasks as nodes, the outputs that they take from each other as blocks.
+
+    A leg gives some while it runs: it is several nodes there, one behind the other on one island.
+    """
     blocks, nodes = dict[str, int](), list[Node]()
     writes = defaultdict[str, dict[str, None]](dict)
     known = {task.id: task for task in work.tasks}
@@ -344,24 +351,70 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
         block = f"{need.needs_id}.{need.output}"
         writes[need.needs_id][block] = None
         blocks[block] = _bytes(known[need.needs_id], need.output)
+    spells = {
+        task.id: list(_spells(task, work.time_ns[task.id], writes[task.id])) for task in work.tasks
+    }
     for task in work.tasks:
         if not able[task.id] and task.state not in ENDED:
             raise Unplaceable(f"node {task.id}", "no island has such a device")
         needs = work.needs.get(task.id, ())
         reads = dict.fromkeys(f"{need.needs_id}.{need.output}" for need in needs if need.port)
-        nodes.append(
-            Node(
-                id=task.id,
-                time_ns={task.kind: work.time_ns[task.id]},
-                reads=tuple(reads),
-                writes=tuple(writes[task.id]),
-                after=tuple(dict.fromkeys(need.needs_id for need in needs if not need.port)),
-                width=task.devices_min,
-                devices=() if len(able[task.id]) == len(all_) else able[task.id],
-            )
+        after = {need.needs_id: len(spells[need.needs_id]) - 1 for need in needs if not need.port}
+        whole = Node(
+            id=task.id,
+            time_ns={task.kind: work.time_ns[task.id]},
+            reads=tuple(reads),
+            after=tuple(_spell(id, last) for id, last in after.items()),
+            width=task.devices_min,
+            devices=() if len(able[task.id]) == len(all_) else able[task.id],
         )
-    sizes = tuple(Block(id=id, bytes=bytes_) for id, bytes_ in blocks.items())
+        nodes += _in_turn(whole, spells[task.id])
+    held = {block: STAYS_BYTES for node in nodes for block in node.writes if block not in blocks}
+    sizes = tuple(Block(id=id, bytes=bytes_) for id, bytes_ in (blocks | held).items())
     return Graph(nodes=tuple(nodes), blocks=sizes)
+
+
+def _in_turn(whole: Node, spells: Sequence[_Spell]) -> Iterator[Node]:
+    """A task as nodes, each of which needs what the one before it holds."""
+    taken = whole
+    for n, (time_ns, given) in enumerate(spells):
+        held = f"{_spell(whole.id, n)}.held"
+        writes = (*given, held) if n + 1 < len(spells) else tuple(given)
+        times = dict.fromkeys(whole.time_ns, time_ns)
+        yield replace(taken, id=_spell(whole.id, n), time_ns=times, writes=writes)
+        taken = replace(whole, reads=(held,), after=())
+
+
+def _spell(task: str, n: int) -> str:
+    return f"{task}/{n}" if n else task
+
+
+def _task_of(node: Node) -> str:
+    return node.id.partition("/")[0]
+
+
+_Spell = tuple[int, list[str]]
+
+
+def _spells(task: Row[Any], time_ns: int, blocks: Collection[str]) -> Iterator[_Spell]:
+    """How long it runs on until it gives some of its blocks, again and again; what it gives soon
+    one after the other is given together.
+    """
+    after_ms = {} if task.leg is None else task.leg.get("after_ms", {})
+    at_ns = {}
+    for block in blocks:
+        ms = after_ms.get(block.rpartition(".")[2])
+        at_ns[block] = time_ns if ms is None else min(time_ns, int((ms + LAUNCH_MS) * 1e6))
+    ran_ns, together = 0, list[str]()
+    for block, at in sorted(at_ns.items(), key=lambda one: one[1]):
+        if together and at - at_ns[together[0]] > APART_NS:
+            yield at_ns[together[-1]] - ran_ns, together
+            ran_ns, together = at_ns[together[-1]], []
+        together.append(block)
+    if together and at_ns[together[-1]] + APART_NS < time_ns:
+        yield at_ns[together[-1]] - ran_ns, together
+        ran_ns, together = at_ns[together[-1]], []
+    yield time_ns - ran_ns, together
 
 
 def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Graph]:
@@ -376,9 +429,12 @@ def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Gra
         return
     for chosen in permutations(islands, count):
         seats = {id: chosen[n] for id, n in portion.items()}
-        if all(seats.get(node.id, "") in ("", *(node.devices or islands)) for node in graph.nodes):
+        if all(
+            seats.get(_task_of(node), "") in ("", *(node.devices or islands))
+            for node in graph.nodes
+        ):
             seated = (
-                replace(node, devices=(seats[node.id],)) if node.id in seats else node
+                replace(node, devices=(seats[_task_of(node)],)) if _task_of(node) in seats else node
                 for node in graph.nodes
             )
             yield replace(graph, nodes=tuple(seated))

@@ -55,7 +55,8 @@ class News:
     """What there is to read: in which tables something changed, and what time has brought.
 
     `horizon` is the oldest transaction that may still bring more.  `abroad` are tasks of other
-    islands that have ended, and that tasks here may wait for.  `due` are blocked tasks whose
+    islands that have ended, and that tasks here may wait for; `given` are outputs of tasks of any
+    island that run on.  `due` are blocked tasks whose
     time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save, and
     `moves` moves that are under way or asked for.
     """
@@ -65,6 +66,7 @@ class News:
     devices: bool
     tasks: bool
     abroad: bool
+    given: bool
     users: bool
     due: bool
     saves: bool
@@ -211,7 +213,9 @@ class Follower:
         if news.abroad:
             ended += session.scalars(self._ended_abroad())
         if ended:
-            self._take_in(session, board, self._dependents(ended))
+            self._take_in(session, board, self._dependents(Need.needs_id == func.any(ended)))
+        if news.given:
+            self._take_in(session, board, self._dependents(Need.given >= _xid(self.since)))
         if self.locked:
             self._unlock(session, board)
         elif news.due:
@@ -245,7 +249,7 @@ class Follower:
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
         mine = Need.task_id == TaskRow.id
-        open_ = needs.where(mine, needed.state != "done").exists()
+        open_ = needs.where(mine, needed.state != "done", Need.given.is_(None)).exists()
         broken = needs.where(mine, needed.state.in_(("failed", "cancelled"))).exists()
         time_has_come = or_(
             TaskRow.not_before.is_(None), TaskRow.not_before <= func.to_timestamp(now_s)
@@ -263,8 +267,8 @@ class Follower:
         """Those of them that waited for their time."""
         return self._startable(now_s).where(TaskRow.not_before <= func.to_timestamp(now_s))
 
-    def _dependents(self, ended: list[str]) -> Select[Any]:
-        ids = select(Need.task_id).where(Need.needs_id == func.any(ended))
+    def _dependents(self, which: ColumnElement[bool]) -> Select[Any]:
+        ids = select(Need.task_id).where(which)
         return snapshot.tasks().where(
             TaskRow.id.in_(ids), TaskRow.island == self.island, TaskRow.state.not_in(ENDED)
         )
@@ -360,6 +364,8 @@ _NEWS = text(
             >= since, false) as tasks,
         coalesce((select txid from tasks where abroad and state in ('done', 'failed', 'cancelled')
             order by txid desc limit 1) >= since, false) as abroad,
+        coalesce((select given from needs where given is not null
+            order by given desc limit 1) >= since, false) as given,
         coalesce((select txid from users order by txid desc limit 1) >= since, false)
             or coalesce((select txid from accounts order by txid desc limit 1) >= since, false)
             as users,

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, Select, func, or_, select, text, update
+from sqlalchemy import ColumnElement, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer
@@ -659,7 +659,7 @@ def _take_in(
         return False
     if event.seq == task.event_seq + 1:
         task.event_seq = event.seq
-        if placement.ended_at is None or isinstance(event, messages.Saved):
+        if placement.ended_at is None or isinstance(event, messages.Saved | messages.Stored):
             placement.last_step = event.step
             _note(session, task, placement, event)
             if careful:
@@ -864,6 +864,19 @@ def _of_writer(column: Any, event: messages.Saved) -> Any:
     return query.scalar_subquery()
 
 
+def _stored(session: Session, task: Task, placement: Placement, event: messages.Stored) -> None:
+    """An output of a leg that is told so is durable whatever becomes of the leg, so that others may
+    begin with it.  Run again, the leg makes the same bits: what was told first stays.
+    """
+    if task.state in ENDED or event.output in task.outputs:
+        return
+    task.outputs = {**task.outputs, event.output: event.kept}
+    takers = Need.needs_id == task.id, Need.port != "", Need.output == event.output
+    given = update(Need).where(*takers).values(given=func.pg_current_xact_id())
+    session.execute(given.execution_options(synchronize_session=False))
+    _nudge_abroad(session, task, *takers)
+
+
 def _paused(session: Session, task: Task, placement: Placement, event: messages.Paused) -> None:
     device = task.seat
     _move(session, task, Move.Paused)
@@ -890,7 +903,7 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
         return
     _close(session, task, placement, "finished")
     _move(session, task, Move.Finished)
-    task.step, task.result, task.outputs = event.step, event.result, event.outputs
+    task.step, task.result, task.outputs = event.step, event.result, _kept(task, event.outputs)
     task.passed = event.passed if "graph" in task.descriptor["run"] else None
     if event.took_ms and task.passed is not None:
         graphs.learn(session, task, event.took_ms)
@@ -898,6 +911,11 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
     for output, name in sorted(publish.items()):
         _publish(session, task, output, name)
+
+
+def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:
+    """Of a leg, what it gave while it ran stays what it was: others began with that."""
+    return {**outputs, **task.outputs} if "part" in task.descriptor["run"] else outputs
 
 
 def _publish(session: Session, task: Task, output: str, name: str) -> None:
@@ -925,7 +943,7 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     _close(session, task, placement, "failed")
     task.step = max(task.step, event.step)
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
-    task.outputs = event.outputs
+    task.outputs = _kept(task, event.outputs)
     older = event.cause == "image" and _damage(session, task, event.epoch)
     away = event.cause in ("store", "host")  # no fault of its own
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
@@ -975,6 +993,7 @@ def _stopped(session: Session, task: Task, placement: Placement, event: messages
 _EVENTS: dict[type, Any] = {
     messages.Started: _started,
     messages.Saved: _saved,
+    messages.Stored: _stored,
     messages.Resized: _resized,
     messages.Paused: _paused,
     messages.Finished: _finished,
@@ -1201,17 +1220,17 @@ def _close(session: Session, task: Task, placement: Placement, end: str) -> None
 def _end(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
     task.ended_at, task.image_on = db.now(session), None
     task.move_to = task.moving = None
-    if task.abroad:
-        for island in session.scalars(_waiting_abroad(task)):
-            db.after_commit(session, partial(outbox.nudge_island, island))
+    _nudge_abroad(session, task, Need.needs_id == task.id)
     tell(session, task, type_, message, **data)
 
 
-def _waiting_abroad(task: Task) -> Select[tuple[str]]:
-    """The other islands with tasks that wait for its end."""
-    waits = Need.task_id == Task.id
-    query = select(Task.island).join(Need, waits).where(Need.needs_id == task.id)
-    return query.where(Task.island != task.island).distinct()
+def _nudge_abroad(session: Session, task: Task, *takers: ColumnElement[bool]) -> None:
+    """Tell the other islands with tasks that waited for this, after the commit."""
+    if not task.abroad:
+        return
+    query = select(Task.island).join(Need, Need.task_id == Task.id).where(*takers)
+    for island in session.scalars(query.where(Task.island != task.island).distinct()):
+        db.after_commit(session, partial(outbox.nudge_island, island))
 
 
 def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:

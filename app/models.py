@@ -535,13 +535,19 @@ class Task(Base):
 
 
 class Need(Base):
-    """`task_id` starts only when `needs_id` is done; `port` takes its `output` ("": `after`)."""
+    """`task_id` starts only when `needs_id` is done; `port` takes its `output` ("": `after`).
+
+    It need not wait for that if the output was `given` before: by this transaction it was seen that
+    it is durable, while `needs_id`, a leg of a graph, runs on.
+    """
 
     __tablename__ = "needs"
     task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
     needs_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True, index=True)
     port: Mapped[str] = mapped_column(primary_key=True, server_default="")
     output: Mapped[str] = mapped_column(server_default="")
+    given: Mapped[int | None] = mapped_column(Xid8)
+    __table_args__ = (Index("ix_needs_given", "given", postgresql_where=text("given is not null")),)
 
 
 class Line(Base):

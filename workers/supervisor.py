@@ -1053,6 +1053,9 @@ class Supervisor(threading.Thread):
         else:
             resident.send("kept", what=f"output:{name}")
             resident.outputs[name] = stored
+            if "part" in resident.stay.launch.run and not resident.is_gone:
+                resident.stay.tell(messages.Stored, now_us(), output=name, kept=stored)
+                self.rhythm.happened = True  # others wait for it
         self._close_if_gone(resident)
 
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:

@@ -3,16 +3,18 @@
 `cut` gives every node to a portion, one for each island (`portions.apportion`, islands alike): few
 bytes cross at a makespan near the best.  A portion never waits for another one on its device: where
 it needs a block of another one it ends, and goes on as its next **leg**, a task that starts when
-the block is there.  So a leg is what an island schedules, one message to it, and everything that
-holds of tasks holds of legs: they are paused, moved, begun again, charged, and fenced.
+the block is there, whether the leg that makes it has ended or runs on.  So a leg is what an island
+schedules, one message to it, and everything that holds of tasks holds of legs: they are paused,
+moved, begun again, charged, and fenced.
 
 * A leg has nodes of one portion that are neighbours in the plan.  Where one ends is weighed
-  (`pieces`): what waits for its blocks goes on the earlier, and every leg costs a launch.
+  (`pieces`): what needs blocks begins the earlier, and every leg costs a launch.
 * Large graphs, for which that takes too long, are cut by rule as well, and what is expected to end
   sooner is taken.  There nodes have a level: how often what they need has crossed between portions.
   A leg has nodes of one portion and one level; what it needs of its own portion was made by legs
-  before it, and what it needs of others has a lower level.  It is cut shorter where it has given
-  something to another portion, or needs one block more, if its nodes take `LEG_MS` at least.
+  before it, and what it needs of others has a lower level.  It is cut shorter where it needs one
+  block more, if its nodes take `LEG_MS` at least; and where it has given something to another
+  portion, if several executors run it, as these give all at its end.
 * So legs never wait for each other in a ring, in however many directions the cut is crossed.
 * Where all that is expected to take as long as on one island, it stays whole.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from app.core import placement
@@ -42,7 +45,8 @@ JSON = dict[str, Any]
 MAX_NODES = 2000  # of a graph that is cut: a few seconds
 MAX_NAME = 50  # of its task, since legs are called NAME.PORTION.LEG
 LEG_MS = 500.0  # by rule a leg of several nodes takes so long at least, if it was cut to be short
-LAUNCH_MS = 150.0  # from when all is there that a leg needs until it runs
+LAUNCH_MS = 150.0  # from when its place is free until a leg runs there
+GIVE_MS = 50.0  # from when a node has run until what it made lies in the store, and that is known
 USUAL_MS = 1.0  # as in core.spread
 USUAL_BYTES = 1 << 20
 EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
@@ -54,7 +58,8 @@ class Leg:
 
     `ports` are the inputs of the task that they read, `takes` maps further inputs to the blocks of
     other legs that they are.  `gives` maps outputs to blocks that other legs take, `ends` those of
-    the graph that are made here.  `bytes` of these is what is declared, or usual.
+    the graph that are made here.  `bytes` of these is what is declared, or usual, and `after_ms`
+    how long it is to run until others have them; without those that they have at its end.
     """
 
     portion: int
@@ -65,6 +70,7 @@ class Leg:
     ends: Mapping[str, str]
     ms: float
     bytes: Mapping[str, int]
+    after_ms: Mapping[str, float]
 
     def as_json(self) -> JSON:
         """What a launch says of it, beside the graph."""
@@ -74,6 +80,7 @@ class Leg:
             "gives": {**self.gives, **self.ends},
             "ms": self.ms,
             "bytes": dict(self.bytes),
+            "after_ms": dict(self.after_ms),
         }
 
 
@@ -185,11 +192,12 @@ class _Legs:
         self.maker = {block: node.name for node in graph.nodes for block in node.writes}
         self.sizes, self.needed = declared(graph), waits(graph)
         self.level = self._levels()
-        self.gives = {
+        self.give_ms = give_ms = GIVE_MS if executors == 1 else None
+        self.gives_at_end = {
             other
             for name, others in self.needed.items()
             for other in others
-            if seats[other] != seats[name]
+            if give_ms is None and seats[other] != seats[name]
         }
         self.planned = planned
         ms = {name: _ms(node) / executors for name, node in self.nodes.items()}
@@ -198,6 +206,7 @@ class _Legs:
             needs={name: set(others) for name, others in self.needed.items()},
             ms=ms,
             launch_ms=launch_ms,
+            give_ms=give_ms,
         )
         ways = (weighed(work), played(work, self._by_rule()))
         best = min(ways, key=lambda way: way.cost_ms)
@@ -235,7 +244,7 @@ class _Legs:
         piece, ms, taken = list[str](), 0.0, set[str]()
         for name in names:
             across = {o for o in self.needed[name] if self.seats[o] != self.seats[name]}
-            ends = bool(piece) and (piece[-1] in self.gives or bool(across - taken))
+            ends = bool(piece) and (piece[-1] in self.gives_at_end or bool(across - taken))
             if ends and ms >= LEG_MS:
                 yield tuple(piece)
                 piece, ms, taken = [], 0.0, set()
@@ -250,6 +259,11 @@ class _Legs:
         writes = {block for node in nodes for block in node.writes}
         gives = {number[block]: block for block in number if block in writes}
         ends = {o: block for o, block in self.graph.outputs.items() if block in writes}
+        ran_ms = dict(zip(piece, accumulate(map(_ms, nodes)), strict=True))
+        after_ms = dict[str, float]()
+        if self.give_ms is not None:
+            given = (gives | ends).items()
+            after_ms = {o: ran_ms[self.maker[block]] + self.give_ms for o, block in given}
         return Leg(
             portion=self.seats[piece[0]],
             nodes=piece,
@@ -259,6 +273,7 @@ class _Legs:
             ends=ends,
             ms=sum(_ms(node) for node in nodes),
             bytes={o: _bytes(block, self.sizes) for o, block in {**gives, **ends}.items()},
+            after_ms=after_ms,
         )
 
 

@@ -157,6 +157,16 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Event):
+    """One output of a leg is durable in the store, `kept` there as a Finished says it; the leg
+    runs on, and whoever waits for that output alone may start.
+    """
+
+    output: str
+    kept: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(Event):
     """The ranks sit on so many `seats` now; what they left is free.
 
@@ -316,7 +326,7 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Launch, Pause, Save, Resize, Cancel,
-        Started, Saved, Resized, Paused, Finished, Failed, Stopped,
+        Started, Saved, Stored, Resized, Paused, Finished, Failed, Stopped,
         ResidentView, LogLines, Alive, Answer,
     )
 }  # fmt: skip

@@ -1,25 +1,27 @@
 """Where the portions of a graph are cut into legs, so that all of it ends soonest.
 
 The nodes of a portion run one after the other in the order of the plan, and consecutive ones are a
-**piece**: what one leg runs.  A piece begins when all that it needs of others has ended, and gives
-what it has made when it ends itself.  So many pieces let others begin early; but each costs a
-launch, for which its place stands still.  `cut` weighs the two by what it would come to: `timed`
-plays the pieces through, as the islands' schedulers will start them.
+**piece**: what one leg runs.  A piece begins when all that it needs of others is there.  What a
+node has made is there for others when it lies in the store, a moment after it has run, while the
+piece goes on; where several executors share a piece, when all of it has ended.  So many pieces let
+nodes begin early; but each costs a launch, for which its place stands still.  `cut` weighs the two
+by what it would come to: `timed` plays the pieces through, as the islands' schedulers will start
+them.
 
-A cut is of use only behind a node that another portion waits for, or at either side of one that
-waits for another portion.  With all of these cut no piece waits for itself: a way out of a piece
-begins at its last node, one into it ends at its first, and the plan has the first before the last.
-From there cuts are taken away, and put back, as long as that costs less: the time until all has
-ended, and a part of every launch, as others have the machines for it that are spared one.
+A cut is of use only at either side of a node that waits for another portion, or, if its block is
+there only at the end, behind one that another portion waits for.  With all of these cut no piece
+waits for itself: a way into a piece ends at its first node, and one out of it begins there or
+later.  From there cuts are taken away, and put back, as long as that costs less: the time until all
+has ended, and a part of every launch, as others have the machines for it that are spared one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from math import inf
 
 EFFORT = 300_000  # nodes looked at: a second or two, and all there is to try for some hundred
@@ -33,12 +35,16 @@ Piece = tuple[str, ...]
 class Work:
     """`portions` lists the nodes of each portion in the order of the plan, `needs` of each node
     those that it waits for, of whatever portion, and `ms` how long it takes.
+
+    What a node has made is there for other pieces `give_ms` after it has run; None: when its piece
+    has ended.
     """
 
     portions: Mapping[int, Sequence[str]]
     needs: Mapping[str, AbstractSet[str]]
     ms: Mapping[str, float]
     launch_ms: float
+    give_ms: float | None = None
     seats: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,12 +80,13 @@ def timed(work: Work, pieces: Sequence[Piece]) -> Timed:
     began, ends_ms = list[tuple[float, int]](), 0.0
     while lane := min(lanes.values(), key=_Lane.next_ms):
         at_ms, n = lane.begin()
-        lane.free_ms = end_ms = at_ms + work.launch_ms + sum(map(work.ms.__getitem__, pieces[n]))
+        runs_ms = at_ms + work.launch_ms
+        lane.free_ms = runs_ms + sum(map(work.ms.__getitem__, pieces[n]))
         began.append((at_ms, n))
-        ends_ms = max(ends_ms, end_ms)
-        for other in behind[n]:
+        ends_ms = max(ends_ms, lane.free_ms)
+        for other, after_ms in behind[n]:
             before[other] -= 1
-            ready_ms[other] = max(ready_ms[other], end_ms)
+            ready_ms[other] = max(ready_ms[other], runs_ms + after_ms)
             if not before[other]:
                 places[other].may_begin(other, ready_ms[other])
     if len(began) < len(pieces):
@@ -88,15 +95,30 @@ def timed(work: Work, pieces: Sequence[Piece]) -> Timed:
     return Timed(tuple(pieces[n] for _, n in began), ends_ms, cost_ms)
 
 
-def _edges(work: Work, pieces: Sequence[Piece]) -> tuple[list[int], list[list[int]]]:
-    """For how many others each piece waits, and which wait for it."""
-    home = {name: n for n, piece in enumerate(pieces) for name in piece}
-    before, behind = [0] * len(pieces), list[list[int]]([] for _ in pieces)
+def _edges(work: Work, pieces: Sequence[Piece]) -> tuple[list[int], list[list[tuple[int, float]]]]:
+    """For how many others each piece waits; and which wait for it, each with how long after it was
+    launched all is there that they need of it.
+    """
+    made = {name: (n, ms) for n, piece in enumerate(pieces) for name, ms in _made(work, piece)}
+    before, behind = [0] * len(pieces), list[list[tuple[int, float]]]([] for _ in pieces)
     for n, piece in enumerate(pieces):
-        for other in {home[o] for name in piece for o in work.needs[name]} - {n}:
-            before[n] += 1
-            behind[other].append(n)
+        last_ms = dict[int, float]()
+        for name in piece:
+            for other in work.needs[name]:
+                giver, ms = made[other]
+                last_ms[giver] = max(ms, last_ms.get(giver, 0.0))
+        last_ms.pop(n, None)
+        before[n] = len(last_ms)
+        for giver, ms in last_ms.items():
+            behind[giver].append((n, ms))
     return before, behind
+
+
+def _made(work: Work, piece: Piece) -> Iterator[tuple[str, float]]:
+    """By node, how long after its piece was launched what it made is there for others."""
+    ran_ms = list(accumulate(map(work.ms.__getitem__, piece)))
+    for name, ms in zip(piece, ran_ms, strict=True):
+        yield name, ran_ms[-1] if work.give_ms is None else ms + work.give_ms
 
 
 class _Lane:
@@ -134,17 +156,17 @@ class _Search:
 
     def __init__(self, work: Work, effort: int) -> None:
         self.work, self.effort = work, effort
-        waited_for = {
+        gives_at_end = {
             other
             for name, others in work.needs.items()
             for other in others
-            if work.seats[other] != work.seats[name]
+            if work.give_ms is None and work.seats[other] != work.seats[name]
         }
         self.able = [
             (n, portion)
             for portion, names in work.portions.items()
             for n in range(1, len(names))
-            if names[n - 1] in waited_for or self._waits(names[n - 1]) or self._waits(names[n])
+            if names[n - 1] in gives_at_end or self._waits(names[n - 1]) or self._waits(names[n])
         ]
         self.able.sort()
 

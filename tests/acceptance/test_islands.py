@@ -196,9 +196,22 @@ def pipeline(nap_s, word=""):
     return {"nodes": [*nodes, end], "outputs": {"parameters": "end.parameters"}}
 
 
-def submit_graph(client, name, *, islands=2, nap_s=0.6, word=""):
+def fork(nap_s):
+    """What `first` makes is read by both others: one on its own island, and one on the other."""
+    work = {"function": "ops:stage", "outputs": ["h"]}
+    first = {"name": "first", **work, "est": {"ms": 500}, "params": {"nap_s": nap_s / 6}}
+    more = {**work, "est": {"ms": nap_s * 1000}, "inputs": {"x": "first.h"}}
+    sides = [
+        {"name": name, **more, "params": {"nap_s": nap_s, "n": n}} for n, name in enumerate("lr")
+    ]
+    ends = {"a": "l.h", "b": "r.h"}
+    end = {"name": "end", "function": "ops:summed", "inputs": ends, "outputs": ["parameters"]}
+    return {"nodes": [first, *sides, end], "outputs": {"parameters": "end.parameters"}}
+
+
+def submit_graph(client, name, *, islands=2, nap_s=0.6, graph=pipeline, **more):
     task = {
-        **{"name": "pipe", "run": {"graph": pipeline(nap_s, word)}, "islands": islands},
+        **{"name": "pipe", "run": {"graph": graph(nap_s, **more)}, "islands": islands},
         **{"retry": {"max": 1}, "checkpoint": {"every_s": 0.5, "keep": 2}},
     }
     return client.submit({"name": name, "bundle": client.bundle, "tasks": [task]})["id"]
@@ -294,6 +307,36 @@ def ways_of(client, id):
         for place in client.items(f"/v1/tasks/{task['id']}/placements")
         for way in place["ways"].values()
     ]
+
+
+def test_a_leg_begins_while_the_one_whose_block_it_reads_runs_on(islands):
+    """Whoever is killed then, all ends with the same bits."""
+    system, east = islands
+    client = system.client("alpha")
+    alone = submit_graph(client, "fork-whole", islands=1, nap_s=0.01, graph=fork)
+    right = ended(client, alone)
+    id = submit_graph(client, "fork", nap_s=4.0, graph=fork)
+
+    def reader(request):
+        """Of a task that runs as well."""
+        running = {t["name"]: t for t in request["tasks"] if t["state"] == "running"}
+        for task in running.values():
+            for need in task["needs"]:
+                if need["task"] in running:
+                    return running[need["task"]]
+        return None
+
+    request = client.wait_until(id, reader, timeout_s=60)
+    maker = reader(request)
+    if maker["island"] == "local":
+        kill_executor(system)
+    else:
+        east.kill("device.0")
+        east.start("device.0")
+    assert ended(client, id) == right
+    again = client.items(f"/v1/tasks/{maker['id']}/placements")
+    assert sorted(item["end"] for item in again) == ["finished", "lost"]
+    system.check_ledger()
 
 
 def kill_executor(system):

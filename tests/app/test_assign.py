@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import func, select, update
 
 from app import assign, db, wishes
-from app.core.messages import Alive, Finished, ResidentView, Saved, Started
+from app.core.messages import Alive, Failed, Finished, Paused, ResidentView, Saved, Started, Stored
 from app.models import (
     Checkpoint,
     Device,
@@ -195,6 +195,20 @@ class TestNew:
         portions = [{found[name] for name in found if name.startswith(f"p.{n}.")} for n in (0, 1)]
         assert portions in ([{"east"}, {"west"}], [{"west"}, {"east"}])
 
+    @pytest.mark.parametrize(("after_ms", "number"), [({"x": 500}, 2), ({}, 1)])
+    def test_who_reads_what_a_leg_gives_while_it_runs_has_another_island(
+        self, session, people, after_ms, number
+    ):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=1)
+
+        part = {"nodes": ["n"], "ms": 4000, "bytes": {"x": 10**9}, "after_ms": after_ms}
+        run = {"graph": "sha256:" + "0" * 64, "part": part}
+        add_task(session, "p.0.0", descriptor={**DESCRIPTOR, "run": run})
+        add_task(session, "p.1.0", descriptor={**DESCRIPTOR, "run": run}, needs=["p.0.0"])
+        assign.assign_new(session)
+        assert len({*islands(session).values()}) == number
+
     def test_a_portion_may_not_wait_where_another_island_is_free(self, session, people):
         add_island(session, "east", cpu=1)
         add_island(session, "west", cpu=1)
@@ -316,6 +330,13 @@ def finished(task, *, seq=2, epoch=1, held_us=7000, **outputs):
     )
 
 
+def stored(task, output, *, seq=2, epoch=1, sha256="6" * 64):
+    kept = {"sha256": sha256, "size_bytes": 5, "head_bytes": 2}
+    return Stored(
+        task=f"tsk_{task}", epoch=epoch, seq=seq, step=3, held_us=0, output=output, kept=kept
+    )
+
+
 def states(session):
     session.expire_all()
     query = select(Task.name, Task.state, Task.island, Task.epoch).order_by(Task.name)
@@ -399,6 +420,111 @@ class TestSeveralIslands:
             "prep": "failed",
             "train": "failed",
         }
+        with db.transaction() as session:
+            assert session.get_one(Request, "req_r").state == "failed"
+
+
+LEG = {"graph": "sha256:" + "1" * 64, "part": {"nodes": ["n"], "bytes": {}}}
+
+
+@pytest.fixture
+def leg(two):
+    """The first task is a leg of a graph that gives x, then y; it runs."""
+    with db.transaction() as session:
+        train = session.scalar(select(Task).where(Task.name == "train"))
+        train.descriptor = {**train.descriptor, "inputs": {"p0": "prep.x"}}
+        prep = session.scalar(select(Task).where(Task.name == "prep"))
+        prep.descriptor = {**prep.descriptor, "run": LEG, "outputs": ["x", "y"]}
+
+    two[0].hear(started("prep"))
+    return two
+
+
+def taken_on_west():
+    """The hash of what the second task was launched with."""
+    with db.transaction() as session:
+        bodies = session.scalars(select(Order.body).where(Order.task_id == "tsk_train"))
+        return [taken["sha256"] for body in bodies for taken in body["inputs"].values()]
+
+
+class TestAnOutputThatIsDurable:
+    def test_unlocks_who_waits_for_it_while_its_leg_runs(self, leg, monkeypatch):
+        told, (east, west) = [], leg
+        monkeypatch.setattr("app.outbox.nudge_island", told.append)
+        east.hear(stored("prep", "x"))
+        assert told == ["west"]
+        west.look()
+        assert seen()["prep"][0] == "running"
+        assert seen()["train"] == ("starting", "west", 1)
+        assert taken_on_west() == ["6" * 64]
+
+    def test_but_not_who_waits_for_another(self, leg):
+        east, west = leg
+        east.hear(stored("prep", "y"))
+        west.look()
+        assert seen()["train"][0] == "blocked"
+
+    def test_is_told_again_and_counts_once(self, leg, monkeypatch):
+        told, (east, _) = [], leg
+        east.hear(stored("prep", "x"))
+        monkeypatch.setattr("app.outbox.nudge_island", told.append)
+        east.hear(stored("prep", "x"), stored("prep", "x", seq=3, sha256="7" * 64))
+        assert told == []
+        with db.transaction() as session:
+            prep = session.scalar(select(Task).where(Task.name == "prep"))
+            assert (prep.event_seq, prep.outputs["x"]["sha256"]) == (3, "6" * 64)
+
+    def test_is_heard_by_a_board_that_is_read_anew(self, leg):
+        east, west = leg
+        east.hear(stored("prep", "x"))
+        west.scheduler.follower.forget()
+        west.look()
+        assert seen()["train"][0] == "starting"
+
+    def test_counts_of_one_that_was_paused_meanwhile(self, leg):
+        east, west = leg
+        paused = Paused(task="tsk_prep", epoch=1, seq=2, step=3, held_us=7)
+        with db.transaction() as session:
+            session.scalar(select(Task).where(Task.name == "prep")).hold = "user"
+        east.look()
+        east.hear(paused, stored("prep", "x", seq=3), residents=[view("prep", "paused")])
+        west.look()
+        assert seen()["prep"][0] == "blocked"
+        assert seen()["train"][0] == "starting"
+
+    def test_stays_when_its_leg_is_killed_and_run_again(self, leg):
+        east, west = leg
+        east.hear(stored("prep", "x"))
+        west.look()
+        east.hear(incarnation="p2")  # its process was killed, and what it held
+        east.look()
+        assert seen()["prep"] == ("starting", "east", 2)
+        west.hear(started("train"), finished("train"))
+        assert seen()["train"][0] == "done"
+        again = {"epoch": 2, "seq": 1}
+        run = replace(started("prep", epoch=2), **again)
+        east.hear(run, finished("prep", seq=2, epoch=2, x=1, y=1), incarnation="p2")
+        assert seen()["prep"][0] == "done"
+        with db.transaction() as session:
+            assert session.get_one(Request, "req_r").state == "done"
+
+    def test_stays_when_its_leg_fails_for_good_and_the_request_with_it(self, leg):
+        """Who has begun ends; who waits for what will never come is given up."""
+        east, west = leg
+        with db.transaction() as session:
+            add_task(session, "last", kind="cuda", island="west")
+            session.add(Need(task_id="tsk_last", needs_id="tsk_prep", port="y", output="y"))
+        east.hear(stored("prep", "x"))
+        west.look()
+        failed = Failed(
+            task="tsk_prep", epoch=1, seq=3, step=5, held_us=9, cause="uncapturable", message="no"
+        )
+        east.hear(failed)
+        west.look()
+        found = {name: state for name, (state, *_) in seen().items()}
+        assert found == {"prep": "failed", "train": "starting", "last": "failed"}
+        west.hear(started("train"), finished("train"))
+        assert seen()["train"][0] == "done"
         with db.transaction() as session:
             assert session.get_one(Request, "req_r").state == "failed"
 

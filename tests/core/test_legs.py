@@ -101,11 +101,11 @@ def test_no_cut_is_made_where_sending_takes_longer() -> None:
     assert len(cut(wide, 2, 1, bytes_per_s=SPEED)) == 1
 
 
-def legs_of(whole: TaskGraph, seats: dict[str, int]) -> tuple[Leg, ...]:
+def legs_of(whole: TaskGraph, seats: dict[str, int], executors: int = 1) -> tuple[Leg, ...]:
     """With the portions given."""
     order = taskgraph.order(whole)
     planned = {str(p): [n for n in order if seats[n] == p] for p in {*seats.values()}}
-    return subject._Legs(whole, seats, planned).found()
+    return subject._Legs(whole, seats, planned, executors).found()
 
 
 def test_a_leg_ends_where_it_would_wait_for_another_portion() -> None:
@@ -121,19 +121,22 @@ def test_a_leg_ends_where_it_would_wait_for_another_portion() -> None:
     ]
 
 
-def test_a_long_leg_ends_where_it_has_given_something_and_a_short_one_goes_on() -> None:
-    def shared(ms: float) -> list[tuple[str, ...]]:
+def test_a_long_leg_ends_where_it_has_given_something_if_it_gives_that_at_its_end() -> None:
+    """As several executors do; a single one gives what it has made while it goes on."""
+
+    def shared(ms: float, executors: int) -> list[tuple[str, ...]]:
         both = graph(
             node("a0", ms=ms),
             node("a1", "a0.o", ms=ms),
             *(node(f"b{n}", f"a{n}.o") for n in (0, 1)),
             y="b0.o",
         )
-        legs = legs_of(both, {"a0": 0, "a1": 0, "b0": 1, "b1": 1})
+        legs = legs_of(both, {"a0": 0, "a1": 0, "b0": 1, "b1": 1}, executors)
         return [leg.nodes for leg in legs if leg.portion == 0]
 
-    assert shared(ms=1000) == [("a0",), ("a1",)]
-    assert shared(ms=1) == [("a0", "a1")]
+    assert shared(ms=1000, executors=2) == [("a0",), ("a1",)]
+    assert shared(ms=1, executors=2) == [("a0", "a1")]
+    assert shared(ms=1000, executors=1) == [("a0", "a1")]
 
 
 @given(st.integers(0, 10**6), st.integers(2, 4))
