@@ -242,7 +242,9 @@ class Outgoing:
         self.sending = True
         body, what = self.waiting.popleft()
         sizes = {"size_bytes": body.size_bytes, "head_bytes": body.head_bytes}
-        self.work.say("saving", what=what, at_step=self.work.step, **sizes)
+        # Behind the last one the end is told, which says all of them.
+        early = self.work.ctx.result is None or bool(self.waiting)
+        self.work.say("saving", what=what, at_step=self.work.step, early=early, **sizes)
         threading.Thread(target=_write, args=(self.work.bulk, body), daemon=True).start()
 
 

@@ -314,6 +314,10 @@ class Resident:
         declared = output in self.stay.launch.outputs
         return declared or (self.is_command and output == messages.ARTIFACTS)
 
+    def is_awaited(self, output: str) -> bool:
+        """Others are to begin with it while this one runs on."""
+        return output in self.stay.launch.run.get("part", {}).get("after_ms", ())
+
     @property
     def artifacts(self) -> JSON:
         return {name: kept for name, kept in self.outputs.items() if name == messages.ARTIFACTS}

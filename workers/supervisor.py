@@ -1015,11 +1015,12 @@ class Supervisor(threading.Thread):
             raise Nonsense(f"an output of {size} bytes with a head of {head}")
         if size > 2 * self.house.memory_bytes + 2**30:
             raise Nonsense(f"an output of {size} bytes")
+        early = message.get("early") is True and resident.is_awaited(name)
         bulk, house = resident.bulk, self.house
         keep = transfer.publish if name in resident.stay.launch.publish else transfer.store
         self._aside(
             lambda: {**keep(bulk, size, house), "head_bytes": head},
-            lambda stored: self._output_stored(resident, name, stored),
+            lambda stored: self._output_stored(resident, name, stored, early=early),
         )
 
     def _image_stored(
@@ -1046,14 +1047,16 @@ class Supervisor(threading.Thread):
             self.read_from.remove(resident)
             resident.close_stores()
 
-    def _output_stored(self, resident: Resident, name: str, stored: JSON | BaseException) -> None:
+    def _output_stored(
+        self, resident: Resident, name: str, stored: JSON | BaseException, *, early: bool
+    ) -> None:
         resident.is_saving = False
         if isinstance(stored, BaseException):
             self._not_stored(resident, f"output:{name}", stored)
         else:
             resident.send("kept", what=f"output:{name}")
             resident.outputs[name] = stored
-            if "part" in resident.stay.launch.run and not resident.is_gone:
+            if early and not resident.is_gone:
                 resident.stay.tell(messages.Stored, now_us(), output=name, kept=stored)
                 self.rhythm.happened = True  # others wait for it
         self._close_if_gone(resident)

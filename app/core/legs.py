@@ -58,8 +58,8 @@ class Leg:
 
     `ports` are the inputs of the task that they read, `takes` maps further inputs to the blocks of
     other legs that they are.  `gives` maps outputs to blocks that other legs take, `ends` those of
-    the graph that are made here.  `bytes` of these is what is declared, or usual, and `after_ms`
-    how long it is to run until others have them; without those that they have at its end.
+    the graph that are made here.  `bytes` of these is what is declared, or usual.  `after_ms` are
+    those that other portions take while it runs on, and when they can.
     """
 
     portion: int
@@ -199,6 +199,12 @@ class _Legs:
             for other in others
             if give_ms is None and seats[other] != seats[name]
         }
+        self.crossing = {
+            block
+            for node in graph.nodes
+            for block in node.reads
+            if block in self.maker and seats[self.maker[block]] != seats[node.name]
+        }
         self.planned = planned
         ms = {name: _ms(node) / executors for name, node in self.nodes.items()}
         work = Work(
@@ -260,10 +266,11 @@ class _Legs:
         gives = {number[block]: block for block in number if block in writes}
         ends = {o: block for o, block in self.graph.outputs.items() if block in writes}
         ran_ms = dict(zip(piece, accumulate(map(_ms, nodes)), strict=True))
-        after_ms = dict[str, float]()
-        if self.give_ms is not None:
-            given = (gives | ends).items()
-            after_ms = {o: ran_ms[self.maker[block]] + self.give_ms for o, block in given}
+        after_ms = {
+            output: ran_ms[self.maker[block]] + self.give_ms
+            for output, block in gives.items()
+            if self.give_ms is not None and block in self.crossing
+        }
         return Leg(
             portion=self.seats[piece[0]],
             nodes=piece,

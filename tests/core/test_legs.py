@@ -139,6 +139,18 @@ def test_a_long_leg_ends_where_it_has_given_something_if_it_gives_that_at_its_en
     assert shared(ms=1000, executors=1) == [("a0", "a1")]
 
 
+def test_what_another_portion_takes_is_there_while_its_leg_runs_on() -> None:
+    pipe = graph(
+        node("a0"), node("a1", "a0.o"), node("b", "a0.o"), node("a2", "a1.o", "b.o"), y="a2.o"
+    )
+    seats = {"a0": 0, "a1": 0, "b": 1, "a2": 0}
+    first, other, _ = legs_of(pipe, seats)
+    block = {giver: output for output, giver in first.gives.items()}
+    assert first.after_ms == {block["a0.o"]: 1000 + subject.GIVE_MS}  # a1.o stays at home
+    assert [*other.after_ms.values()] == [1000 + subject.GIVE_MS]
+    assert not any(leg.after_ms for leg in legs_of(pipe, seats, executors=2))
+
+
 @given(st.integers(0, 10**6), st.integers(2, 4))
 @Profile(max_examples=150, deadline=None)
 def test_however_the_cut_is_crossed_legs_in_their_order_give_what_the_whole_gives(
