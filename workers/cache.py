@@ -88,9 +88,11 @@ class Cache:
         """An entry can be another name of the store's file."""
         if not isinstance(store.place, Folder):
             return False
-        for folder in (self.folder, store.place.root):
-            folder.mkdir(parents=True, exist_ok=True)
-        return self.folder.stat().st_dev == store.place.root.stat().st_dev
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return self.folder.stat().st_dev == store.place.root.stat().st_dev
+        except OSError:
+            return False  # if that matters, it is told when something is written there
 
     def _fetched(self, sha256: str, store: Store) -> int:
         with store.open(sha256) as file:

@@ -1,10 +1,11 @@
 """Blocks from host to host: what lies in this host's cache is given to device workers of others.
 
 The store is where a block is durable; this only saves the way there and back.  A device worker has
-a secret, which its island learns from its facts.  A launch says of each input which workers may
-have it, and the key by which each of them gives that block (`app.signing.block_key`): whoever
-connects proves that it knows it, by the same handshake as the hosts of a gang (`workers.links`).
-So a worker gets what it was launched to take, a stranger nothing, and a job has no network at all.
+a secret as long as it lives, which its island learns from its facts.  A launch says of each input
+which workers may have it, and the key by which each of them gives that block
+(`app.signing.block_key`): whoever connects proves that it knows it, by the same handshake as the
+hosts of a gang (`workers.links`).  So a worker gets what it was launched to take, a stranger
+nothing, and a job has no network at all.
 
     worker of the giver -> taker   how many bytes there are, 0 if it is not here any more; the bytes
 
@@ -144,7 +145,7 @@ def _received(sock: socket.socket, size: int, draft: Draft) -> str:
     while left:
         came = sock.recv_into(piece, min(left, _PIECE))
         if not came or time.monotonic() > until_s:
-            raise TimeoutError(f"{left} of {size} bytes did not come in time")
+            raise TimeoutError(f"{left} of {size} bytes did not come, or too slowly")
         digest.update(piece[:came])
         draft.write(piece[:came])
         left -= came

@@ -285,8 +285,8 @@ class TestKept:
         cache.stored([b"large" * 100], 500, store)
         assert {entry.name for entry in cache.folder.iterdir()} == set(kept[2:])
 
-    def test_a_full_disk_does_not_keep_it_from_the_store(self, tmp_path, monkeypatch):
-        store, cache = self.far(tmp_path, monkeypatch), Cache(tmp_path / "cache", 64 * MB)
+    def test_a_cache_that_cannot_be_written_does_not_keep_it_from_the_store(self, tmp_path):
+        store, cache = Store.at(tmp_path / "store"), Cache(tmp_path / "cache", 64 * MB)
         (tmp_path / "cache").write_text("no folder")
         assert cache.stored([BODY], len(BODY), store) == (SHA256, len(BODY))
 
