@@ -16,10 +16,12 @@ moved, begun again, charged, and fenced.
   block more, if its nodes take `LEG_MS` at least; and where it has given something to another
   portion, if several executors run it, as these give all at its end.
 * So legs never wait for each other in a ring, in however many directions the cut is crossed.
+* A short node whose block several portions read is run by each of them, where that is quicker
+  (`repeats`): it needs no launch of its own then, and nobody waits for its block.
 * Where all that is expected to take as long as on one island, it stays whole.
 
-A block is known by the leg and the node that made it; it is made once, and what is lost is made
-again by the same nodes with the same bits.
+A block is known by the leg and the node that made it; what is lost is made again by the same nodes
+with the same bits.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from app.core.pieces import cut as weighed
 from app.core.pieces import timed as played
 from app.core.placement import Link
 from app.core.portions import Island, Room, apportion
+from app.core.repeats import original, repeated
 from app.core.search import Effort
 from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, order, timed, waits
 
@@ -47,6 +50,7 @@ MAX_NAME = 50  # of its task, since legs are called NAME.PORTION.LEG
 LEG_MS = 500.0  # by rule a leg of several nodes takes so long at least, if it was cut to be short
 LAUNCH_MS = 150.0  # from when its place is free until a leg runs there
 GIVE_MS = 50.0  # from when a node has run until what it made lies in the store, and that is known
+SHORT = 0.5  # of a launch: what takes no longer may be run by each portion that needs it
 USUAL_MS = 1.0  # as in core.spread
 USUAL_BYTES = 1 << 20
 EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
@@ -137,11 +141,28 @@ def cut(
     alike = [Island(id=name, rooms=room) for name in names]
     found = apportion(_to_place(graph), alike, links, EFFORT)
     seats = {name: int(island) for name, island in found.seats.items()}
-    legs = _Legs(graph, seats, found.portions, executors, launch_ms)
+    ways = [_Legs(graph, seats, found.portions, executors, launch_ms)]
+    if short := _short(graph, bytes_per_s, launch_ms):
+        again = repeated(graph, seats, found.portions, short)
+        ways.append(_Legs(again.graph, again.seats, again.planned, executors, launch_ms))
+    legs = min(ways, key=lambda way: way.cost_ms)
     if len(found.portions) > 1 and legs.ends_ms >= legs.whole_ms:
         nodes = order(graph)
         return _Legs(graph, dict.fromkeys(nodes, 0), {"0": nodes}, executors, launch_ms).found()
     return legs.found()
+
+
+def _short(graph: TaskGraph, bytes_per_s: int, launch_ms: float) -> frozenset[str]:
+    """Nodes that take, with the way of what they read, so much less than a launch that portions
+    that need their blocks do better to run them too.
+    """
+    sizes = declared(graph)
+
+    def ms(node: Node) -> float:
+        read = sum(_bytes(block, sizes) for block in node.reads if not block.startswith(INPUT))
+        return _ms(node) + 1e3 * read / bytes_per_s
+
+    return frozenset(node.name for node in graph.nodes if ms(node) < SHORT * launch_ms)
 
 
 def _to_place(graph: TaskGraph) -> placement.Graph:
@@ -216,7 +237,7 @@ class _Legs:
         )
         ways = (weighed(work), played(work, self._by_rule()))
         best = min(ways, key=lambda way: way.cost_ms)
-        self.pieces, self.ends_ms = best.pieces, best.ends_ms
+        self.pieces, self.ends_ms, self.cost_ms = best.pieces, best.ends_ms, best.cost_ms
         self.whole_ms = launch_ms + sum(ms.values())
 
     def _by_rule(self) -> list[Piece]:
@@ -273,10 +294,12 @@ class _Legs:
         }
         return Leg(
             portion=self.seats[piece[0]],
-            nodes=piece,
+            nodes=tuple(map(original, piece)),
             ports=tuple(one.removeprefix(INPUT) for one in reads if one.startswith(INPUT)),
-            takes={number[one]: one for one in reads if one in number and one not in writes},
-            gives=gives,
+            takes={
+                number[one]: original(one) for one in reads if one in number and one not in writes
+            },
+            gives={output: original(block) for output, block in gives.items()},
             ends=ends,
             ms=sum(_ms(node) for node in nodes),
             bytes={o: _bytes(block, self.sizes) for o, block in {**gives, **ends}.items()},

@@ -16,6 +16,7 @@ from app.core import legs as subject
 from app.core import taskgraph
 from app.core.descriptor import BadDescriptor, Descriptor, as_json, parse
 from app.core.legs import Leg, cut, expanded, of_run, part
+from app.core.repeats import repeated
 from app.core.taskgraph import INPUT, TaskGraph
 
 JSON = dict[str, Any]
@@ -137,6 +138,39 @@ def test_a_long_leg_ends_where_it_has_given_something_if_it_gives_that_at_its_en
     assert shared(ms=1000, executors=2) == [("a0",), ("a1",)]
     assert shared(ms=1, executors=2) == [("a0", "a1")]
     assert shared(ms=1000, executors=1) == [("a0", "a1")]
+
+
+@given(st.integers(0, 10**6), st.integers(2, 4))
+@Profile(max_examples=150, deadline=None)
+def test_whatever_is_run_by_several_portions_they_give_what_the_whole_gives(
+    seed: int, portions: int
+) -> None:
+    whole, draw = random_graph(seed), random.Random(seed)
+    seats = {one.name: draw.randrange(portions) for one in whole.nodes}
+    order = taskgraph.order(whole)
+    planned = {str(p): [n for n in order if seats[n] == p] for p in {*seats.values()}}
+    short = frozenset(draw.sample(sorted(seats), len(seats) // 2))
+    again = repeated(whole, seats, planned, short)
+    legs = subject._Legs(again.graph, again.seats, again.planned).found()
+    for portion in range(portions):
+        ran = [name for leg in legs if leg.portion == portion for name in leg.nodes]
+        assert len(ran) == len({*ran})
+        assert {name for name in seats if seats[name] == portion} <= {*ran}
+        assert {*ran} <= short | {name for name in seats if seats[name] == portion}
+    assert run_legs(whole, legs, {"raw": "raw"}) == run(whole, {"raw": "raw"})
+
+
+def test_a_short_node_between_is_run_by_both_portions_that_wait_for_it() -> None:
+    """As new weights are: each makes them of what both have found, and launches once."""
+    found = [node(f"g{n}", ms=2000) for n in (0, 1)]
+    new = node("new", "g0.o", "g1.o", ms=1)
+    more = [node(f"h{n}", "new.o", f"g{n}.o", ms=2000) for n in (0, 1)]
+    step = graph(*found, new, *more, node("end", "h0.o", "h1.o", ms=1), y="end.o")
+    legs = cut(step, 2, 1, bytes_per_s=SPEED)
+    ran = [{*leg.nodes} for leg in legs]
+    assert sum("new" in names for names in ran) == 2
+    assert not any(names == {"new"} for names in ran)
+    assert run_legs(step, legs, {}) == run(step, {})
 
 
 def test_what_another_portion_takes_is_there_while_its_leg_runs_on() -> None:
