@@ -8,10 +8,10 @@ nodes begin early; but each costs a launch, for which its place stands still.  `
 by what it would come to: `timed` plays the pieces through, as the islands' schedulers will start
 them.
 
-A cut is of use only at either side of a node that waits for another portion, or, if its block is
-there only at the end, behind one that another portion waits for.  With all of these cut no piece
-waits for itself: a way into a piece ends at its first node, and one out of it begins there or
-later.  From there cuts are taken away, and put back, as long as that costs less: the time until all
+Of few nodes all ways are tried.  Else a cut is taken to be of use only at either side of a node
+that waits for another portion, or, if its block is there only at the end, behind one that another
+portion waits for.  With all of these cut no piece waits for itself: a way into a piece ends at its
+first node, and one out of it begins there or later.  From there cuts are taken away, and put back, as long as that costs less: the time until all
 has ended, and a part of every launch, as others have the machines for it that are spared one.
 """
 
@@ -162,13 +162,22 @@ class _Search:
             for other in others
             if work.give_ms is None and work.seats[other] != work.seats[name]
         }
+        everywhere = sorted(
+            (n, portion) for portion, names in work.portions.items() for n in range(1, len(names))
+        )
         self.able = [
             (n, portion)
-            for portion, names in work.portions.items()
-            for n in range(1, len(names))
-            if names[n - 1] in gives_at_end or self._waits(names[n - 1]) or self._waits(names[n])
+            for n, portion in everywhere
+            for last, first in (work.portions[portion][n - 1 : n + 1],)
+            if last in gives_at_end or self._waits(last) or self._waits(first)
         ]
-        self.able.sort()
+        if self._are_few(everywhere):
+            self.able = everywhere
+
+    def _are_few(self, able: Sequence[Cut]) -> bool:
+        """Few enough to look at all ways."""
+        ways: int = 2 ** len(able)
+        return ways * len(self.work.ms) <= self.effort
 
     def _waits(self, name: str) -> bool:
         seats = self.work.seats
@@ -176,7 +185,7 @@ class _Search:
 
     def best(self) -> Timed:
         """Of all ways, if they are few; else from all cuts and from none, and either way along."""
-        if 2 ** len(self.able) * len(self.work.ms) <= self.effort:
+        if self._are_few(self.able):
             every = (
                 set(cuts) for n in range(len(self.able) + 1) for cuts in combinations(self.able, n)
             )
