@@ -11,8 +11,9 @@ them.
 Of few nodes all ways are tried.  Else a cut is taken to be of use only at either side of a node
 that waits for another portion, or, if its block is there only at the end, behind one that another
 portion waits for.  With all of these cut no piece waits for itself: a way into a piece ends at its
-first node, and one out of it begins there or later.  From there cuts are taken away, and put back, as long as that costs less: the time until all
-has ended, and a part of every launch, as others have the machines for it that are spared one.
+first node, and one out of it begins there or later.  From there cuts are taken away, and put back,
+as long as that costs less: the time until all has ended, and a part of every launch, as others have
+the machines for it that are spared one.
 """
 
 from __future__ import annotations
