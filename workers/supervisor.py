@@ -670,11 +670,12 @@ class Supervisor(threading.Thread):
 
     def _held_us(self, now: int) -> dict[str, int]:
         """How long each of those who share the device has held the seat, whether it can or not."""
-        stays = (
-            (share, self.stays.get((share.task, share.epoch)))
-            for share in self.rota.shares.values()
-        )
-        return {share.task: stay.held_us(now) if stay else share.held_us for share, stay in stays}
+        return {
+            task: stay.held_us(now)
+            if (stay := self.stays.get((task, share.epoch)))
+            else share.held_us
+            for task, share in self.rota.shares.items()
+        }
 
     def _who_wants_a_turn(self) -> dict[str, Stay]:
         """Those who share the device with who has the seat, it included; empty if nobody does."""

@@ -213,13 +213,6 @@ class _Legs:
         self.maker = {block: node.name for node in graph.nodes for block in node.writes}
         self.sizes, self.needed = declared(graph), waits(graph)
         self.level = self._levels()
-        self.give_ms = give_ms = GIVE_MS if executors == 1 else None
-        self.gives_at_end = {
-            other
-            for name, others in self.needed.items()
-            for other in others
-            if give_ms is None and seats[other] != seats[name]
-        }
         self.crossing = {
             block
             for node in graph.nodes
@@ -228,14 +221,14 @@ class _Legs:
         }
         self.planned = planned
         ms = {name: _ms(node) / executors for name, node in self.nodes.items()}
-        work = Work(
+        self.work = Work(
             portions={seats[names[0]]: names for names in planned.values() if names},
             needs={name: set(others) for name, others in self.needed.items()},
             ms=ms,
             launch_ms=launch_ms,
-            give_ms=give_ms,
+            give_ms=GIVE_MS if executors == 1 else None,
         )
-        ways = (weighed(work), played(work, self._by_rule()))
+        ways = (weighed(self.work), played(self.work, self._by_rule()))
         best = min(ways, key=lambda way: way.cost_ms)
         self.pieces, self.ends_ms, self.cost_ms = best.pieces, best.ends_ms, best.cost_ms
         self.whole_ms = launch_ms + sum(ms.values())
@@ -271,7 +264,7 @@ class _Legs:
         piece, ms, taken = list[str](), 0.0, set[str]()
         for name in names:
             across = {o for o in self.needed[name] if self.seats[o] != self.seats[name]}
-            ends = bool(piece) and (piece[-1] in self.gives_at_end or bool(across - taken))
+            ends = bool(piece) and (piece[-1] in self.work.at_ends or bool(across - taken))
             if ends and ms >= LEG_MS:
                 yield tuple(piece)
                 piece, ms, taken = [], 0.0, set()
@@ -287,10 +280,11 @@ class _Legs:
         gives = {number[block]: block for block in number if block in writes}
         ends = {o: block for o, block in self.graph.outputs.items() if block in writes}
         ran_ms = dict(zip(piece, accumulate(map(_ms, nodes)), strict=True))
+        give_ms = self.work.give_ms
         after_ms = {
-            output: ran_ms[self.maker[block]] + self.give_ms
+            output: ran_ms[self.maker[block]] + give_ms
             for output, block in gives.items()
-            if self.give_ms is not None and block in self.crossing
+            if give_ms is not None and block in self.crossing
         }
         return Leg(
             portion=self.seats[piece[0]],

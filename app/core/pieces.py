@@ -38,7 +38,7 @@ class Work:
     those that it waits for, of whatever portion, and `ms` how long it takes.
 
     What a node has made is there for other pieces `give_ms` after it has run; None: when its piece
-    has ended.
+    has ended.  Then those that another portion waits for are `at_ends`: cut off, they give sooner.
     """
 
     portions: Mapping[int, Sequence[str]]
@@ -47,10 +47,18 @@ class Work:
     launch_ms: float
     give_ms: float | None = None
     seats: Mapping[str, int] = field(init=False)
+    at_ends: AbstractSet[str] = field(init=False)
 
     def __post_init__(self) -> None:
         seats = {name: portion for portion, names in self.portions.items() for name in names}
+        at_ends = {
+            other
+            for name, others in self.needs.items()
+            for other in others
+            if self.give_ms is None and seats[other] != seats[name]
+        }
         object.__setattr__(self, "seats", seats)
+        object.__setattr__(self, "at_ends", at_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,27 +161,19 @@ Cut = tuple[int, int]  # the place in its portion's list before which it is, and
 
 
 class _Search:
-    """`able` are all cuts that could be of use; `effort` is what may still be spent."""
+    """`able` are the cuts that are tried; `effort` is what may still be spent."""
 
     def __init__(self, work: Work, effort: int) -> None:
         self.work, self.effort = work, effort
-        gives_at_end = {
-            other
-            for name, others in work.needs.items()
-            for other in others
-            if work.give_ms is None and work.seats[other] != work.seats[name]
-        }
         everywhere = sorted(
             (n, portion) for portion, names in work.portions.items() for n in range(1, len(names))
         )
-        self.able = [
-            (n, portion)
-            for n, portion in everywhere
-            for last, first in (work.portions[portion][n - 1 : n + 1],)
-            if last in gives_at_end or self._waits(last) or self._waits(first)
-        ]
-        if self._are_few(everywhere):
-            self.able = everywhere
+        of_use = [one for one in everywhere if self._is_of_use(*one)]
+        self.able = everywhere if self._are_few(everywhere) else of_use
+
+    def _is_of_use(self, n: int, portion: int) -> bool:
+        last, first = self.work.portions[portion][n - 1 : n + 1]
+        return last in self.work.at_ends or self._waits(last) or self._waits(first)
 
     def _are_few(self, able: Sequence[Cut]) -> bool:
         """Few enough to look at all ways."""
