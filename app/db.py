@@ -77,6 +77,11 @@ def after_commit(session: Session, act: Callable[[], None]) -> None:
     session.info.setdefault("after_commit", []).append(act)
 
 
+def is_awaited(session: Session) -> bool:
+    """Something is to be done after the commit."""
+    return bool(session.info.get("after_commit"))
+
+
 async def get_session() -> AsyncIterator[Session]:
     """What is committed already, or was never begun, costs no change of thread."""
     session = _sessions()()

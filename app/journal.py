@@ -488,7 +488,7 @@ def _record(
             logged=_store_logs(session, house, alive.logs),
             keep=keep,
             drop=drop,
-            expect=launch.ahead(session, _coming(house)),
+            expect=launch.ahead(session, [*_coming(house), *_following(session, house)]),
         )
         return answer, changed
 
@@ -1087,6 +1087,24 @@ def _coming(house: _House) -> list[Task]:
         for task in house.tasks.values()
         if task.move_to == here and task.moving is not None and task.seat != here
     ]
+
+
+def _following(session: Session, house: _House) -> Iterator[Task]:
+    """Of each leg that runs here the next one of its portion, if it waits for others."""
+    for task in [house.tasks[id] for id, _ in house.open]:
+        part = task.descriptor["run"].get("part", {})
+        if task.seat != house.device.id or part.get("is_last", True):
+            continue
+        portion = task.name.rpartition(".")[0]  # it is called NAME.PORTION.LEG
+        later = select(Task).where(
+            Task.request_id == task.request_id,
+            Task.island == house.device.island,
+            Task.name.startswith(f"{portion}.", autoescape=True),
+            Task.state == "blocked",
+            Task.epoch == 0,
+            Task.ordinal > task.ordinal,
+        )
+        yield from session.scalars(later.order_by(Task.ordinal).limit(1))
 
 
 def _look_ahead(house: _House, alive: Alive) -> bool:

@@ -87,7 +87,7 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
 
 
 def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
-    """What can be fetched of tasks that are being moved, before they are launched."""
+    """What can be fetched of tasks before they are launched: what there is of their inputs."""
     if not tasks:
         return []
     bundles = _bundles(session, [task.id for task in tasks])
@@ -99,7 +99,7 @@ def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
             "tenant": task.tenant_id,
             "bundle": bundles[task.id],
             "inputs": list(inputs.get(task.id, {}).values()),
-            "image": _newest(migration.from_json(task.moving or {})),
+            "image": _newest(migration.from_json(task.moving)) if task.moving else None,
         }
         for task in tasks
     ]
@@ -147,6 +147,8 @@ def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
         .where(Need.task_id.in_(takers), Need.port != "")
     )
     for id, port, output, outputs, maker in session.execute(query):
+        if output not in outputs:
+            continue  # of who is not launched yet
         kept = outputs[output]
         found[id][port] = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
         found[id][port]["copies"] = _copies(maker or {}, kept["sha256"])

@@ -1,5 +1,7 @@
 """What is fetched of tasks before they are launched here: code, inputs, and images in host memory.
 
+While a leg of a graph runs here, what the next one takes is fetched as it is made elsewhere.
+
 While a task is being moved here its image is fetched round by round; each round lays only what
 changed over what is there.  When it stops, its last image is fetched while it is still being
 written (`checkpoint.follow`).  The Launch then takes the memory over, and fetches what it lacks.
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 AGAIN_S = 2.0  # after a fetch that failed
+REMEMBERED = 10_000  # inputs that were fetched
 LOOK_S = 0.05  # so often a store is asked for what is being written
 
 
@@ -45,9 +48,12 @@ class Ahead:
 class Coming(threading.Thread):
     """One task on its way here.  Nobody but this thread touches the memory until it has ended."""
 
-    def __init__(self, entry: JSON, house: House, happened: Callable[[], None]) -> None:
+    def __init__(
+        self, entry: JSON, house: House, came: dict[str, str], happened: Callable[[], None]
+    ) -> None:
+        """Into `came` is written by which way inputs came, by SHA-256."""
         super().__init__(name=f"ahead {entry['task']}", daemon=True)
-        self.entry, self.house, self.happened = entry, house, happened
+        self.entry, self.house, self.came, self.happened = entry, house, came, happened
         self.ahead: Ahead | None = None
         self._told = threading.Event()  # there is something else to do, or nothing more
         self._over = self._unwanted = self._followed = False
@@ -112,7 +118,10 @@ class Coming(threading.Thread):
         transfer.unpack(entry["bundle"], self.house)
         for source in entry["inputs"]:
             if source["size_bytes"] <= self.house.cache.limit_bytes:
-                os.close(transfer.opened(source, self.house)[0])
+                fd, way = transfer.opened(source, self.house)
+                os.close(fd)
+                if way != "here":
+                    self.came[source["sha256"]] = way
 
     def _fetch(self, entry: JSON) -> None:
         self._get_ready(entry)
@@ -164,15 +173,17 @@ class Coming(threading.Thread):
         return True
 
 
-def fetch(launch: Launch, house: House, taken: Callable[[], Ahead | None]) -> Fetched:
+def fetch(
+    launch: Launch, house: House, came: dict[str, str], taken: Callable[[], Ahead | None]
+) -> Fetched:
     """All that a launch names; of its image only what does not lie here already."""
     here = taken()
     if here is None:
-        return transfer.fetch(launch, house)
+        return transfer.fetch(launch, house, came)
     if not launch.images:
         os.close(here.slab)
-        return transfer.fetch(launch, house)
-    return transfer.fetch(launch, house, held=here.slab, before=here.found)
+        return transfer.fetch(launch, house, came)
+    return transfer.fetch(launch, house, came, held=here.slab, before=here.found)
 
 
 class Lookout:
@@ -182,6 +193,7 @@ class Lookout:
         """`happened` is called from other threads, when an image has come."""
         self.house, self.happened = house, happened
         self.coming: dict[str, Coming] = {}
+        self.came: dict[str, str] = {}  # inputs that no launch has taken yet: SHA-256 -> way
 
     @property
     def held_bytes(self) -> int:
@@ -192,6 +204,8 @@ class Lookout:
     def expect(self, entries: Iterable[JSON], *, here: Iterable[str]) -> None:
         """These and no others; those who are `here` are launched already, and need nothing."""
         launched = set(here)
+        while len(self.came) > REMEMBERED:
+            del self.came[next(iter(self.came))]
         wanted = {entry["task"]: entry for entry in entries if entry["task"] not in launched}
         for task in self.coming.keys() - wanted.keys():
             self.coming.pop(task).drop()
@@ -199,7 +213,7 @@ class Lookout:
             if task in self.coming:
                 self.coming[task].go_on(entry)
             else:
-                self.coming[task] = Coming(entry, self.house, self.happened)
+                self.coming[task] = Coming(entry, self.house, self.came, self.happened)
 
     def launched(self, task: str) -> Callable[[], Ahead | None]:
         """Gives up what lies ahead of a task, to a thread that may wait for it."""

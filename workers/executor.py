@@ -8,6 +8,9 @@ A stage that cannot go on raises `Ending` with the word that is sent up last.  O
 `Wire` and are wishes until the next safe point.  Before every step the trust deadline is read: past
 it nothing steps, whoever hangs.
 
+Who has run a leg of a graph (`core.legs`) lingers for the next one of its portion, if one follows:
+what it made lies there already, and nothing is forked.
+
 Images of the job are copied into its slab, mostly while the next step already runs (`staging`); the
 supervisor is told where they lie, and says when it has kept one.  Outputs leave over the `bulk`
 socket.  Both are done by threads that only copy; nothing else runs beside the job.
@@ -154,6 +157,8 @@ class Work:
     reported_s: float = -math.inf
     saved_s: float = 0.0
     ending: Ending | None = None  # why no image can be made; told when it is back on the seat
+    made: JSON = field(default_factory=dict)  # outputs of the leg before, in this process,
+    lingers: bool = False  # and there will be one after this
     base_bytes: int = 0
     is_back_soon: bool = False  # off its seat only while others of its device have their turn
     turn: int = 0  # of what it was told about where its memory shall be
@@ -278,6 +283,7 @@ class Images:
         self.last_step: int | None = None  # of the newest image that is stored or on its way
         self.left_s = -math.inf  # when that one left
         self.round = 0  # of those of a gang, which are called off together
+        self.used = False  # something was written into the slab
 
     def put(self) -> None:
         """Make one of the last finished step, and have it kept; raises Ending."""
@@ -286,6 +292,7 @@ class Images:
             self._is_leaving()
             self._tell(replace(cast(Lies, self.lies), round=self.round))
             return
+        self.used = True
         with _told():
             captured = self._captured()
             lies = partial(Lies, self.work.step, preset.fingerprint(), captured)
@@ -321,6 +328,7 @@ class Images:
             lying = zip(lies.captured.storages, lies.layout.storages, strict=True)
             self.absence.leave(lying, freed)
             return
+        self.used = True
         with _told():
             captured = self._captured()
             layout, brought = self.staging.bring(captured)
@@ -402,15 +410,36 @@ def execute(
 ) -> int:
     """Live; returns the exit status of the process."""
     work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch)
+    if not is_begun(work):
+        return 1
+    if work.spec["world_size"] > 1:
+        return outpost.conduct(work, live)
+    status = live(work)
+    while work.lingers:
+        work = following(work)
+        if not is_begun(work):
+            return 1
+        status = live(work)
+    return status
+
+
+def is_begun(work: Work) -> bool:
+    """Wait until it is; False if nobody is there any more who could."""
     try:
         take_spec(work)
     except Abandoned:
-        return 1
+        return False
     if work.is_graph:
         read_graph(work)
-    if work.spec["world_size"] == 1:
-        return live(work)
-    return outpost.conduct(work, live)
+    return True
+
+
+def following(work: Work) -> Work:
+    """For the next leg; of this one stays what it gave."""
+    after = Work(wire=work.wire, bulk=work.bulk, trust=work.trust, slab=work.slab, watch=work.watch)
+    after.made, after.preset, after.base_bytes = work.outgoing.values, work.preset, work.base_bytes
+    work.job = work.entry = None  # its other blocks go now, though a ring holds it
+    return after
 
 
 def live(work: Work) -> int:
@@ -439,11 +468,11 @@ def read_graph(work: Work) -> None:
 
 
 def configure(work: Work) -> None:
-    work.base_bytes = _anonymous_bytes()
+    work.base_bytes = work.base_bytes or _anonymous_bytes()
     try:
         work.accelerator = Accelerator(work.spec["kind"])
         work.outgoing, work.images = Outgoing(work), Images(work)
-        work.preset = preset.configure(work.spec["preset"])
+        work.preset = work.preset or preset.configure(work.spec["preset"])
     except preset.NotTaken as error:
         detail = "\n".join(error.differences)
         raise Ending("failed", cause="preset", message=str(error), detail=detail) from error
@@ -501,9 +530,13 @@ def bring_in(work: Work) -> None:
     spec = work.spec
     try:
         for port, source in sorted(spec["inputs"].items()):
+            if source["made"]:
+                work.ctx.inputs[port] = work.made[source["made"]]
+                continue
             work.ctx.inputs[port] = _input(work, source["format"], source["datablock"])
             if source["datablock"]:
                 work.ctx.blocks[source["datablock"]] = port
+        work.made = {}
     except BaseException as error:
         raise _failed(error, cause="exception", begun="An input could not be loaded: ") from error
     work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
@@ -633,7 +666,16 @@ def settle(work: Work) -> None:
     _report(work)
     passed = work.job.passed() if isinstance(work.job, LaneJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
-    raise Ending("finished", result=said, passed=passed, took_ms=took_ms)
+    work.lingers = _lingers(work)
+    told = {"passed": passed, "took_ms": took_ms, "lingers": work.lingers}
+    raise Ending("finished", result=said, **told)
+
+
+def _lingers(work: Work) -> bool:
+    """Where another leg follows, and neither its slab nor its blocks hold what is not its own."""
+    is_last = work.spec["run"].get("part", {}).get("is_last", True)
+    lent = any(source["datablock"] for source in work.spec["inputs"].values())
+    return not (is_last or lent or work.images.used or work.member)
 
 
 def _must_be_small(result: JSON) -> None:
@@ -897,7 +939,7 @@ def _listen(work: Work, timeout_s: float | None) -> None:
 def _take(work: Work, message: JSON) -> None:
     match message["is"]:
         case "begin":
-            work.spec = message["spec"]
+            work.spec, work.wishes = message["spec"], set()
             work.fds, work.wire.fds = work.wire.fds, []
         case "pause" | "yield" | "go":
             _take_turn(work, message)

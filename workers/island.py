@@ -98,22 +98,36 @@ class Scheduler(Loop):
     ) -> tuple[list[Answer], list[Order]]:
         with db.transaction() as session:
             # 1. Only one writes at a time.
-            row, left_s = self._row(session)
-            self.began_s = time.monotonic()
+            row, due = self._begin(session), list[Order]()
             # 2. What devices say is true.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
+            if db.is_awaited(session):  # other islands need not wait for our plan as well
+                due = self._settled(session)
+                db.commit(session)
+                session.expunge_all()
+                row = self._begin(session)
             # 3. Who leads also decides, if anything moved.
-            self.leads = leads = self._lead(session, row, left_s)
-            if not leads:
-                self.follower.forget()
             if look_now or any(changed for _, changed in recorded):
                 plan = self._plan if careful else self._cycle
-                again_s = plan(session) if leads else settings().tick_s
+                again_s = plan(session) if self.leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s
-            journal.settle(session)
-            self.tally.write(session, row, leads=leads)
-            due = self._due(session)
+            due += self._settled(session)
+            self.tally.write(session, row, leads=self.leads)
             return [self._with_order(answer) for answer, _ in recorded], due
+
+    def _begin(self, session: Session) -> Island:
+        """Nobody else writes until the commit; and who leads is known."""
+        row, left_s = self._row(session)
+        self.began_s = time.monotonic()
+        self.leads = self._lead(session, row, left_s)
+        if not self.leads:
+            self.follower.forget()
+        return row
+
+    def _settled(self, session: Session) -> list[Order]:
+        """All is written down that the commit makes true; orders to be sent after it."""
+        journal.settle(session)
+        return self._due(session)
 
     def _due(self, session: Session) -> list[Order]:
         """Orders to be sent: the new ones; what was sent long ago is looked for in between."""

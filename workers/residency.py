@@ -106,6 +106,8 @@ class Residency:
             if not self._end_one(self.living):
                 return "places", False
         while self.free_bytes < wanted:
+            if self._end_one(r for r in self.living if r.lingers):
+                continue
             leaving = [r for r in self.living if r.level == "leaving"]
             if leaving and self.free_bytes + sum(r.on_device_bytes for r in leaving) >= wanted:
                 return "", False
@@ -205,7 +207,8 @@ class Residency:
     # --- who is needed last ---
 
     def needed_last_first(self, paused: Iterable[Resident]) -> list[Resident]:
-        """As the island expects it; where it does not say, by when each is expected back.
+        """As the island expects it; where it does not say, by when each is expected back.  Who only
+        lingers is needed last.
 
         Who shares a device takes turns: each comes back about as long after its pause as it did
         before.  Of those that have not come back yet, the one paused first has waited longest and
@@ -215,13 +218,13 @@ class Residency:
         known = [r.absent_us for r in self.living if r.absent_us]
         usual_us = sum(known) // len(known) if known else 0
 
-        def need(resident: Resident) -> tuple[int, int]:
+        def need(resident: Resident) -> tuple[bool, int, int]:
             back_us = resident.paused_us + (resident.absent_us or usual_us)
-            return place.get(resident.task, len(place)), back_us
+            return resident.lingers, place.get(resident.task, len(place)), back_us
 
         return sorted(paused, key=need, reverse=True)
 
 
 def _may_end(resident: Resident) -> bool:
-    paused = resident.stay.state == "paused" and not resident.doom
-    return paused and resident.is_durable and not resident.is_saving
+    off = resident.stay.state == "paused" or resident.lingers
+    return off and not resident.doom and resident.is_durable and not resident.is_saving

@@ -37,6 +37,7 @@ LAST_LINES = 20  # of stderr, told as the detail of a command that failed
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
 MESSAGES_LIMIT = 1_000
+LINGER_US = 10_000_000  # so long who has run a leg waits for the next one
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
@@ -44,7 +45,8 @@ MESSAGES_LIMIT = 1_000
 
 @dataclass
 class Stay:
-    """`state` is one of core.messages.ResidentView, or "vanished": gone without a word.
+    """`state` is one of core.messages.ResidentView, or "vanished": gone without a word; or, of a
+    process that has no task now, "lingering".
 
     It `is_confirmed` once the island, told that it is here, said "keep", or if its order was so
     fresh that it could only say so: only then may it take the seat, so that an order that comes too
@@ -269,7 +271,7 @@ class Resident:
     bulk: socket.socket
     slab: int  # the descriptor of `workers.slab`
     pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
-    scratch: Path
+    room: Room
     stay: Stay
     deadline_us: int  # by when it must be prepared
     pidfd: int | None = None
@@ -317,6 +319,47 @@ class Resident:
     def is_awaited(self, output: str) -> bool:
         """Others are to begin with it while this one runs on."""
         return output in self.stay.launch.run.get("part", {}).get("after_ms", ())
+
+    @property
+    def lingers(self) -> bool:
+        """Its leg has ended, and it stays a while for the next one."""
+        return self.stay.state == "lingering"
+
+    @property
+    def may_linger(self) -> bool:
+        is_last = self.stay.launch.run.get("part", {}).get("is_last", True)
+        return not is_last and self.saved is None and not self.is_saving
+
+    def linger(self, now_us: int) -> None:
+        """Of nobody, until a launch takes it."""
+        launch, self.task, self.verdict = self.stay.launch, "", None
+        self.stay = Stay(launch=launch, arrived_us=now_us, state="lingering", resident=self)
+        self.is_prepared, self.has_state, self.deadline_us = False, False, now_us + LINGER_US
+
+    def made_of(self, launch: Launch) -> dict[str, str]:
+        """Of the inputs of a launch that it may go on with, those that lie in its memory: port ->
+        the output that it gave them as.
+        """
+        if not self.lingers or launch.images or _setting(launch) != _setting(self.stay.launch):
+            return {}
+        made = {self.outputs[name]["sha256"]: name for name in self.outputs}
+        inputs = launch.inputs.items()
+        return {
+            port: made[one["sha256"]]
+            for port, one in inputs
+            if one["sha256"] in made and not one.get("format")
+        }
+
+    def go_on(self, stay: Stay, deadline_us: int) -> None:
+        """With another leg, as if it were newly born."""
+        self.task, self.stay, stay.resident = stay.launch.task, stay, self
+        self.deadline_us, self.outputs, self.yields, self.save_again_us = (
+            deadline_us,
+            {},
+            False,
+            None,
+        )
+        self.staged_us = self.spilled_bytes = 0
 
     @property
     def artifacts(self) -> JSON:
@@ -402,6 +445,12 @@ class Resident:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def _setting(launch: Launch) -> JSON:
+    """What legs have in common that one process may run, one after the other."""
+    names = ("tenant", "bundle", "params", "preset", "memory_bytes", "seats", "host", "world_size")
+    return {**{name: getattr(launch, name) for name in names}, "graph": launch.run.get("graph")}
 
 
 # --- what a tenant's process says -----------------------------------------------------------------

@@ -355,9 +355,9 @@ class Supervisor(threading.Thread):
             return
         if resident is not None:
             self._vanish(resident.stay, "replaced")
-        house, taken = self.house, self.lookout.launched(launch.task)
+        house, came, taken = self.house, self.lookout.came, self.lookout.launched(launch.task)
         self._aside(
-            lambda: ahead.fetch(launch, house, taken),
+            lambda: ahead.fetch(launch, house, came, taken),
             lambda fetched: self._take_fetched(stay, fetched),
         )
 
@@ -594,6 +594,9 @@ class Supervisor(threading.Thread):
                 fetched.close()
             elif not stay.is_linked or self.zygote is None or not self.zygote.is_ready:
                 continue
+            elif (before := self._leg_before(stay.launch)) is not None:
+                self.fetched.remove(here)
+                self._go_on_with(before, stay, fetched)
             elif self.residency.has_room(stay.launch.memory_bytes, now):
                 self.fetched.remove(here)
                 self._spawn(stay, fetched)
@@ -792,7 +795,7 @@ class Supervisor(threading.Thread):
             bulk=bulk,
             slab=fetched.slab,
             pipes={read: name for name, (read, _) in pipes.items()},
-            scratch=room.scratch,
+            room=room,
             stay=stay,
             deadline_us=now_us() + PREPARE_US,
             saved=fetched.image,
@@ -801,22 +804,43 @@ class Supervisor(threading.Thread):
         transfer.close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
         self.residents[resident.id] = resident
         stay.resident = resident
-        stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
-        stay.ways = fetched.ways
         # What these have is their own to keep.
         resident.may_leave = not (resident.is_command or stay.is_outpost)
         stay.resumed = "fresh"
         if fetched.image:
             stay.resumed = "folder" if resident.is_command else "image"
         fds = [*fetched.fds, *stay.hand_over()]
-        resident.send("begin", fds, spec=self._spec(stay, room, fetched))
+        self._begins(resident, fds, fetched, {})
         transfer.close_all(fds)
         self._selector.register(wire, selectors.EVENT_READ, lambda: self._resident_says(resident))
         for fd in resident.pipes:
             os.set_blocking(fd, False)
             self._listen_to(resident, fd)
 
-    def _spec(self, stay: Stay, room: Room, fetched: Fetched) -> JSON:
+    def _leg_before(self, launch: Launch) -> Resident | None:
+        """Who ran it is still here, with something that this one takes."""
+        return next((r for r in self.residency.living if r.made_of(launch)), None)
+
+    def _go_on_with(self, resident: Resident, stay: Stay, fetched: Fetched) -> None:
+        """The next leg of a graph, in the process of the one before."""
+        made = resident.made_of(stay.launch)
+        graph, *inputs = fetched.fds
+        ports = sorted(stay.launch.inputs)
+        taken = [fd for port, fd in zip(ports, inputs, strict=True) if port not in made]
+        resident.go_on(stay, now_us() + PREPARE_US)
+        self._begins(resident, [graph, *taken], fetched, made)
+        fetched.close()
+
+    def _begins(
+        self, resident: Resident, fds: list[int], fetched: Fetched, made: dict[str, str]
+    ) -> None:
+        stay = resident.stay
+        stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
+        stay.ways = fetched.ways
+        resident.send("begin", fds, spec=self._spec(stay, resident.room, fetched, made))
+
+    def _spec(self, stay: Stay, room: Room, fetched: Fetched, made: dict[str, str]) -> JSON:
+        """`made`: ports whose input lies in the process already, by the output that it was."""
         launch = stay.launch
         code, scratch = room.inside(self.walls)
         return {
@@ -824,7 +848,11 @@ class Supervisor(threading.Thread):
             "run": launch.run,
             "params": launch.params,
             "inputs": {
-                port: {"format": source.get("format", ""), "datablock": source.get("datablock", "")}
+                port: {
+                    "format": source.get("format", ""),
+                    "datablock": source.get("datablock", ""),
+                    "made": made.get(port, ""),
+                }
                 for port, source in sorted(launch.inputs.items())
             },
             "outputs": launch.outputs,
@@ -911,7 +939,7 @@ class Supervisor(threading.Thread):
 
     def _take(self, resident: Resident, message: JSON) -> None:
         heard = _HEARD.get(message["is"])
-        if heard is None:
+        if heard is None or resident.lingers:
             raise Nonsense(f"it says {message['is']!r:.100}")
         heard(self, resident, message)
 
@@ -1088,7 +1116,9 @@ class Supervisor(threading.Thread):
         self.rhythm.happened |= self.seat is None
 
     def _says_last(self, resident: Resident, message: JSON) -> None:
-        """The last word: told when the process has ended and all that it printed is here."""
+        """The last word: told when the process has ended, or lingers, and all that it printed is
+        here.
+        """
         if message["is"] == "stopped" and resident.stay.state != "stopping":
             raise Nonsense("stopped without being told to")
         resident.stay.step = residents.number(message, "step")
@@ -1100,6 +1130,22 @@ class Supervisor(threading.Thread):
             result = residents.table(message, "result")
             told = {"passed": residents.passed(message), "took_ms": residents.took_ms(message)}
             resident.verdict = {"is": messages.Finished, "result": result, **told}
+            if message.get("lingers") is True:
+                self._linger(resident)
+
+    def _linger(self, resident: Resident) -> None:
+        """Its leg is over, though its process is not; unless there is no use for it."""
+        if not resident.may_linger:
+            raise Nonsense("it lingers, and no other leg follows")
+        if resident.stay.state != "running" or self.stop_by_us is not None:
+            resident.kill()
+            return
+        _read_printed(resident)
+        self._free_the_seat(resident)
+        resident.stay.log.end()
+        last = _last_word(resident, 0)
+        self._end(resident.stay, last.pop("is"), **last)
+        resident.linger(now_us())
 
     # --- residents: end ---
 
@@ -1134,8 +1180,9 @@ class Supervisor(threading.Thread):
             self.read_from.append(resident)
         else:
             resident.close_stores()
-        self._hands.submit(shutil.rmtree, resident.scratch, ignore_errors=True)
-        if resident.doom in _SILENT or stay.state in ("vanished", "paused") or stay.is_outpost:
+        self._hands.submit(shutil.rmtree, resident.room.scratch, ignore_errors=True)
+        gone = stay.state in ("vanished", "paused", "lingering")
+        if resident.doom in _SILENT or gone or stay.is_outpost:
             self._vanish(stay, resident.doom)
         else:
             last = _last_word(resident, status)
@@ -1148,11 +1195,10 @@ class Supervisor(threading.Thread):
         if resident.wire in registered:
             self._selector.unregister(resident.wire)
         self.muted = [item for item in self.muted if item[1] is not resident]
-        for fd, name in resident.pipes.items():
+        for fd in resident.pipes:
             if fd in registered:
                 self._selector.unregister(fd)
-            while data := _read_now(fd):
-                resident.stay.log.write(name, data)
+        _read_printed(resident)
 
     # --- reports ---
 
@@ -1276,6 +1322,13 @@ def _wait_for_end(resident: Resident) -> None:
         with selectors.DefaultSelector() as ended:
             ended.register(resident.pidfd, selectors.EVENT_READ)
             ended.select(2.0)
+
+
+def _read_printed(resident: Resident) -> None:
+    """All that it has printed until now."""
+    for fd, name in resident.pipes.items():
+        while data := _read_now(fd):
+            resident.stay.log.write(name, data)
 
 
 def _read_now(fd: int) -> bytes:

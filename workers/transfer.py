@@ -71,11 +71,17 @@ class OutOfStep(Exception):
 
 
 def fetch(
-    launch: Launch, house: House, *, held: int | None = None, before: Found | None = None
+    launch: Launch,
+    house: House,
+    came: dict[str, str],
+    *,
+    held: int | None = None,
+    before: Found | None = None,
 ) -> Fetched:
     """Verify and open what the launch names; raises NotFetched.
 
-    `held` is a slab in which the image `before` lies already; it is closed if anything fails.
+    Inputs that were fetched ahead `came` so, by SHA-256: whoever takes one first tells it.  `held`
+    is a slab in which the image `before` lies already; it is closed if anything fails.
     """
     if held is None:
         held = slab.made(house.host_memory_bytes)
@@ -86,7 +92,7 @@ def fetch(
             if "graph" in launch.run:
                 graph = launch.run["graph"].removeprefix("sha256:")
                 fds.append(house.cache.opened(graph, house.store).fd)
-        counted = _inputs(launch, house, fds)
+        counted = _inputs(launch, house, came, fds)
         if not launch.images:
             return Fetched(code=code, fds=fds, slab=held, **counted)
         newest = launch.images[0]
@@ -99,13 +105,14 @@ def fetch(
     return Fetched(code=code, fds=fds, slab=held, index_bytes=index_bytes, image=image, **counted)
 
 
-def _inputs(launch: Launch, house: House, fds: list[int]) -> JSON:
+def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) -> JSON:
     """Open the inputs, in the order of their ports; what they took, and how each came."""
     all_bytes = fetched_bytes = 0
     ways = dict[str, str]()
     with _as_cause("exception"):
         for port in sorted(launch.inputs):
-            fd, ways[port] = opened(launch.inputs[port], house)
+            fd, way = opened(launch.inputs[port], house)
+            ways[port] = came.pop(launch.inputs[port]["sha256"], way)
             fds.append(fd)
             size = os.fstat(fd).st_size
             all_bytes += size

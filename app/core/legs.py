@@ -48,7 +48,7 @@ JSON = dict[str, Any]
 MAX_NODES = 2000  # of a graph that is cut: a few seconds
 MAX_NAME = 50  # of its task, since legs are called NAME.PORTION.LEG
 LEG_MS = 500.0  # by rule a leg of several nodes takes so long at least, if it was cut to be short
-LAUNCH_MS = 150.0  # from when its place is free until a leg runs there
+LAUNCH_MS = 100.0  # from when its place is free until a leg runs there
 GIVE_MS = 50.0  # from when a node has run until what it made lies in the store, and that is known
 SHORT = 0.5  # of a launch: what takes no longer may be run by each portion that needs it
 USUAL_MS = 1.0  # as in core.spread
@@ -76,8 +76,8 @@ class Leg:
     bytes: Mapping[str, int]
     after_ms: Mapping[str, float]
 
-    def as_json(self) -> JSON:
-        """What a launch says of it, beside the graph."""
+    def as_json(self, *, is_last: bool = True) -> JSON:
+        """What a launch says of it, beside the graph; whether it is the last one of its portion."""
         return {
             "nodes": list(self.nodes),
             "takes": dict(self.takes),
@@ -85,6 +85,7 @@ class Leg:
             "ms": self.ms,
             "bytes": dict(self.bytes),
             "after_ms": dict(self.after_ms),
+            "is_last": is_last,
         }
 
 
@@ -339,8 +340,10 @@ def expanded(
         for name in sorted(taken & {*named[task.name]}):
             told = f"a leg of {task.name!r} is called {name!r}, as a task of yours is"
             faults.append(Fault(f"/tasks/{n}/name", told, "twice"))
+        last = {leg.portion: leg for leg in legs[task.name]}
         for name, leg in zip(named[task.name], legs[task.name], strict=True):
-            tasks.append(_as_task(task, name, leg, giver))
+            part = leg.as_json(is_last=last[leg.portion] is leg)
+            tasks.append(_as_task(task, name, leg, part, giver))
     if len(tasks) > MAX_TASKS:
         told = f"with the legs of its graphs {len(tasks)} tasks; at most {MAX_TASKS}"
         faults.append(Fault("/tasks", told, "range"))
@@ -377,7 +380,7 @@ def _of(leg: Leg, took_ms: Mapping[str, float]) -> dict[str, float]:
 
 
 def _as_task(
-    task: TaskDescriptor, name: str, leg: Leg, giver: Mapping[tuple[str, str], str]
+    task: TaskDescriptor, name: str, leg: Leg, part: JSON, giver: Mapping[tuple[str, str], str]
 ) -> TaskDescriptor:
     taken = {
         port: Source(kind="task", name=giver[task.name, port], output=port) for port in leg.takes
@@ -385,7 +388,7 @@ def _as_task(
     return replace(
         task,
         name=name,
-        run=replace(task.run, part=leg.as_json(), took_ms=_of(leg, task.run.took_ms)),
+        run=replace(task.run, part=part, took_ms=_of(leg, task.run.took_ms)),
         inputs={**{port: task.inputs[port] for port in leg.ports}, **taken},
         outputs=(*leg.gives, *(output for output in task.outputs if output in leg.ends)),
         publish={output: block for output, block in task.publish.items() if output in leg.ends},

@@ -296,10 +296,11 @@ class Answer:
     `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
     Of the residents that the heartbeat named, `keep` are known to be here and may have the seat;
     `drop` belong to an older epoch, or are not wanted.  `expect` are all tasks that are being moved
-    here: what of them can be fetched already ({"task", "epoch", "tenant", "bundle", "inputs",
-    "image"}; image and inputs as in a Launch).  Nothing else may be kept ahead.  `next` are those
-    of `keep` that wait for a device, in the order in which they are expected to get one.  `rota`
-    are the shares of those who take turns on it (`core.rota`), if several do; None: as before.
+    here, and the next legs of graphs that run here: what of them can be fetched already ({"task",
+    "epoch", "tenant", "bundle", "inputs", "image"}; image and inputs as in a Launch).  Nothing else
+    may be kept ahead.  `next` are those of `keep` that wait for a device, in the order in which
+    they are expected to get one.  `rota` are the shares of those who take turns on it
+    (`core.rota`), if several do; None: as before.
     """
 
     device: str

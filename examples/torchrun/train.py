@@ -7,6 +7,7 @@ Both end with the same bits: with two ranks there is one order in which to add t
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -26,8 +27,14 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
+    train(distributed.get_rank(), options.steps)
+    # A thread of gloo that outlives the interpreter aborts it (pytorch/pytorch#179291), and the
+    # model holds the group in a ring.
+    gc.collect()
+    distributed.destroy_process_group()
 
+
+def train(rank, steps):
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.from_numpy(images).float() / 16, torch.from_numpy(labels)
     torch.manual_seed(0)
@@ -36,7 +43,7 @@ def main():
     )
     opt = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(1000 + rank)
-    for step in range(1, options.steps + 1):
+    for step in range(1, steps + 1):
         chosen = torch.randint(len(labels), (BATCH,))
         loss = F.cross_entropy(model(images[chosen]), labels[chosen])
         opt.zero_grad()
@@ -46,7 +53,6 @@ def main():
             report(step=step, loss=loss.item())
     if rank == 0:
         print(f"loss {loss.item()!r} parameters {fingerprint(model.module)}")
-    distributed.destroy_process_group()
 
 
 def fingerprint(model):

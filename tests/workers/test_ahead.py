@@ -268,7 +268,7 @@ def test_a_device_says_what_it_has_of_who_comes_and_hands_it_to_the_launch(near,
     last = source.save()
     taken = device.lookout.launched("tsk_a")
     assert device.lookout.view() == []
-    got = ahead.fetch(device.launch(last), device.house, taken)
+    got = ahead.fetch(device.launch(last), device.house, {}, taken)
     index = slab.read_index(got.slab, got.index_bytes)
     layout = from_json(index["layout"], limit_bytes=slab.limit_bytes(got.slab))
     assert parts_of(got.slab, layout) == source.slab.parts()
@@ -306,7 +306,7 @@ def test_who_does_not_come_is_forgotten_and_its_memory_given_back(near, signer, 
 
 def test_a_launch_without_anything_ahead_fetches_all(near, signer, device):
     image = Source(near, signer).save()
-    got = ahead.fetch(device.launch(image), device.house, device.lookout.launched("tsk_a"))
+    got = ahead.fetch(device.launch(image), device.house, {}, device.lookout.launched("tsk_a"))
     assert got.image.sha256 == image["sha256"]
     got.close()
 

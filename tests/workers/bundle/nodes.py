@@ -112,3 +112,8 @@ def filled(ctx, n, *, size, nap_s=0.0):
 
 def summed(ctx, x):
     return {"y": x.double().sum().item()}
+
+
+def said(ctx, x):
+    print(float(x.double().sum()))
+    return {"y": x.clone()}
