@@ -36,7 +36,7 @@ import uuid_utils
 from sqlalchemy import ColumnElement, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.orm import InstrumentedAttribute, Session, defer
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, defer
 
 from app import datablocks, db, graphs, launch, ledger, lending, outbox, webhooks
 from app.core import lifecycle, messages, migration
@@ -488,7 +488,7 @@ def _record(
             logged=_store_logs(session, house, alive.logs),
             keep=keep,
             drop=drop,
-            expect=launch.ahead(session, [*_coming(house), *_following(session, house)]),
+            expect=launch.ahead(session, [*_coming(house), *_following(session, house, alive)]),
         )
         return answer, changed
 
@@ -667,7 +667,7 @@ def _take_in(
             else:
                 _EVENTS[type(event)](session, task, placement, event)
     heard[name] = task.event_seq
-    return True
+    return not isinstance(event, messages.Stored)  # who can start now is nudged after the commit
 
 
 def _apply(session: Session, task: Task, placement: Placement, event: messages.Event) -> None:
@@ -874,7 +874,31 @@ def _stored(session: Session, task: Task, placement: Placement, event: messages.
     takers = Need.needs_id == task.id, Need.port != "", Need.output == event.output
     given = update(Need).where(*takers).values(given=func.pg_current_xact_id())
     session.execute(given.execution_options(synchronize_session=False))
-    _nudge_abroad(session, task, *takers)
+    db.after_commit(session, partial(_nudge_who_can_start, task.id, event.output))
+
+
+def _nudge_who_can_start(task_id: str, output: str) -> None:
+    """The islands of those who waited for this output, and for nothing else any more.
+
+    Looked for after the commit: of two who give the last two at once, one sees both.
+    """
+    took, lacks, maker = aliased(Need), aliased(Need), aliased(Task)
+    lacking = (
+        select(lacks.task_id)
+        .join(maker, maker.id == lacks.needs_id)
+        .where(lacks.task_id == Task.id, lacks.given.is_(None), maker.state != "done")
+    )
+    able = (
+        select(Task.island)
+        .join(took, took.task_id == Task.id)
+        .where(took.needs_id == task_id, took.port != "", took.output == output)
+        .where(Task.state == "blocked", ~lacking.exists())
+        .distinct()
+    )
+    with db.transaction() as session:
+        islands = session.scalars(able).all()
+    for island in islands:
+        outbox.nudge_island(island)
 
 
 def _paused(session: Session, task: Task, placement: Placement, event: messages.Paused) -> None:
@@ -1089,9 +1113,12 @@ def _coming(house: _House) -> list[Task]:
     ]
 
 
-def _following(session: Session, house: _House) -> Iterator[Task]:
-    """Of each leg that runs here the next one of its portion, if it waits for others."""
-    for task in [house.tasks[id] for id, _ in house.open]:
+def _following(session: Session, house: _House, alive: Alive) -> Iterator[Task]:
+    """Of each leg that runs here the next one of its portion, if it waits for others.
+
+    Looked for as often as something happens here: by then others have made something too.
+    """
+    for task in [house.tasks[id] for id, _ in house.open if alive.events]:
         part = task.descriptor["run"].get("part", {})
         if task.seat != house.device.id or part.get("is_last", True):
             continue
@@ -1238,15 +1265,16 @@ def _close(session: Session, task: Task, placement: Placement, end: str) -> None
 def _end(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
     task.ended_at, task.image_on = db.now(session), None
     task.move_to = task.moving = None
-    _nudge_abroad(session, task, Need.needs_id == task.id)
+    _nudge_abroad(session, task)
     tell(session, task, type_, message, **data)
 
 
-def _nudge_abroad(session: Session, task: Task, *takers: ColumnElement[bool]) -> None:
-    """Tell the other islands with tasks that waited for this, after the commit."""
+def _nudge_abroad(session: Session, task: Task) -> None:
+    """Tell the other islands with tasks that waited for its end, after the commit."""
     if not task.abroad:
         return
-    query = select(Task.island).join(Need, Need.task_id == Task.id).where(*takers)
+    query = select(Task.island).join(Need, Need.task_id == Task.id)
+    query = query.where(Need.needs_id == task.id)
     for island in session.scalars(query.where(Task.island != task.island).distinct()):
         db.after_commit(session, partial(outbox.nudge_island, island))
 

@@ -101,13 +101,14 @@ class Scheduler(Loop):
             row, due = self._begin(session), list[Order]()
             # 2. What devices say is true.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
-            if db.is_awaited(session):  # other islands need not wait for our plan as well
+            changed = look_now or any(changed for _, changed in recorded)
+            if changed and db.is_awaited(session):  # others need not wait for our plan as well
                 due = self._settled(session)
                 db.commit(session)
                 session.expunge_all()
                 row = self._begin(session)
             # 3. Who leads also decides, if anything moved.
-            if look_now or any(changed for _, changed in recorded):
+            if changed:
                 plan = self._plan if careful else self._cycle
                 again_s = plan(session) if self.leads else settings().tick_s
                 self.due_s = time.monotonic() + again_s

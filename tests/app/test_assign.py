@@ -288,14 +288,17 @@ class Played:
         self.facts = {"host": name, "island": name, "kind": kind, "memory_bytes": 2**30}
         self.clock_us = 0
 
-    def hear(self, *said, residents=(), incarnation="p1"):
+    def hear(self, *said, **more):
+        self.tell(*said, **more)
+        self.look()
+
+    def tell(self, *said, residents=(), incarnation="p1"):
         self.clock_us += 1
         alive = Alive(
             device=self.device, incarnation=incarnation, sent_us=self.clock_us, facts=self.facts,
             residents=list(residents), events=list(said), logs=[],
         )  # fmt: skip
         self.scheduler.hear(alive)
-        self.look()
 
     def look(self):
         self.scheduler.nudge()
@@ -412,6 +415,17 @@ class TestSeveralIslands:
         two[0].hear(started("prep"), finished("prep", x=1))
         assert told == ["west"]
 
+    def test_and_need_not_wait_for_the_plan_of_the_other(self, two, monkeypatch):
+        order, (east, _) = [], two
+        cycle = east.scheduler._cycle
+        monkeypatch.setattr("app.outbox.nudge_island", order.append)
+        monkeypatch.setattr(
+            east.scheduler, "_cycle", lambda session: order.append("plan") or cycle(session)
+        )
+        east.hear(started("prep"), finished("prep", x=1))
+        assert order == ["west", "plan"]
+        assert seen()["prep"][0] == "done"
+
     def test_what_failed_there_ends_it_here(self, two):
         east, west = two
         east.hear(started("prep"), finished("prep"))  # without its declared output
@@ -440,6 +454,56 @@ def leg(two):
     return two
 
 
+class TestTheNextLeg:
+    """What it takes is named to the device on which the one before it runs, as it is made."""
+
+    @pytest.fixture
+    def legs(self, committed, sent, monkeypatch):
+        with db.transaction() as session:
+            session.add(Tenant(id="ten_a", name="a"))
+            session.flush()
+            session.add(User(id="usr_a", tenant_id="ten_a", name="a"))
+        east, west = Played("east"), Played("west", "cuda")
+        east.hear()
+        west.hear()
+        goes_on, ends = (
+            {"run": {**LEG, "part": {**LEG["part"], "ms": 9.0, "is_last": is_last}}}
+            for is_last in (False, True)
+        )
+        with db.transaction() as session:
+            takes = {**DESCRIPTOR, **ends, "inputs": {"p0": "p.1.0.x"}}
+            gives = {**DESCRIPTOR, **ends, "outputs": ["x"]}
+            add_task(session, "p.0.0", descriptor={**DESCRIPTOR, **goes_on}, ordinal=0)
+            add_task(session, "p.1.0", kind="cuda", descriptor=gives, ordinal=1)
+            add_task(
+                session, "p.0.1", needs=["p.1.0"], after=["p.0.0"], descriptor=takes, ordinal=2
+            )
+        with db.transaction() as session:
+            assign.assign_new(session)
+        answers = []
+        monkeypatch.setattr("app.outbox.send", lambda said, due: answers.extend(said) or [])
+        for island in (east, west):
+            island.look()
+            island.hear(started("p.0.0" if island is east else "p.1.0"))
+        return east, west, answers
+
+    def test_is_expected_with_what_there_is_of_its_inputs(self, legs):
+        east, west, answers = legs
+        here = [view("p.0.0")]
+        (entry,) = next(one for one in answers if one.device == "east.0" and one.expect).expect
+        assert (entry["task"], entry["image"], entry["inputs"]) == ("tsk_p.0.1", None, [])
+        west.hear(stored("p.1.0", "x"))
+        east.hear(saved("p.0.0", seq=2, step=1), residents=here)
+        (entry,) = answers[-1].expect
+        assert [source["sha256"] for source in entry["inputs"]] == ["6" * 64]
+
+    def test_and_not_any_more_when_that_has_ended(self, legs):
+        east, _, answers = legs
+        east.hear(finished("p.0.0"))
+        assert answers[-1].device == "east.0"
+        assert answers[-1].expect == []
+
+
 def taken_on_west():
     """The hash of what the second task was launched with."""
     with db.transaction() as session:
@@ -458,11 +522,36 @@ class TestAnOutputThatIsDurable:
         assert seen()["train"] == ("starting", "west", 1)
         assert taken_on_west() == ["6" * 64]
 
-    def test_but_not_who_waits_for_another(self, leg):
-        east, west = leg
+    def test_but_not_who_waits_for_another(self, leg, monkeypatch):
+        told, (east, west) = [], leg
+        monkeypatch.setattr("app.outbox.nudge_island", told.append)
         east.hear(stored("prep", "y"))
         west.look()
         assert seen()["train"][0] == "blocked"
+        assert told == []
+
+    def test_nor_who_waits_for_another_task_too(self, leg, monkeypatch):
+        told, (east, _) = [], leg
+        with db.transaction() as session:
+            add_task(session, "more", island="east")
+            session.add(Need(task_id="tsk_train", needs_id="tsk_more"))
+        monkeypatch.setattr("app.outbox.nudge_island", told.append)
+        east.hear(stored("prep", "x"))
+        assert told == []
+
+    def test_changes_no_plan_of_its_own_island(self, leg, monkeypatch):
+        planned, (east, _) = [], leg
+        cycle = east.scheduler._cycle
+        monkeypatch.setattr(
+            east.scheduler, "_cycle", lambda session: planned.append(1) or cycle(session)
+        )
+        east.tell(stored("prep", "x"))
+        east.scheduler.look()
+        assert planned == []
+        assert taken_on_west() == []
+        east.tell(finished("prep", seq=3, x=1, y=1))
+        east.scheduler.look()
+        assert planned == [1]
 
     def test_is_told_again_and_counts_once(self, leg, monkeypatch):
         told, (east, _) = [], leg

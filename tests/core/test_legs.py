@@ -242,6 +242,8 @@ def test_legs_stand_in_the_place_of_their_task() -> None:
     )
     run = as_json(giver)["run"]
     assert run["part"]["nodes"] == ["join"]
+    last = {name.rpartition(".")[0]: name for name in mine}
+    assert {name for name in mine if tasks[name].run.part["is_last"]} == {*last.values()}
     assert run["part"]["bytes"]["y"] == subject.USUAL_BYTES
 
 
