@@ -438,7 +438,7 @@ def following(work: Work) -> Work:
     """For the next leg; of this one stays what it gave."""
     after = Work(wire=work.wire, bulk=work.bulk, trust=work.trust, slab=work.slab, watch=work.watch)
     after.made, after.preset, after.base_bytes = work.outgoing.values, work.preset, work.base_bytes
-    work.job = work.entry = None  # its other blocks go now, though a ring holds it
+    vars(work).clear()  # its other blocks go now, and not when rings are looked for
     return after
 
 
