@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bz2
 import ctypes
+import fcntl
 import gzip
 import io
 import lzma
@@ -19,6 +20,8 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,13 +129,54 @@ def _view(storage: torch.UntypedStorage) -> memoryview:
 def restore(
     entries: list[Entry], storages: list[torch.UntypedStorage], around: Surroundings
 ) -> None:
-    """Make the working folder what it was."""
+    """Make the working folder what it was.
+
+    The ranks of a host have one folder: the first of them does it, and may open files in it, while
+    the others wait.
+    """
     if around.scratch is None:
         return
-    _empty(around.scratch)
+    with _alone_in(around.scratch):
+        if not _is_restored(entries, storages, around.scratch):
+            _empty(around.scratch)
+            _fill(entries, storages, around.scratch)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_restored(entries: list[Entry], storages: list[torch.UntypedStorage], folder: Path) -> bool:
+    """All that was there is, and nothing else."""
+    there = [os.path.relpath(found.path, folder) for found in _below(folder)]
+    if there != [path for path, *_ in entries]:
+        return False
+    return all(_is_as(entry, storages, folder / entry[0]) for entry in entries)
+
+
+def _is_as(entry: Entry, storages: list[torch.UntypedStorage], path: Path) -> bool:
+    _, mode, changed_ns, number, target = entry
+    if target is not None or path.is_symlink():
+        return path.is_symlink() and os.readlink(path) == target
+    status = path.stat()
+    if (stat.S_IMODE(status.st_mode), status.st_mtime_ns) != (mode, changed_ns):
+        return False
+    if number is None or not path.is_file():
+        return number is None and path.is_dir()
+    # Who writes to a file that is mapped leaves its time of change alone.
+    return path.read_bytes() == _view(storages[number])
+
+
+def _fill(entries: list[Entry], storages: list[torch.UntypedStorage], scratch: Path) -> None:
     folders = list[tuple[Path, int, int]]()
     for name, mode, changed_ns, number, target in entries:
-        path = around.scratch / name
+        path = scratch / name
         if target is not None:
             path.symlink_to(target)
         elif number is None:

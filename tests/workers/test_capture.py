@@ -22,6 +22,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from torch.nn.utils import parametrizations, parametrize
 from workers import loading
 from workers.accelerator import Accelerator
 from workers.capture import Captured, Surroundings, Uncapturable, capture, rebuilt, return_to
+from workers.folder import restore
 
 CPU = Accelerator("cpu")
 NOWHERE = Surroundings()
@@ -610,6 +612,31 @@ def test_the_working_folder_becomes_what_it_was(scratch, tmp_path):
         assert (folder / "run").stat().st_mode & 0o777 == 0o500
         folder = tmp_path / "new"
         folder.mkdir(exist_ok=True)
+
+
+def test_ranks_of_a_host_restore_their_folder_beside_each_other(tmp_path):
+    """The first of them does; what it has open then stays what it is."""
+    around, long_ago = Surroundings(scratch=tmp_path), 10**18
+    storages = [torch.UntypedStorage(1000).fill_(n) for n in range(2)]
+    entries = [
+        ("a", 0o600, long_ago, 0, None),
+        ("below", 0o700, long_ago, None, None),
+        ("below/c", 0o600, long_ago, 1, None),
+        ("link", 0o777, long_ago, None, "a"),
+    ]
+
+    def restored_by(_: int) -> int:
+        restore(entries, storages, around)
+        return (tmp_path / "a").stat().st_ino
+
+    for changed in (b"", b"as long" * 142 + b"as long"[:6], b"longer" * 1000):
+        with ThreadPoolExecutor(4) as ranks:
+            assert len({*ranks.map(restored_by, range(12))}) == 1
+        assert (tmp_path / "link").read_bytes() == bytes(1000)
+        assert (tmp_path / "below" / "c").read_bytes() == b"\1" * 1000
+        (tmp_path / "a").write_bytes(changed)
+        os.utime(tmp_path / "a", ns=(long_ago, long_ago))  # as of one that was mapped
+        (tmp_path / "later").touch(exist_ok=True)
 
 
 def test_files_that_are_written_go_on_in_the_working_folder(scratch):

@@ -149,7 +149,7 @@ class Gang:
                     self.order("kept", what=message["what"])
             self.said += came
             last = [m for m in came if m["is"] in ("failed", "stopped") and m["is"] != word]
-            assert not last, (last, self.residents.log())
+            assert not last, f"{last}\n{last[0].get('detail')}\n{self.residents.log()}"
 
     def begin(self) -> Gang:
         self.until("prepared")
