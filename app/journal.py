@@ -42,6 +42,7 @@ from app import datablocks, db, graphs, launch, ledger, lending, outbox, webhook
 from app.core import lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
+from app.core.legs import another_follows
 from app.core.lifecycle import ENDED, Move
 from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
 from app.core.migration import ANYWHERE, Moving
@@ -1118,9 +1119,8 @@ def _following(session: Session, house: _House, alive: Alive) -> Iterator[Task]:
 
     Looked for as often as something happens here: by then others have made something too.
     """
-    for task in [house.tasks[id] for id, _ in house.open if alive.events]:
-        part = task.descriptor["run"].get("part", {})
-        if task.seat != house.device.id or part.get("is_last", True):
+    for task in [house.tasks[id] for id, _ in house.open] if alive.events else []:
+        if task.seat != house.device.id or not another_follows(task.descriptor["run"]):
             continue
         portion = task.name.rpartition(".")[0]  # it is called NAME.PORTION.LEG
         later = select(Task).where(

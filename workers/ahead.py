@@ -178,10 +178,10 @@ def fetch(
 ) -> Fetched:
     """All that a launch names; of its image only what does not lie here already."""
     here = taken()
-    if here is None:
-        return transfer.fetch(launch, house, came)
-    if not launch.images:
+    if here is not None and not launch.images:
         os.close(here.slab)
+        here = None
+    if here is None:
         return transfer.fetch(launch, house, came)
     return transfer.fetch(launch, house, came, held=here.slab, before=here.found)
 

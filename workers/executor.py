@@ -673,9 +673,9 @@ def settle(work: Work) -> None:
 
 def _lingers(work: Work) -> bool:
     """Where another leg follows, and neither its slab nor its blocks hold what is not its own."""
-    is_last = work.spec["run"].get("part", {}).get("is_last", True)
     lent = any(source["datablock"] for source in work.spec["inputs"].values())
-    return not (is_last or lent or work.images.used or work.member)
+    free = not (lent or work.images.used or work.member)
+    return free and legs.another_follows(work.spec["run"])
 
 
 def _must_be_small(result: JSON) -> None:

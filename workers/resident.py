@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core import messages
+from app.core.legs import another_follows
 from app.core.messages import Event, Launch, LogLines, Order, ResidentView, Resize
 from app.core.taskgraph import MAX_EST_MS, MAX_NODES
 from workers import slab
@@ -327,8 +328,8 @@ class Resident:
 
     @property
     def may_linger(self) -> bool:
-        is_last = self.stay.launch.run.get("part", {}).get("is_last", True)
-        return not is_last and self.saved is None and not self.is_saving
+        follows = another_follows(self.stay.launch.run)
+        return follows and self.saved is None and not self.is_saving
 
     def linger(self, now_us: int) -> None:
         """Of nobody, until a launch takes it."""
@@ -353,12 +354,8 @@ class Resident:
     def go_on(self, stay: Stay, deadline_us: int) -> None:
         """With another leg, as if it were newly born."""
         self.task, self.stay, stay.resident = stay.launch.task, stay, self
-        self.deadline_us, self.outputs, self.yields, self.save_again_us = (
-            deadline_us,
-            {},
-            False,
-            None,
-        )
+        self.deadline_us, self.outputs = deadline_us, {}
+        self.yields, self.save_again_us = False, None
         self.staged_us = self.spilled_bytes = 0
 
     @property

@@ -120,6 +120,11 @@ def of_run(graph: TaskGraph, run: JSON) -> TaskGraph:
     return timed(part(graph, run.get("part")), run.get("took_ms", {}))
 
 
+def another_follows(run: JSON) -> bool:
+    """What has this `run` is a leg, and not the last one of its portion."""
+    return not run.get("part", {}).get("is_last", True)
+
+
 # --- the cut --------------------------------------------------------------------------------------
 
 

@@ -347,10 +347,8 @@ def states(session):
 
 
 @pytest.fixture
-def two(committed, sent):
-    """A request whose second task takes, on west, what the first one makes on east; both islands
-    have read their boards.  Each step is a transaction of its own, as boards go by these.
-    """
+def up(committed, sent):
+    """Both islands are, and a user."""
     with db.transaction() as session:
         session.add(Tenant(id="ten_a", name="a"))
         session.flush()
@@ -358,6 +356,15 @@ def two(committed, sent):
     east, west = Played("east"), Played("west", "cuda")
     east.hear()
     west.hear()
+    return east, west
+
+
+@pytest.fixture
+def two(up):
+    """A request whose second task takes, on west, what the first one makes on east; both islands
+    have read their boards.  Each step is a transaction of its own, as boards go by these.
+    """
+    east, west = up
     with db.transaction() as session:
         add_task(session, "prep", descriptor={**DESCRIPTOR, "outputs": ["x"]})
         taking = {**DESCRIPTOR, "inputs": {"p0": "prep.x"}}
@@ -458,14 +465,8 @@ class TestTheNextLeg:
     """What it takes is named to the device on which the one before it runs, as it is made."""
 
     @pytest.fixture
-    def legs(self, committed, sent, monkeypatch):
-        with db.transaction() as session:
-            session.add(Tenant(id="ten_a", name="a"))
-            session.flush()
-            session.add(User(id="usr_a", tenant_id="ten_a", name="a"))
-        east, west = Played("east"), Played("west", "cuda")
-        east.hear()
-        west.hear()
+    def legs(self, up, monkeypatch):
+        east, west = up
         goes_on, ends = (
             {"run": {**LEG, "part": {**LEG["part"], "ms": 9.0, "is_last": is_last}}}
             for is_last in (False, True)

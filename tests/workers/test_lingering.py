@@ -17,11 +17,10 @@ from tests.workers.conftest import Ground
 from tests.workers.test_graph import body, node, paused_and_saved, ran
 from workers import resident as residents
 
-NAP = node("nap", "nap", "x=noisy.y", params={"nap_s": 0.3})
 WHOLE = body(
     node("start", "start", params={"seed": 3}),
     node("noisy", "draw", "x=start.y"),
-    NAP,
+    node("nap", "nap", "x=noisy.y", params={"nap_s": 0.3}),
     node("parts", "pieces", writes="parts"),
     node("told", "said", "x=noisy.y"),
     node("again", "draw", "x=told.y"),
@@ -167,9 +166,7 @@ def test_who_has_been_saved_ends_with_its_leg(ground: Ground) -> None:
     leg(ground, "t1", FIRST, outputs=["b0", "b1", "b2"], checkpoint_every_s=0.01)
     ground.event(Started, "t1")
     images = paused_and_saved(ground, "t1", 1)
-    sha256, _ = ground.store.put([taskgraph.canonical(WHOLE)])
-    run = {"graph": f"sha256:{sha256}", "part": FIRST}
-    ground.launch("t1", run, 2, outputs=["b0", "b1", "b2"], images=images)
+    leg(ground, "t1", FIRST, epoch=2, outputs=["b0", "b1", "b2"], images=images)
     outputs = ground.event(Finished, "t1", 2).outputs
     ground.until(lambda: not ground.supervisor.residents)
     leg(ground, "t2", SECOND, inputs={"b1": outputs["b1"]})
