@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import IO
 
@@ -126,13 +127,13 @@ class Cache:
 
     def _make_room(self) -> None:
         """Let go of what was used longest ago, and of what a killed worker left."""
-        entries = sorted(_entries(self.folder))
-        over = sum(size for _, size, _ in entries) - self.limit_bytes
-        for used_s, size, entry in entries:
-            is_draft = entry.name.startswith(".")
+        sizes = _sizes(self.folder)
+        over = sum(sizes.values()) - self.limit_bytes
+        for used_s, entry in _by_use(sizes if over > 0 else filter(_is_draft, sizes)):
+            is_draft = _is_draft(entry)
             if (over > 0 and not is_draft) or (is_draft and time.time() - used_s > LEFT_S):
-                over -= size
-                self._let_go(entry)
+                over -= sizes[entry]
+                self._let_go(self.folder / entry)
 
     def _let_go(self, entry: Path) -> None:
         gone = self.folder / f".{uuid.uuid4().hex}"
@@ -233,10 +234,32 @@ def _lay_down(file: IO[bytes], path: Path) -> None:
         os.fsync(copy.fileno())
 
 
-def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """When each was used last, its bytes, and the entry."""
-    with os.scandir(folder) as found:
-        for entry in found:
+def _sizes(folder: Path) -> dict[os.DirEntry[str], int]:
+    """The entries and the drafts, and their bytes."""
+    found = dict[os.DirEntry[str], int]()
+    with os.scandir(folder) as entries:
+        for entry in entries:
             with suppress(FileNotFoundError):  # another device let go of it meanwhile
-                size = sum(file.stat().st_size for file in Path(entry).iterdir())
-                yield entry.stat().st_mtime, size, Path(entry)
+                look = _size.__wrapped__ if _is_draft(entry) else _size
+                found[entry] = look(entry.path, entry.inode())
+    return found
+
+
+@functools.lru_cache(maxsize=2**16)
+def _size(path: str, inode: int) -> int:
+    """Of all the files in a folder; an entry stays as it is, so it is looked into only once."""
+    with os.scandir(path) as files:
+        return sum(file.stat().st_size for file in files)
+
+
+def _is_draft(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith(".")
+
+
+def _by_use(entries: Iterable[os.DirEntry[str]]) -> list[tuple[float, os.DirEntry[str]]]:
+    """Those used longest ago first, and when that was."""
+    found = []
+    for entry in entries:
+        with suppress(FileNotFoundError):
+            found.append((entry.stat().st_mtime, entry))
+    return sorted(found, key=itemgetter(0))
