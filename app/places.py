@@ -19,6 +19,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -26,6 +27,7 @@ Bytes = bytes | bytearray | memoryview
 
 INCOMING = "incoming"  # bytes without a name; whoever wrote them may have been killed
 PIECE_BYTES = 2**20  # are read at a time
+FLUSH_BYTES = 4 * 2**20  # so much of a file goes to the disk while the rest is still written
 BLOCK_BYTES = 4096  # what bypasses the page cache begins and ends at multiples of this
 
 
@@ -105,6 +107,7 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._durable = {root}  # folders whose own names are: we have seen to it
 
     def __str__(self) -> str:
         return str(self.root)
@@ -135,10 +138,17 @@ class Folder:
         draft = self._draft(pieces, sync=True)
         try:
             path = self._publish(draft, named())
-            for folder in (path.parent, path.parent.parent, self.root):
-                _sync(folder)
+            self._sync_name(path)
         finally:
             draft.unlink(missing_ok=True)
+
+    def _sync_name(self, path: Path) -> None:
+        """The name in its folder, and, once, that of each folder that holds it in the next one."""
+        _sync(path.parent)
+        new = list(takewhile(lambda folder: folder not in self._durable, path.parents))
+        for folder in new:
+            _sync(folder.parent)
+        self._durable.update(new)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[Batch]:
@@ -195,8 +205,13 @@ class Folder:
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
             try:
+                written = flushed = 0
                 for piece in pieces:
                     _write(fd, memoryview(piece))
+                    written += len(piece)
+                    if sync and written - flushed >= FLUSH_BYTES:
+                        _begin_to_flush(fd, flushed, written)
+                        flushed = written
                 if sync:
                     os.fsync(fd)
             finally:
@@ -215,8 +230,12 @@ class Folder:
 
     def _publish(self, draft: Path, name: str) -> Path:
         path = self.path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(draft, path)
+        try:
+            os.rename(draft, path)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._durable = {self.root}
+            os.rename(draft, path)
         return path
 
 
@@ -314,7 +333,18 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-_syncfs = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+def _begin_to_flush(fd: int, start: int, end: int) -> None:
+    """So that the disk works while the next piece comes; only fsync says that all is there."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, start, end - start, _WRITE)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syncfs = getattr(_libc, "syncfs", None)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def _sync_all(folder: Path) -> None:

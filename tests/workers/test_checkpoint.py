@@ -325,6 +325,20 @@ def test_a_checkpoint_that_took_too_long_is_not_told_of(tmp_path, signer):
         write(Slab([10]), store, signer)
 
 
+def test_each_name_is_flushed_and_the_folders_that_hold_it_once(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("app.places._sync", lambda path: flushed.append(path.relative_to(tmp_path)))
+    place = Folder(tmp_path)
+    place.keep([b"one"], lambda: "manifests/ten_a/ab/one")
+    above = [Path("manifests/ten_a/ab"), Path("manifests/ten_a"), Path("manifests"), Path()]
+    assert flushed == above
+    place.keep([b"two"], lambda: "manifests/ten_a/ab/two")
+    assert flushed == [*above, above[0]]
+    shutil.rmtree(tmp_path / "manifests")
+    place.keep([b"two"], lambda: "manifests/ten_a/ab/two")
+    assert flushed == [*above, above[0], *above]
+
+
 @contextlib.contextmanager
 def no_file_larger_than(size: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
