@@ -237,7 +237,7 @@ def publish(bulk: socket.socket, size: int, house: House) -> JSON:
     """The same of one that is to be a datablock, with what is in it; it must be tensors."""
     head = bytearray()
 
-    def looked_at() -> Iterator[bytes]:
+    def looked_at() -> Iterator[memoryview]:
         for piece in _received(bulk, size):
             head.extend(piece[: HEAD_BYTES - len(head)])
             yield piece
@@ -249,7 +249,7 @@ def publish(bulk: socket.socket, size: int, house: House) -> JSON:
         raise OutOfStep(f"what it publishes is no file of tensors: {error}") from error
 
 
-def _stored(pieces: Iterator[bytes], size: int, house: House) -> JSON:
+def _stored(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
     try:
         sha256, size_bytes = house.cache.stored(pieces, size, house.store)
     except OSError as error:
@@ -260,17 +260,18 @@ def _stored(pieces: Iterator[bytes], size: int, house: House) -> JSON:
     return {"sha256": sha256, "size_bytes": size_bytes}
 
 
-def _received(bulk: socket.socket, size: int) -> Iterator[bytes]:
-    left = size
+def _received(bulk: socket.socket, size: int) -> Iterator[memoryview]:
+    """What comes, piece by piece; each lies where the next one will lie."""
+    left, room = size, memoryview(bytearray(min(size, _PIECE)))
     while left:
         try:
-            piece = bulk.recv(min(left, _PIECE))
+            came = bulk.recv_into(room, min(left, _PIECE))
         except OSError as error:
             raise OutOfStep(f"{left} of {size} bytes did not come: {error}") from error
-        if not piece:
+        if not came:
             raise OutOfStep(f"{left} of {size} bytes did not come")
-        left -= len(piece)
-        yield piece
+        left -= came
+        yield room[:came].toreadonly()
 
 
 def close_all(fds: list[int]) -> None:
