@@ -39,7 +39,8 @@ AT_ONCE = 4  # of those who take blocks; others wait for their turn, until they 
 STALL_S = 5.0  # so long nothing may come
 SLOWEST_BYTES_PER_S = 10**6  # from a host that is slower the block does not come any sooner
 BURST_S = 0.005  # so much of its rate may be made up for, after a thread was late
-_PIECE = 256 << 10
+_PIECE = 256 << 10  # is sent at a time,
+_TAKEN = 1 << 20  # and so much taken, if it is there
 _SIZE = struct.Struct("!Q")
 
 
@@ -140,10 +141,10 @@ def _received(sock: socket.socket, size: int, draft: Draft) -> str:
     Each piece is hashed and written while the processor has it near, which costs no more than
     mapping the file and receiving into its new pages.
     """
-    digest, left, piece = hashlib.sha256(), size, memoryview(bytearray(_PIECE))
+    digest, left, piece = hashlib.sha256(), size, memoryview(bytearray(min(size, _TAKEN)))
     until_s = time.monotonic() + STALL_S + size / SLOWEST_BYTES_PER_S
     while left:
-        came = sock.recv_into(piece, min(left, _PIECE))
+        came = sock.recv_into(piece, min(left, _TAKEN))
         if not came or time.monotonic() > until_s:
             raise TimeoutError(f"{left} of {size} bytes did not come, or too slowly")
         digest.update(piece[:came])
