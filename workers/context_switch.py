@@ -19,11 +19,12 @@ import torch
 from workers.absence import COPIERS, Lying
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings, capture, rebuilt, return_to
-from workers.image import Block, Image
+from workers.image import ALIGN_BYTES, Block, Image
 from workers.layout import Extent, Layout, from_json
 from workers.preset import fingerprint
 from workers.slab import Slab
 
+SPARE_BYTES = 64 * 2**20
 _HUGE = 2 * 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -31,22 +32,51 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 # --- off the device -------------------------------------------------------------------------------
 
 
+class Spare:
+    """Host memory of what was staged and has left, for what is staged next: in new memory most of
+    the time goes into page faults.
+    """
+
+    def __init__(self) -> None:
+        self._free = list[torch.UntypedStorage]()
+
+    def take(self, size: int) -> torch.UntypedStorage:
+        for n, storage in enumerate(self._free):
+            if storage.nbytes() == size:
+                return self._free.pop(n)
+        return _new(size)
+
+    def give_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        self._free.extend(storages)
+        while sum(storage.nbytes() for storage in self._free) > SPARE_BYTES:
+            del self._free[0]
+
+    def let_go(self) -> None:
+        self._free.clear()
+
+
 def stage(
-    job: object, *, step: int, around: Surroundings, accelerator: Accelerator, root: str = "job"
+    job: object,
+    *,
+    step: int,
+    around: Surroundings,
+    accelerator: Accelerator,
+    root: str = "job",
+    new: Callable[[int], torch.UntypedStorage] | None = None,
 ) -> Image:
-    """The image of `job` after `step`; raises Uncapturable."""
+    """The image of `job` after `step`, in `new` memory; raises Uncapturable."""
     accelerator.synchronize()
     captured = capture(job, around=around, accelerator=accelerator, root=root, whole=root == "job")
     return Image(
         step=step,
         fingerprint=fingerprint(),
         graph=captured.graph,
-        blocks=tuple(_copied(storage) for storage in captured.storages),
+        blocks=tuple(_copied(storage, new or _new) for storage in captured.storages),
     )
 
 
-def _copied(storage: torch.UntypedStorage) -> Block:
-    private = _new(storage.nbytes())
+def _copied(storage: torch.UntypedStorage, new: Callable[[int], torch.UntypedStorage]) -> Block:
+    private = new(storage.nbytes())
     private.copy_(storage)
     return Block(
         data=_bytes(private),
@@ -70,7 +100,8 @@ def _bytes(storage: torch.UntypedStorage) -> memoryview:
 
 def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
     """The job, in this process; only ever inside the tenant's walls: unpickling runs code."""
-    world = _rebuilt(image, around, accelerator)
+    storages = [_filled(block, accelerator) for block in image.blocks]
+    world = rebuilt(image.graph, storages, around=around)
     return_to(world, accelerator)
     return world["job"]
 
@@ -105,14 +136,25 @@ def _out_of(slab: Slab, part: Extent, accelerator: Accelerator) -> torch.Untyped
     return _in_place(host, part.device, part.pinned, accelerator)
 
 
-def value(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
-    """What was staged, and nothing else: the random number generators stay as they are."""
-    return _rebuilt(image, around, accelerator)["job"]
+def value(
+    image: Image, *, around: Surroundings, accelerator: Accelerator, mapped: bool = False
+) -> Any:
+    """What was staged, and nothing else: the random number generators stay as they are.
+
+    `mapped`: where it can be, its memory is the image's own, and the kernel copies a page when it
+    is first written to.  That costs nothing, where new memory costs page faults; but it is never
+    given back as long as something of it is used.
+    """
+    fill = _as_it_lies if mapped else _filled
+    storages = [fill(block, accelerator) for block in image.blocks]
+    return rebuilt(image.graph, storages, around=around)["job"]
 
 
-def _rebuilt(image: Image, around: Surroundings, accelerator: Accelerator) -> dict[str, Any]:
-    storages = [_filled(block, accelerator) for block in image.blocks]
-    return rebuilt(image.graph, storages, around=around)
+def _as_it_lies(saved: Block, accelerator: Accelerator) -> torch.UntypedStorage:
+    if accelerator.kind != "cpu" or not len(saved.data):
+        return _filled(saved, accelerator)
+    lies = torch.frombuffer(saved.data, dtype=torch.uint8).untyped_storage()
+    return lies if lies.data_ptr() % ALIGN_BYTES == 0 else _filled(saved, accelerator)
 
 
 def _filled(saved: Block, accelerator: Accelerator) -> torch.UntypedStorage:

@@ -1,7 +1,8 @@
 """An image as one file: what `context_switch` staged, written down, and back.
 
 The file is a line of magic, a JSON header, the pickled object graph, and the raw bytes of every
-storage, in this order.  Nothing here unpickles: whoever holds the file knows its step and its
+storage, in this order; the first of these lies where the memory of a tensor may begin, so that it
+can be used where it is.  Nothing here unpickles: whoever holds the file knows its step and its
 fingerprint without running a tenant's code.  (A checkpoint is chunks and a manifest:
 `workers.checkpoint`.)
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"roundhouse image 1\n"
+ALIGN_BYTES = 64  # as torch's own memory is: kernels may sum up in another order where it is not
 _LENGTH = struct.Struct("!Q")
 
 
@@ -69,6 +71,8 @@ class Image:
             "blocks": [[len(b.data), b.device, b.pinned] for b in self.blocks],
         }
         body = json.dumps(header, sort_keys=True).encode()
+        before = len(MAGIC) + _LENGTH.size + len(body) + len(self.graph)
+        body += b" " * (-before % ALIGN_BYTES)
         yield memoryview(MAGIC + _LENGTH.pack(len(body)) + body)
         yield self.graph
         for block in self.blocks:
@@ -82,7 +86,10 @@ def save(image: Image, path: Path) -> None:
 
 
 def load(file: Path | int) -> Image:
-    """Map the file (a path or a descriptor) into memory; raises Unreadable."""
+    """Map the file (a path or a descriptor) into memory; raises Unreadable.
+
+    The memory is our own: what is written to it never reaches the file.
+    """
     if isinstance(file, Path):
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -91,7 +98,7 @@ def load(file: Path | int) -> Image:
             os.close(fd)
     if os.fstat(file).st_size < len(MAGIC) + _LENGTH.size:
         raise Unreadable("the file is too short to be an image")
-    return _parse(memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ)))
+    return _parse(memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY)))
 
 
 def _parse(whole: memoryview) -> Image:

@@ -62,3 +62,33 @@ def test_a_cut_image_is_not_read(tmp_path):
         (tmp_path / "cut").write_bytes(whole[:length])
         with pytest.raises(images.Unreadable):
             images.load(tmp_path / "cut")
+
+
+def test_a_value_may_lie_in_its_file_and_what_is_written_to_it_does_not(tmp_path):
+    given = {"a": torch.arange(1000.0), "b": torch.arange(7.0), "none": torch.ones(0)}
+    image = context_switch.stage(given, step=0, around=Surroundings(), accelerator=CPU)
+    images.save(image, tmp_path / "image")
+    before = (tmp_path / "image").read_bytes()
+    how = {"around": Surroundings(), "accelerator": CPU, "mapped": True}
+    found = context_switch.value(images.load(tmp_path / "image"), **how)
+    assert not found["a"].untyped_storage().resizable()  # it is not torch's own memory
+    assert all(tensor.data_ptr() % images.ALIGN_BYTES == 0 for tensor in found.values())
+    found["a"] += 1
+    assert (tmp_path / "image").read_bytes() == before
+    (tmp_path / "image").unlink()
+    assert torch.equal(found["a"], given["a"] + 1)
+    assert torch.equal(found["b"], given["b"])
+
+
+def test_the_memory_of_what_has_left_is_used_again():
+    spare, size = context_switch.Spare(), 1 << 20
+    first = spare.take(size)
+    assert spare.take(size).data_ptr() != first.data_ptr()  # that one has not left
+    spare.give_back([first])
+    assert spare.take(2 * size).data_ptr() != first.data_ptr()
+    assert spare.take(size).data_ptr() == first.data_ptr()
+    spare.give_back([spare.take(context_switch.SPARE_BYTES), first])
+    assert spare.take(size).data_ptr() == first.data_ptr()  # the newest stay
+    spare.give_back([first])
+    spare.let_go()
+    assert spare._free == []
