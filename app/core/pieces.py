@@ -14,6 +14,14 @@ portion waits for.  With all of these cut no piece waits for itself: a way into 
 first node, and one out of it begins there or later.  From there cuts are taken away, and put back,
 as long as that costs less: the time until all has ended, and a part of every launch, as others have
 the machines for it that are spared one.
+
+Pieces of a single executor may be **patient** instead.  Such a piece begins when all is there that
+its first node needs; what the others need may come **late**, and their portion waits for it on its
+device.  Only for a moment: a launch costs as much.  A node that would wait longer begins a piece of
+its own, for which its portion leaves the device until all is there.  `patient` plays the nodes
+through, and cuts where that comes up.  What is not late was there before its piece began: for that
+no pieces wait for each other in a ring.  For what is late they may, and still none of them stands
+still, as all portions run their nodes in the order of one plan.
 """
 
 from __future__ import annotations
@@ -22,7 +30,8 @@ import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import accumulate, combinations
+from graphlib import CycleError, TopologicalSorter
+from itertools import accumulate, combinations, pairwise
 from math import inf
 
 EFFORT = 300_000  # nodes looked at: a second or two, and all there is to try for some hundred
@@ -60,14 +69,24 @@ class Work:
         object.__setattr__(self, "seats", seats)
         object.__setattr__(self, "at_ends", at_ends)
 
+    def across(self, name: str) -> set[str]:
+        """What it needs of other portions."""
+        return {other for other in self.needs[name] if self.seats[other] != self.seats[name]}
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Pieces by when each begins; the last one ends at `ends_ms`, and `cost_ms` weighs it all."""
+    """Pieces by when each begins; the last one ends at `ends_ms`, and `cost_ms` weighs it all.
+
+    `late` has the nodes of others that give only after a piece that needs them was launched, and
+    `waits_ms` how long nodes wait for such within their piece; only patient pieces have any.
+    """
 
     pieces: tuple[Piece, ...]
     ends_ms: float
     cost_ms: float
+    late: Mapping[Piece, AbstractSet[str]] = field(default_factory=dict)
+    waits_ms: Mapping[str, float] = field(default_factory=dict)
 
 
 def cut(work: Work, *, effort: int = EFFORT) -> Timed:
@@ -100,8 +119,12 @@ def timed(work: Work, pieces: Sequence[Piece]) -> Timed:
                 places[other].may_begin(other, ready_ms[other])
     if len(began) < len(pieces):
         return Timed(tuple(pieces), inf, inf)
-    cost_ms = ends_ms + WORTH * work.launch_ms * len(pieces)
+    cost_ms = _cost_ms(work, ends_ms, len(pieces))
     return Timed(tuple(pieces[n] for _, n in began), ends_ms, cost_ms)
+
+
+def _cost_ms(work: Work, ends_ms: float, pieces: int) -> float:
+    return ends_ms + WORTH * work.launch_ms * pieces
 
 
 def _edges(work: Work, pieces: Sequence[Piece]) -> tuple[list[int], list[list[tuple[int, float]]]]:
@@ -173,16 +196,13 @@ class _Search:
 
     def _is_of_use(self, n: int, portion: int) -> bool:
         last, first = self.work.portions[portion][n - 1 : n + 1]
-        return last in self.work.at_ends or self._waits(last) or self._waits(first)
+        waits = bool(self.work.across(last) or self.work.across(first))
+        return last in self.work.at_ends or waits
 
     def _are_few(self, able: Sequence[Cut]) -> bool:
         """Few enough to look at all ways."""
         ways: int = 2 ** len(able)
         return ways * len(self.work.ms) <= self.effort
-
-    def _waits(self, name: str) -> bool:
-        seats = self.work.seats
-        return any(seats[other] != seats[name] for other in self.work.needs[name])
 
     def best(self) -> Timed:
         """Of all ways, if they are few; else from all cuts and from none, and either way along."""
@@ -226,3 +246,86 @@ def _pieces(work: Work, cuts: set[Cut]) -> list[Piece]:
                 found.append((begin, portion, tuple(names[begin:n])))
                 begin = n
     return [piece for _, _, piece in sorted(found)]
+
+
+# --- pieces that wait within ----------------------------------------------------------------------
+
+
+def patient(work: Work, patience_ms: float) -> Timed:
+    """Pieces of which no node but the first waits for longer; of a single executor, so that nodes
+    give when they have run.  Portions whose orders wait for each other in a ring never end.
+    """
+    if work.give_ms is None:
+        raise ValueError("several executors give all when a piece has ended: they cannot wait")
+    try:
+        order = tuple(TopologicalSorter(_waits(work)).static_order())
+    except CycleError:
+        return Timed(tuple(tuple(names) for names in work.portions.values() if names), inf, inf)
+    play = _Play(work, work.give_ms, patience_ms)
+    for name in order:
+        play.run(name)
+    return play.found()
+
+
+def _waits(work: Work) -> dict[str, set[str]]:
+    """For what each node waits: what it needs, and the one before it in its portion."""
+    waits = {name: {*work.needs[name]} for name in work.seats}
+    for names in work.portions.values():
+        for before, name in pairwise(names):
+            waits[name].add(before)
+    return waits
+
+
+@dataclass(slots=True, kw_only=True)
+class _Begun:
+    """A piece that was launched at `at_ms`."""
+
+    at_ms: float
+    names: list[str]
+
+
+class _Play:
+    """Nodes run one after the other, each behind all for which it waits.
+
+    `free_ms` is when the last one of a portion has run, `there_ms` when other portions have what a
+    node made.
+    """
+
+    def __init__(self, work: Work, give_ms: float, patience_ms: float) -> None:
+        self.work, self.give_ms, self.patience_ms = work, give_ms, patience_ms
+        self.free_ms, self.there_ms = dict[int, float](), dict[str, float]()
+        self.begun = {portion: list[_Begun]() for portion in work.portions}
+        self.waits_ms = dict[str, float]()
+
+    def run(self, name: str) -> None:
+        portion = self.work.seats[name]
+        free_ms = self.free_ms.get(portion, 0.0)
+        there_ms = max(map(self.there_ms.__getitem__, self.work.across(name)), default=0.0)
+        begins_ms = max(free_ms, there_ms)
+        pieces = self.begun[portion]
+        if not pieces or begins_ms - free_ms > self.patience_ms:
+            pieces.append(_Begun(at_ms=begins_ms, names=[]))
+            begins_ms += self.work.launch_ms
+        elif begins_ms > free_ms:
+            self.waits_ms[name] = begins_ms - free_ms
+        pieces[-1].names.append(name)
+        self.free_ms[portion] = begins_ms + self.work.ms[name]
+        self.there_ms[name] = self.free_ms[portion] + self.give_ms
+
+    def found(self) -> Timed:
+        every = [piece for pieces in self.begun.values() for piece in pieces]
+        every.sort(key=lambda piece: piece.at_ms)
+        ends_ms = max(self.free_ms.values(), default=0.0)
+        late = {tuple(piece.names): self._late(piece) for piece in every}
+        return Timed(
+            pieces=tuple(late),
+            ends_ms=ends_ms,
+            cost_ms=_cost_ms(self.work, ends_ms, len(every)),
+            late={piece: others for piece, others in late.items() if others},
+            waits_ms=self.waits_ms,
+        )
+
+    def _late(self, piece: _Begun) -> frozenset[str]:
+        """What its own portion made before was there at once."""
+        needed = (other for name in piece.names for other in self.work.across(name))
+        return frozenset(other for other in needed if self.there_ms[other] > piece.at_ms)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Set
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as Profile
 from hypothesis import strategies as st
 
-from app.core.pieces import WORTH, Work, cut, timed
+from app.core.pieces import WORTH, Piece, Work, cut, patient, timed
 
 LAUNCH_MS = 100.0
 
@@ -77,13 +79,13 @@ def test_a_piece_begins_when_the_last_is_there_that_it_needs_of_another() -> Non
     assert timed(late, [("a", "b", "c"), ("d",), ("e",)]).ends_ms == 3 * LAUNCH_MS + 3000 + 10
 
 
-def random_work(seed: int, nodes: int, give_ms: float | None = None) -> Work:
+def random_work(seed: int, nodes: int, give_ms: float | None = None, *, portions: int = 2) -> Work:
     draw = random.Random(seed)
     names = [f"n{n}" for n in range(nodes)]
-    seats = {name: draw.randrange(2) for name in names}
-    seats |= {"n0": 0, "n1": 1}
+    seats = {name: draw.randrange(portions) for name in names}
+    seats |= {f"n{portion}": portion for portion in range(portions)}
     return Work(
-        portions={portion: [n for n in names if seats[n] == portion] for portion in (0, 1)},
+        portions={p: [n for n in names if seats[n] == p] for p in range(portions)},
         needs={
             name: {*draw.sample(names[:n], min(n, draw.randint(0, 2)))}
             for n, name in enumerate(names)
@@ -138,3 +140,149 @@ def test_however_little_is_looked_at_all_nodes_run_once_and_end(
     busiest = max(sum(drawn.ms[n] for n in names) for names in drawn.portions.values())
     assert busiest + LAUNCH_MS <= found.ends_ms < inf
     assert found.cost_ms == found.ends_ms + WORTH * LAUNCH_MS * len(found.pieces)
+
+
+# --- pieces that wait within ----------------------------------------------------------------------
+
+
+def crossed_twice() -> Work:
+    """d is ready to run 120 ms before what it needs of the other portion is there."""
+    return work({0: ["a", "c", "d"], 1: ["b"]}, give_ms=10.0, b="a", d="b")
+
+
+def test_a_portion_waits_for_a_moment_within_its_piece() -> None:
+    found = patient(crossed_twice(), 250)
+    assert found.pieces == (("a", "c", "d"), ("b",))
+    assert found.late == {("a", "c", "d"): {"b"}}
+    assert found.waits_ms == {"d": LAUNCH_MS + 20}
+    assert found.ends_ms == 2 * LAUNCH_MS + 3000 + 20
+    assert found.cost_ms == found.ends_ms + WORTH * LAUNCH_MS * 2
+
+
+def test_who_would_wait_for_longer_begins_a_piece_when_all_is_there() -> None:
+    found = patient(crossed_twice(), 100)
+    assert found.pieces == (("a", "c"), ("b",), ("d",))
+    assert (found.late, found.waits_ms) == ({}, {})
+    assert found.ends_ms == 3 * LAUNCH_MS + 3000 + 20
+
+
+def test_what_was_there_before_the_launch_is_not_late() -> None:
+    """c waits for what b gives; what a gave was there before the piece of b and d began."""
+    both = work({0: ["a", "x_s", "c"], 1: ["b", "d"]}, give_ms=10.0, b="x_s", c="b", d="a")
+    assert patient(both, 2000).late == {("a", "x_s", "c"): {"b"}}
+
+
+def test_portions_whose_orders_wait_for_each_other_never_end() -> None:
+    crossed = work({0: ["d", "a"], 1: ["b", "c"]}, give_ms=10.0, b="a", d="c")
+    assert patient(crossed, 250).ends_ms == inf
+    assert patient(crossed, 250).cost_ms == inf
+
+
+def test_several_executors_never_wait_within_a_piece() -> None:
+    with pytest.raises(ValueError, match="several executors"):
+        patient(work({0: ["a"], 1: ["b"]}), 250)
+
+
+PATIENCE_MS = st.sampled_from([0.0, 150.0, 250.0, 1000.0, 10.0**6])
+
+
+@given(st.integers(0, 10**6), st.integers(4, 24), st.integers(2, 4), PATIENCE_MS)
+@Profile(max_examples=150, deadline=None)
+def test_patient_pieces_are_those_of_whoever_cuts_and_plays_again_by_hand(
+    seed: int, nodes: int, portions: int, patience_ms: float
+) -> None:
+    drawn = random_work(seed, nodes, 10.0, portions=portions)
+    found = patient(drawn, patience_ms)
+    pieces, ends_ms = cut_by_hand(drawn, patience_ms)
+    assert sorted(found.pieces) == sorted(pieces)
+    assert found.ends_ms == ends_ms
+    assert all(0 < ms <= patience_ms for ms in found.waits_ms.values())
+    for portion, names in drawn.portions.items():
+        mine = [piece for piece in found.pieces if drawn.seats[piece[0]] == portion]
+        assert [name for piece in mine for name in piece] == names
+
+
+@given(st.integers(0, 10**6), st.integers(4, 60), st.integers(2, 4), PATIENCE_MS)
+@Profile(max_examples=150, deadline=None)
+def test_what_is_not_late_comes_of_pieces_that_began_before(
+    seed: int, nodes: int, portions: int, patience_ms: float
+) -> None:
+    """So pieces never wait for each other in a ring before they begin."""
+    drawn = random_work(seed, nodes, 10.0, portions=portions)
+    found = patient(drawn, patience_ms)
+    place = {name: n for n, piece in enumerate(found.pieces) for name in piece}
+    for n, piece in enumerate(found.pieces):
+        late = found.late.get(piece, frozenset())
+        needed = {other for name in piece for other in drawn.needs[name]} - {*piece}
+        assert late <= needed
+        assert not late & drawn.needs[piece[0]]
+        assert all(drawn.seats[other] != drawn.seats[piece[0]] for other in late)
+        assert all(place[other] < n for other in needed - late)
+
+
+def test_to_wait_for_whatever_time_is_never_later_than_to_leave() -> None:
+    """Where a portion may wait for as long as it likes, each is one piece."""
+    for seed in range(50):
+        drawn = random_work(seed, 12, 10.0)
+        found = patient(drawn, inf)
+        assert len(found.pieces) == 2
+        assert found.ends_ms <= patient(drawn, 250).ends_ms
+
+
+def test_large_graphs_are_played_through_once() -> None:
+    drawn = random_work(1, 2000, 10.0, portions=4)
+    looked_at = Counted(drawn.needs)
+    found = patient(replace(drawn, needs=looked_at), 250)
+    assert found.ends_ms < inf
+    assert looked_at.count < 10 * 2000
+
+
+class Counted(dict[str, Set[str]]):
+    """How often what a node needs was looked up."""
+
+    count = 0
+
+    def __getitem__(self, name: str) -> Set[str]:
+        self.count += 1
+        return super().__getitem__(name)
+
+
+def cut_by_hand(drawn: Work, patience_ms: float) -> tuple[list[Piece], float]:
+    """The first node, in time, that would wait for longer is cut off from those before it, until
+    there is none.
+    """
+    first = {names[0] for names in drawn.portions.values()}
+    while True:
+        ends_ms, waits_ms = played_by_hand(drawn, first)
+        long = [name for name in drawn.ms if name not in first and waits_ms[name] > patience_ms]
+        if not long:
+            return by_first(drawn, first), max(ends_ms.values())
+        first.add(min(long, key=lambda name: ends_ms[name] - drawn.ms[name]))
+
+
+def played_by_hand(drawn: Work, first: set[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """When each node has run, and how long it waited: found by moving all until nothing moves."""
+    assert drawn.give_ms is not None
+    ends_ms, waits_ms = dict.fromkeys(drawn.ms, 0.0), dict.fromkeys(drawn.ms, 0.0)
+    while True:
+        before = dict(ends_ms)
+        for names in drawn.portions.values():
+            free_ms = 0.0
+            for name in names:
+                others = [o for o in drawn.needs[name] if o not in names]
+                there_ms = max([free_ms, *(ends_ms[o] + drawn.give_ms for o in others)])
+                waits_ms[name] = there_ms - free_ms
+                launch_ms = LAUNCH_MS if name in first else 0
+                free_ms = ends_ms[name] = there_ms + launch_ms + drawn.ms[name]
+        if ends_ms == before:
+            return ends_ms, waits_ms
+
+
+def by_first(drawn: Work, first: set[str]) -> list[Piece]:
+    pieces = list[list[str]]()
+    for names in drawn.portions.values():
+        for name in names:
+            if name in first:
+                pieces.append([])
+            pieces[-1].append(name)
+    return [tuple(piece) for piece in pieces]
