@@ -126,10 +126,12 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     """In the order of the tasks that take them; of several on one island the first."""
     maker, taker = aliased(Task), aliased(Task)
     part = maker.descriptor["run"]["part"]
+    came = Placement.ways[Need.port].astext
+    begun_with = taker.first_started_at.is_not(None) & ~Need.late
     query = (
         select(maker.name, Need.output, maker.island, taker.island, maker.outputs, part)
-        .add_columns(func.bool_or(taker.first_started_at.is_not(None)))
-        .add_columns(func.array_agg(Placement.ways[Need.port].astext.distinct()))
+        .add_columns(func.bool_or(begun_with | came.is_not(None)))
+        .add_columns(func.array_agg(came.distinct()))
         .join(maker, maker.id == Need.needs_id)
         .join(taker, taker.id == Need.task_id)
         .outerjoin(Placement, and_(Placement.task_id == taker.id, ~Placement.guest))
@@ -303,8 +305,12 @@ class _Scene:
         graph = _graph(work, able, all_=[island.id for island in islands])
         found = self._portions(work, graph, islands)
         reads = {node.id: frozenset(node.reads) for node in graph.nodes}
+        late = {task.id: _late_bytes(work, found, task.id) for task in work.tasks}
         return {
-            task.id: (found.seats[task.id], _why(found, task, able[task.id], reads[task.id]))
+            task.id: (
+                found.seats[task.id],
+                _why(found, task, able[task.id], reads[task.id], late[task.id]),
+            )
             for task in work.tasks
             if task.island in (None, lost) and task.id in found.seats
         }
@@ -343,6 +349,7 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
     """Its tasks as nodes, the outputs that they take from each other as blocks.
 
     A leg gives some while it runs: it is several nodes there, one behind the other on one island.
+    What comes to it late is left out: it runs beside who makes that.
     """
     blocks, nodes = dict[str, int](), list[Node]()
     writes = defaultdict[str, dict[str, None]](dict)
@@ -358,7 +365,8 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
         if not able[task.id] and task.state not in ENDED:
             raise Unplaceable(f"node {task.id}", "no island has such a device")
         needs = work.needs.get(task.id, ())
-        reads = dict.fromkeys(f"{need.needs_id}.{need.output}" for need in needs if need.port)
+        early = [need for need in needs if need.port and not need.late]
+        reads = dict.fromkeys(f"{need.needs_id}.{need.output}" for need in early)
         after = {need.needs_id: len(spells[need.needs_id]) - 1 for need in needs if not need.port}
         whole = Node(
             id=task.id,
@@ -462,9 +470,23 @@ def _links(names: Sequence[str]) -> Iterator[Link]:
                 yield Link(source=source, target=target, bytes_per_s=speed)
 
 
-def _why(found: Portions, task: Row[Any], able: Sequence[str], reads: frozenset[str]) -> JSON:
+def _late_bytes(work: _Work, found: Portions, id: str) -> int:
+    """What comes to a task late, from other islands than its own."""
+    known = {task.id: task for task in work.tasks}
+    seats = {task.id: task.island for task in work.tasks} | dict(found.seats)
+    return sum(
+        _bytes(known[need.needs_id], need.output)
+        for need in work.needs.get(id, ())
+        if need.late and seats[need.needs_id] != seats[id]
+    )
+
+
+def _why(
+    found: Portions, task: Row[Any], able: Sequence[str], reads: frozenset[str], late_bytes: int
+) -> JSON:
     island = found.seats[task.id]
-    across = sum(c.bytes for c in found.crossings if c.target == island and c.block in reads)
+    early = sum(c.bytes for c in found.crossings if c.target == island and c.block in reads)
+    across = early + late_bytes
     ends_s = round(found.makespan_ns / 1e9, 3)
     if len(able) == 1:
         told = f"Only {island} has such devices."
@@ -517,7 +539,7 @@ def _works(
     needs = defaultdict[str, list[Row[Any]]](list)
     several = [task.id for tasks in requests.values() if len(tasks) > 1 for task in tasks]
     if several:
-        query = select(Need.task_id, Need.needs_id, Need.port, Need.output)
+        query = select(Need.task_id, Need.needs_id, Need.port, Need.output, Need.late)
         for row in session.execute(query.where(Need.task_id == func.any(several))):
             needs[row.task_id].append(row)
     for tasks in requests.values():

@@ -249,7 +249,8 @@ class Follower:
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
         mine = Need.task_id == TaskRow.id
-        open_ = needs.where(mine, needed.state != "done", Need.given.is_(None)).exists()
+        lacking = (needed.state != "done", Need.given.is_(None), ~Need.late)
+        open_ = needs.where(mine, *lacking).exists()
         broken = needs.where(mine, needed.state.in_(("failed", "cancelled"))).exists()
         time_has_come = or_(
             TaskRow.not_before.is_(None), TaskRow.not_before <= func.to_timestamp(now_s)

@@ -21,6 +21,7 @@ from app.core.descriptor import BadDescriptor, Descriptor, Fault, Run, TaskDescr
 from app.core.graph import Offer
 from app.core.legs import MAX_NODES, Leg, expanded, of_run
 from app.core.legs import cut as legs_of
+from app.core.legs import order as order_of_leg
 from app.core.messages import JSON
 from app.core.spread import EVERYBODY, Copy, Spread, copies, spread
 from app.core.taskgraph import TaskGraph, timed
@@ -202,8 +203,11 @@ def _plan(session: Session, task: Task) -> Plan:
 @lru_cache(maxsize=64)
 def _spread(body: str, run: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
     """Of what a task with this `run` runs of a graph, both as JSON; a large one takes seconds."""
-    graph = of_run(taskgraph.parse(json.loads(body)), json.loads(run))
+    how = json.loads(run)
+    graph = of_run(taskgraph.parse(json.loads(body)), how)
     planned = spread(graph, executors)
+    if order := order_of_leg(how):
+        planned = replace(planned, order=order)
     return planned, copies(graph, planned)
 
 

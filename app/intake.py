@@ -418,10 +418,10 @@ _WRITE = text(
              not_before timestamptz, retry_max int, step bigint)
     ),
     need as (
-        insert into needs (task_id, needs_id, port, output)
-        select n.task_id, n.needs_id, n.port, n.output
+        insert into needs (task_id, needs_id, port, output, late)
+        select n.task_id, n.needs_id, n.port, n.output, n.late
         from json_to_recordset(cast(:needs as json)) as n
-            (task_id text, needs_id text, port text, output text)
+            (task_id text, needs_id text, port text, output text, late bool)
     ),
     once as (
         update idempotency
@@ -444,7 +444,13 @@ def write(session: Session, accepted: Accepted, once: Once, answer: Answer) -> N
         webhooks.expect_addresses(session, owner.tenant_id)
     ids = {task["name"]: task["id"] for task in accepted.tasks}
     needs = [
-        {"task_id": ids[name], "needs_id": ids[n.task], "port": n.port, "output": n.output}
+        {
+            "task_id": ids[name],
+            "needs_id": ids[n.task],
+            "port": n.port,
+            "output": n.output,
+            "late": n.late,
+        }
         for name, needed in accepted.needs.items()
         for n in needed
     ]

@@ -24,7 +24,7 @@ import json
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -490,6 +490,7 @@ def _record(
             keep=keep,
             drop=drop,
             expect=launch.ahead(session, [*_coming(house), *_following(session, house, alive)]),
+            given=_given(session, house, alive),
         )
         return answer, changed
 
@@ -668,7 +669,8 @@ def _take_in(
             else:
                 _EVENTS[type(event)](session, task, placement, event)
     heard[name] = task.event_seq
-    return not isinstance(event, messages.Stored)  # who can start now is nudged after the commit
+    # Who can start now is nudged after the commit.
+    return not isinstance(event, messages.Stored | messages.Came)
 
 
 def _apply(session: Session, task: Task, placement: Placement, event: messages.Event) -> None:
@@ -872,14 +874,31 @@ def _stored(session: Session, task: Task, placement: Placement, event: messages.
     if task.state in ENDED or event.output in task.outputs:
         return
     task.outputs = {**task.outputs, event.output: event.kept}
-    takers = Need.needs_id == task.id, Need.port != "", Need.output == event.output
-    given = update(Need).where(*takers).values(given=func.pg_current_xact_id())
-    session.execute(given.execution_options(synchronize_session=False))
-    db.after_commit(session, partial(_nudge_who_can_start, task.id, event.output))
+    _give(session, task, placement, {event.output: event.kept})
 
 
-def _nudge_who_can_start(task_id: str, output: str) -> None:
-    """The islands of those who waited for this output, and for nothing else any more.
+def _give(
+    session: Session, task: Task, placement: Placement, outputs: Mapping[str, messages.JSON]
+) -> None:
+    """These outputs of a leg are durable: after the commit their takers hear of it."""
+    takers = Need.needs_id == task.id, Need.port != "", Need.output.in_(outputs)
+    given = update(Need).where(*takers, Task.id == Need.task_id)
+    told = given.values(given=func.pg_current_xact_id()).returning(
+        Need.task_id, Need.port, Need.output, Need.late, Task.epoch, Task.seat
+    )
+    maker = session.get_one(Device, placement.device_id).facts
+    rows = session.execute(told.execution_options(synchronize_session=False)).all()
+    for row in rows:
+        if row.late and row.seat is not None:
+            source = launch.source(outputs[row.output], maker)
+            come = messages.Given(task=row.task_id, epoch=row.epoch, port=row.port, source=source)
+            db.after_commit(session, partial(outbox.tell, row.seat, come))
+    if waited_for := {row.output for row in rows if not row.late}:
+        db.after_commit(session, partial(_nudge_who_can_start, task.id, waited_for))
+
+
+def _nudge_who_can_start(task_id: str, outputs: Collection[str]) -> None:
+    """The islands of those who waited for one of these outputs, and for nothing else any more.
 
     Looked for after the commit: of two who give the last two at once, one sees both.
     """
@@ -887,12 +906,12 @@ def _nudge_who_can_start(task_id: str, output: str) -> None:
     lacking = (
         select(lacks.task_id)
         .join(maker, maker.id == lacks.needs_id)
-        .where(lacks.task_id == Task.id, lacks.given.is_(None), maker.state != "done")
+        .where(lacks.task_id == Task.id, lacks.given.is_(None), ~lacks.late, maker.state != "done")
     )
     able = (
         select(Task.island)
         .join(took, took.task_id == Task.id)
-        .where(took.needs_id == task_id, took.port != "", took.output == output)
+        .where(took.needs_id == task_id, took.port != "", took.output.in_(outputs))
         .where(Task.state == "blocked", ~lacking.exists())
         .distinct()
     )
@@ -900,6 +919,12 @@ def _nudge_who_can_start(task_id: str, output: str) -> None:
         islands = session.scalars(able).all()
     for island in islands:
         outbox.nudge_island(island)
+
+
+def _came(session: Session, task: Task, placement: Placement, event: messages.Came) -> None:
+    placement.input_bytes += event.size_bytes
+    placement.fetched_bytes += event.size_bytes if event.way == "store" else 0
+    placement.ways = {**placement.ways, event.port: event.way}
 
 
 def _paused(session: Session, task: Task, placement: Placement, event: messages.Paused) -> None:
@@ -914,6 +939,17 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     task.pauses += 1
     told = f"Paused after step {event.step} on {device}; no step is lost."
     tell(session, task, "task.paused", told, device=device, step=event.step)
+    if event.lacks:
+        _wait_for(session, task, event.lacks)
+
+
+def _wait_for(session: Session, task: Task, port: str) -> None:
+    """An input did not come while it ran: now it does not begin again before that is there."""
+    lacked = update(Need).where(Need.task_id == task.id, Need.port == port)
+    session.execute(lacked.values(late=False).execution_options(synchronize_session=False))
+    _move(session, task, Move.Locked)
+    told = f"It left its device, as its input {port} did not come."
+    tell(session, task, "task.lacks", told, port=port)
 
 
 def _finished(session: Session, task: Task, placement: Placement, event: messages.Finished) -> None:
@@ -926,6 +962,9 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
         told = f"It finished without its declared outputs {', '.join(lacking)}."
         _failed(session, task, placement, _failure(event, cause="exception", message=told))
         return
+    if "part" in task.descriptor["run"]:
+        new = {name: event.outputs[name] for name in event.outputs.keys() - task.outputs.keys()}
+        _give(session, task, placement, new)
     _close(session, task, placement, "finished")
     _move(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, _kept(task, event.outputs)
@@ -1019,6 +1058,7 @@ _EVENTS: dict[type, Any] = {
     messages.Started: _started,
     messages.Saved: _saved,
     messages.Stored: _stored,
+    messages.Came: _came,
     messages.Resized: _resized,
     messages.Paused: _paused,
     messages.Finished: _finished,
@@ -1132,6 +1172,18 @@ def _following(session: Session, house: _House, alive: Alive) -> Iterator[Task]:
             Task.ordinal > task.ordinal,
         )
         yield from session.scalars(later.order_by(Task.ordinal).limit(1))
+
+
+def _given(session: Session, house: _House, alive: Alive) -> list[messages.Given]:
+    """Of what residents lack, that which is there."""
+    lacking = {view.task: view for view in alive.residents if view.lacks}
+    tasks = [house.tasks[id] for id in lacking if id in house.tasks]
+    return [
+        messages.Given(task=id, epoch=lacking[id].epoch, port=port, source=source)
+        for id, inputs in launch.inputs(session, tasks).items()
+        for port, source in inputs.items()
+        if port in lacking[id].lacks
+    ]
 
 
 def _look_ahead(house: _House, alive: Alive) -> bool:

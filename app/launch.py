@@ -81,7 +81,7 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
     return Shelf(
         bundles=_bundles(session, ids),
         presets=_presets(session, kinds),
-        inputs=_inputs(session, [task for task, _ in launches]),
+        inputs=inputs(session, [task for task, _ in launches]),
         images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
     )
 
@@ -91,14 +91,14 @@ def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
     if not tasks:
         return []
     bundles = _bundles(session, [task.id for task in tasks])
-    inputs = _inputs(session, tasks)
+    taken = inputs(session, tasks)
     return [
         {
             "task": task.id,
             "epoch": task.epoch,
             "tenant": task.tenant_id,
             "bundle": bundles[task.id],
-            "inputs": list(inputs.get(task.id, {}).values()),
+            "inputs": list(taken.get(task.id, {}).values()),
             "image": _newest(migration.from_json(task.moving)) if task.moving else None,
         }
         for task in tasks
@@ -135,7 +135,8 @@ def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON
     return found
 
 
-def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
+def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
+    """By task and port what there is of their inputs, as a Launch names it."""
     found: dict[str, JSON] = defaultdict(dict)
     if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
         return found
@@ -148,10 +149,8 @@ def _inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     )
     for id, port, output, outputs, maker in session.execute(query):
         if output not in outputs:
-            continue  # of who is not launched yet
-        kept = outputs[output]
-        found[id][port] = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
-        found[id][port]["copies"] = _copies(maker or {}, kept["sha256"])
+            continue  # of who is not launched yet, or what comes late
+        found[id][port] = source(outputs[output], maker or {})
     if takers := [task.id for task in tasks if _takes_datablocks(task)]:
         uses = (
             select(DatablockUse.task_id, DatablockUse.port, Datablock)
@@ -169,6 +168,12 @@ _MADE_THERE = (
     ~Placement.guest,
 )
 _IS_UP = Device.lease_until > func.now()
+
+
+def source(kept: JSON, maker: JSON) -> JSON:
+    """An output, made by the device worker with these facts, as the input of who takes it."""
+    said = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
+    return {**said, "copies": _copies(maker, kept["sha256"])}
 
 
 def _copies(maker: JSON, sha256: str) -> list[JSON]:

@@ -538,7 +538,8 @@ class Need(Base):
     """`task_id` starts only when `needs_id` is done; `port` takes its `output` ("": `after`).
 
     It need not wait for that if the output was `given` before: by this transaction it was seen that
-    it is durable, while `needs_id`, a leg of a graph, runs on.
+    it is durable, while `needs_id`, a leg of a graph, runs on.  And what may come `late` it waits
+    for on its device, until it has done so for too long.
     """
 
     __tablename__ = "needs"
@@ -547,6 +548,7 @@ class Need(Base):
     port: Mapped[str] = mapped_column(primary_key=True, server_default="")
     output: Mapped[str] = mapped_column(server_default="")
     given: Mapped[int | None] = mapped_column(Xid8)
+    late: Mapped[bool] = mapped_column(server_default=text("false"))
     __table_args__ = (Index("ix_needs_given", "given", postgresql_where=text("given is not null")),)
 
 

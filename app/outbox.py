@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 from celery import Celery
 from kombu.exceptions import OperationalError
@@ -72,6 +73,11 @@ def hint(message: str, queue: str, *args: JSON) -> bool:
         log.warning("could not send %s to %s: %s", message, queue, error)
         return False
     return True
+
+
+def tell(device: str, message: Any) -> None:
+    """One message to a device that may be lost: what it says is said again in answers."""
+    hint(broker.DEVICE_NEWS, broker.device_queue(device), encode(message))
 
 
 def reachable() -> bool:

@@ -173,7 +173,9 @@ def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
     """What each of these tasks needed of the others of them."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for task_id, needs_id in session.execute(
-        select(Need.task_id, Need.needs_id).where(Need.task_id.in_(ids)).order_by(Need.needs_id)
+        select(Need.task_id, Need.needs_id)
+        .where(Need.task_id.in_(ids), ~Need.late)
+        .order_by(Need.needs_id)
     ):
         if needs_id in ids:
             found[task_id][needs_id] = None

@@ -305,7 +305,7 @@ def _needs(
         select(Need.task_id, needed.id, needed.state)
         .join(needed, needed.id == Need.needs_id)
         .where(Need.task_id == func.any(list(blocked)), needed.state != "done")
-        .where(Need.given.is_(None) | needed.state.in_(_BROKEN))
+        .where((Need.given.is_(None) & ~Need.late) | needed.state.in_(_BROKEN))
         .group_by(Need.task_id, needed.id, needed.state)
         .order_by(Need.task_id, func.min(needed.ordinal))
     )

@@ -50,6 +50,7 @@ from workers import slab as slabs
 from workers.absence import Absence, CalledOff
 from workers.accelerator import Accelerator
 from workers.capture import Captured, Surroundings, Uncapturable, capture
+from workers.context_switch import Spare
 from workers.gang import Member
 from workers.graph import GraphJob, NodeFailed
 from workers.image import Image
@@ -69,12 +70,14 @@ AFTER_PAUSING_S = 0.02  # so long the image of a pause waits for the next one to
 AFTER_LEAVING_S = 0.25  # so long the image of one that made room waits for the one that needs it
 TOLD_BYTES = 16 * 2**20  # of the device's memory were let go of since it was said last
 LOOK_S = 0.05  # so often somebody off the seat looks whether its image lies there
+UNHEARD_S = 0.1  # so long it waits for an input that comes late, and does not ask: it is on its way
 REPORT_S = 0.2  # progress and metrics go up at most this often
 DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
 METRICS_LIMIT = 100
 SEED = 0  # what a job that seeds nothing itself begins with, everywhere the same
 _HERE = {__file__, graph.__file__}
+_NOT_LOADED = "An input could not be loaded: "
 
 
 class Ending(Exception):
@@ -157,6 +160,8 @@ class Work:
     reported_s: float = -math.inf
     saved_s: float = 0.0
     ending: Ending | None = None  # why no image can be made; told when it is back on the seat
+    arrived: dict[str, int] = field(default_factory=dict)  # inputs that came late, as files
+    seated_s: float = 0.0  # when it last sat down, not after turns of others
     made: JSON = field(default_factory=dict)  # outputs of the leg before, in this process,
     lingers: bool = False  # and there will be one after this
     base_bytes: int = 0
@@ -209,6 +214,9 @@ class Work:
             raise Abandoned from error
 
 
+Memory = list[torch.UntypedStorage]
+
+
 class Outgoing:
     """Outputs on their way into the store, one after the other; `settled` are the answers.
 
@@ -217,7 +225,8 @@ class Outgoing:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.waiting: deque[tuple[Image | Published, str]] = deque()
+        self.waiting: deque[tuple[Image | Published, str, Memory]] = deque()
+        self.spare, self.leaving = Spare(), Memory()
         self.values: JSON = {}
         self.sending = False
         self.settled: dict[str, JSON] = {}
@@ -228,11 +237,18 @@ class Outgoing:
         if name in self.values and self.values[name] is value and not failed:
             return
         self.values[name] = value
-        self.waiting.append((_output(self.work, value, root=name), f"output:{name}"))
+        memory = Memory()
+
+        def new(size: int) -> torch.UntypedStorage:
+            memory.append(self.spare.take(size))
+            return memory[-1]
+
+        self.waiting.append((_output(self.work, value, name, new), f"output:{name}", memory))
         self.next()
 
     def kept(self, message: JSON) -> None:
         self.sending = False
+        self.spare.give_back(self.leaving)
         self.settled[message["what"]] = message
         self.next()
 
@@ -245,7 +261,7 @@ class Outgoing:
         if self.sending or not self.waiting or self.work.images.busy:
             return
         self.sending = True
-        body, what = self.waiting.popleft()
+        body, what, self.leaving = self.waiting.popleft()
         sizes = {"size_bytes": body.size_bytes, "head_bytes": body.head_bytes}
         # Behind the last one the end is told, which says all of them.
         early = self.work.ctx.result is None or bool(self.waiting)
@@ -514,7 +530,8 @@ def _load_graph(work: Work, code: Path) -> graph.Loaded:
     memory = {"budget_bytes": work.spec["memory_bytes"], "host_bytes": host_bytes}
     assert work.graph is not None, "read before anything else"
     if work.spread is None or work.member is None:
-        return load_graph(code, work.graph, work.accelerator, **memory)
+        late, order = legs.late(work.spec["run"]), legs.order(work.spec["run"])
+        return load_graph(code, work.graph, work.accelerator, late=late, order=order, **memory)
     _make_room_for(code)
     return LoadedLane(
         *(work.graph, partial(_entry, code), work.accelerator),
@@ -538,7 +555,7 @@ def bring_in(work: Work) -> None:
                 work.ctx.blocks[source["datablock"]] = port
         work.made = {}
     except BaseException as error:
-        raise _failed(error, cause="exception", begun="An input could not be loaded: ") from error
+        raise _failed(error, cause="exception", begun=_NOT_LOADED) from error
     work.capabilities = [] if work.is_function else ["pause", "save", "move", "exact"]
     if not spec["image"]:
         return
@@ -547,19 +564,48 @@ def bring_in(work: Work) -> None:
         if preset.impose(index["fingerprint"]):
             work.capabilities = ["pause", "save", "move", "equivalent"]
         restored = _restored(work, index["layout"])
-        work.job = work.entry.go_on(restored) if work.is_graph else restored
+        work.job = _go_on(work, restored) if work.is_graph else restored
         work.step = spec["image"]["step"]
         work.images.last_step = work.step if spec["image"].get("is_kept", True) else None
     except BaseException as error:
         raise _failed(error, cause="image", begun="The image could not be restored: ") from error
 
 
+def _go_on(work: Work, state: Any) -> GraphJob:
+    """With what came after its image was made."""
+    job: GraphJob = work.entry.go_on(state)
+    for port in job.lacks.copy().values():
+        if port in work.ctx.inputs:
+            job.take(port, work.ctx.inputs.pop(port))
+    return job
+
+
+def _image_value(work: Work, fd: int) -> Any:
+    """Closes it."""
+    try:
+        image = images.load(fd)
+    finally:
+        os.close(fd)
+    around, accelerator = work.around, work.accelerator
+    return context_switch.value(
+        image, around=around, accelerator=accelerator, mapped=_may_be_mapped(work)
+    )
+
+
+def _may_be_mapped(work: Work) -> bool:
+    """Of a function no image is ever made, and a graph hardly writes to what it is given; where
+    memory is short it has to be such as can be let go of.
+    """
+    if work.graph is None:
+        return work.is_function
+    return work.member is None and not (work.graph.memory_bytes or work.spec["memory_bytes"])
+
+
 def _input(work: Work, format: str, block: str) -> Any:
     fd = work.fds.pop(0)
+    if not format:
+        return _image_value(work, fd)
     try:
-        if not format:
-            image = images.load(fd)
-            return context_switch.value(image, around=work.around, accelerator=work.accelerator)
         # What is mapped can only be referred to; of a function no image is ever made.
         tensors = tensorfile.given(fd, mapped=bool(block) or work.is_function)
     finally:
@@ -694,6 +740,8 @@ def safe_point(work: Work) -> None:
     """Between two steps: hear what is wished, and do it.  Returns when the next step may begin."""
     if work.member is None:
         _safe_point(work)
+        if isinstance(work.job, GraphJob):
+            _await_inputs(work, work.job)
         return
     is_ready = False
     try:
@@ -731,6 +779,35 @@ def _safe_point(work: Work) -> None:
     _save_if_wished(work)
 
 
+def _await_inputs(work: Work, job: GraphJob) -> None:
+    """Until all is there that its next node reads: for a moment on its seat, then off it.
+
+    To wait costs others the device, and to leave it costs a launch; so it waits for about as long
+    as that takes.
+    """
+    since_s, asked, patience_s = time.monotonic(), False, work.spec["patience_s"]
+    while _still_awaits(work, job):
+        waited_s = time.monotonic() - max(since_s, work.seated_s)
+        if waited_s >= patience_s:
+            _pause(work, lacks=job.awaited() or "")
+            continue
+        if waited_s >= UNHEARD_S and not asked:
+            work.say("awaits", port=job.awaited())
+            asked = True
+        _listen(work, (patience_s if asked else UNHEARD_S) - waited_s)
+        _safe_point(work)
+
+
+def _still_awaits(work: Work, job: GraphJob) -> bool:
+    """What came meanwhile is taken in."""
+    try:
+        for port in list(work.arrived):
+            job.take(port, _image_value(work, work.arrived.pop(port)))
+    except BaseException as error:
+        raise _failed(error, begun=_NOT_LOADED) from error
+    return job.awaited() is not None
+
+
 def _save_again(work: Work) -> None:
     """The image on its way was spoiled; of a gang all make another, at the same step."""
     if work.member is None:
@@ -739,7 +816,7 @@ def _save_again(work: Work) -> None:
         work.say("spoiled")
 
 
-def _pause(work: Work) -> None:
+def _pause(work: Work, **told: str) -> None:
     """Off the seat.  The process is the state: its image can be made while somebody else sits.
 
     Who is back soon makes none, but those that are asked for, and reports no more often than else.
@@ -750,11 +827,13 @@ def _pause(work: Work) -> None:
         work.accelerator.synchronize()  # what it began is part of its turn
     if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
         _report(work)
-    work.say("paused", has_state=work.job is not None)
+    work.say("paused", has_state=work.job is not None, **told)
     work.images.wait(AFTER_PAUSING_S)
     saved_s = work.saved_s
     _wait_for_seat(work)
-    work.saved_s = saved_s if work.is_back_soon else time.monotonic()
+    if not work.is_back_soon:
+        work.seated_s = time.monotonic()
+    work.saved_s = saved_s if work.is_back_soon else work.seated_s
     work.is_back_soon = False
     if work.ending is not None:
         raise work.ending
@@ -793,6 +872,7 @@ def _leave(work: Work) -> None:
     """Let go of the device's memory; what is free by now is told piece by piece."""
     work.wishes -= {"leave"}
     images, told_bytes = work.images, 0
+    work.outgoing.spare.let_go()
     absent = images.absence
     if not absent.away:
         work.before_bytes = _memory_bytes(work)
@@ -891,12 +971,15 @@ def _save_if_wished(work: Work) -> None:
             work.staged_s += time.perf_counter() - began_s
 
 
-def _output(work: Work, value: object, root: str) -> Image | Published:
+def _output(
+    work: Work, value: object, root: str, new: Callable[[int], torch.UntypedStorage]
+) -> Image | Published:
     try:
         if root in work.spec["publish"]:
             return Published(value, f"result[{root!r}]")
+        around, accelerator = work.around, work.accelerator
         return context_switch.stage(
-            value, step=work.step, around=work.around, accelerator=work.accelerator, root=root
+            value, step=work.step, around=around, accelerator=accelerator, root=root, new=new
         )
     except Unpublishable as error:
         raise Ending("failed", cause="exception", message=str(error), detail="") from error
@@ -940,7 +1023,7 @@ def _take(work: Work, message: JSON) -> None:
     match message["is"]:
         case "begin":
             work.spec, work.wishes = message["spec"], set()
-            work.fds, work.wire.fds = work.wire.fds, []
+            work.fds = _files(work, message["files"])
         case "pause" | "yield" | "go":
             _take_turn(work, message)
         case "leave":
@@ -950,6 +1033,8 @@ def _take(work: Work, message: JSON) -> None:
             work.turn = message["turn"]
             work.granted_bytes += message["bytes"]
             work.wishes.add("return")
+        case "block":
+            (work.arrived[message["port"]],) = _files(work, 1)
         case "on":
             work.stands_at = message["step"]
             work.wishes.add("on")
@@ -961,6 +1046,12 @@ def _take(work: Work, message: JSON) -> None:
             work.outgoing.kept(message)
         case wish:
             work.wishes.add(wish)
+
+
+def _files(work: Work, count: int) -> list[int]:
+    """Those that came with a message; those behind them are of the next one that has some."""
+    files, work.wire.fds = work.wire.fds[:count], work.wire.fds[count:]
+    return files
 
 
 def _take_turn(work: Work, message: JSON) -> None:
@@ -1026,11 +1117,11 @@ def load_entry(code: Path, target: str) -> Any:
 
 
 def load_graph(
-    code: Path, body: JSON | TaskGraph, accelerator: Accelerator, **memory: int
+    code: Path, body: JSON | TaskGraph, accelerator: Accelerator, **more: Any
 ) -> graph.Loaded:
     """A graph, all of whose functions lie in the tenant's folder `code`; see `graph.Loaded`."""
     _make_room_for(code)
-    return graph.Loaded(body, partial(_entry, code), accelerator, **memory)
+    return graph.Loaded(body, partial(_entry, code), accelerator, **more)
 
 
 def _entry(code: Path, target: str) -> Any:

@@ -70,30 +70,37 @@ class Loaded:
         *,
         budget_bytes: int = 0,
         host_bytes: int = sys.maxsize,
+        late: Sequence[str] = (),
+        order: Sequence[str] = (),
     ) -> None:
-        """`find` gives the function for "module:name".
+        """`find` gives the function for "module:name"; `late` are inputs that may come later.  The
+        nodes run in that `order`, or in the one that is found.
 
         What its blocks may take on the device, where the graph itself does not say so, and what of
         them may lie in host memory instead; a budget of 0 is none.
         """
         self.graph = body if isinstance(body, TaskGraph) else taskgraph.parse(body)
+        self.late = late
         self.room: Room | None = None
         if budget_bytes := self.graph.memory_bytes or budget_bytes:
             self.room = Room(budget_bytes, host_bytes, accelerator)
         named = dict.fromkeys(node.function for node in self.graph.nodes)
         self.functions = {name: find(name) for name in named}
         self.chance = Chance(accelerator)
-        self.order(())
+        self.order(order)
 
     def order(self, names: Sequence[str]) -> None:
-        """The nodes run in this order, or in the one that is found."""
         self.program = taskgraph.program(self.graph, names)
         self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
 
     def begin(self, inputs: JSON) -> GraphJob:
-        """`inputs` by port; they belong to the graph from now on."""
-        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.graph.ports}
-        return GraphJob(self, {"blocks": blocks})
+        """`inputs` by port; they belong to the graph from now on.  Those that are `late` come while
+        it runs, if they are not among them.
+        """
+        lacks = [port for port in self.late if port not in inputs]
+        there = [port for port in self.graph.ports if port not in lacks]
+        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in there}
+        return GraphJob(self, {"blocks": blocks, "lacks": lacks})
 
     def go_on(self, state: JSON) -> GraphJob:
         """From what `GraphJob.state` gave, in whatever process."""
@@ -123,6 +130,8 @@ class GraphJob:
         self.items: dict[str, list[Any]] | None = state.get("items")
         self.owned: list[str] = state.get("owned", [])
         self.sizes: dict[str, int] = state.get("sizes", {})
+        names = {name: n for n, name in enumerate(self.program.blocks)}
+        self.lacks = {names[f"{INPUT}{port}"]: port for port in state.get("lacks", ())}
         self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
         self.ran_s = dict[str, tuple[float, int]]()  # node -> seconds here, and how often it ran
         self.told = 0  # so many units' outputs were told as they were made
@@ -134,8 +143,9 @@ class GraphJob:
             self.room.restore(state.get("aside", []), self._values())
 
     def state(self) -> JSON:
-        live = {n: self.blocks[n] for n in self._live()}
-        return {"order": list(self.program.order), **self._state(live)}
+        live = {n: self.blocks[n] for n in self._live() if n not in self.lacks}
+        lacks = {"lacks": list(self.lacks.values())} if self.lacks else {}
+        return {"order": list(self.program.order), **self._state(live), **lacks}
 
     def _state(self, blocks: Mapping[int, Any]) -> JSON:
         """How far it is, and these blocks."""
@@ -160,6 +170,19 @@ class GraphJob:
         for unit in units[:at]:
             live.difference_update(unit.frees)
         return sorted(live)
+
+    def awaited(self) -> str | None:
+        """The input that the next node reads and that has not come, if there is one."""
+        if not self.lacks or self.done == len(self.calls):
+            return None
+        reads = (n for _, many, _ in self.calls[self.done].unit.inputs for n in many)
+        return next((self.lacks[n] for n in reads if n in self.lacks), None)
+
+    def take(self, port: str, value: Any) -> None:
+        """An input that it lacked has come."""
+        n = next(n for n, lacked in self.lacks.items() if lacked == port)
+        self.blocks[n] = value
+        del self.lacks[n]
 
     def made(self) -> JSON:
         """By port, what the graph gives that was made since this was last asked.
@@ -200,7 +223,7 @@ class GraphJob:
             except BaseException as error:
                 raise NodeFailed(call.name, call.unit.function) from error
             self.done += 1
-            if self.done in self.gives or not self._goes_on(ctx, until_s):
+            if self.done in self.gives or not self._goes_on(ctx, until_s) or self.awaited():
                 break
         if self.done == len(calls) and ctx.result is None:
             ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})

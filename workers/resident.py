@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core import messages
-from app.core.legs import another_follows
+from app.core.legs import another_follows, late
 from app.core.messages import Event, Launch, LogLines, Order, ResidentView, Resize
 from app.core.taskgraph import MAX_EST_MS, MAX_NODES
 from workers import slab
@@ -81,10 +81,29 @@ class Stay:
     input_bytes: int = 0  # that were brought here for it,
     fetched_bytes: int = 0  # of which so many from the store
     ways: JSON = field(default_factory=dict)  # by which each of them came, by port
+    lacks: set[str] = field(default_factory=set)  # inputs that come late,
+    given: JSON = field(default_factory=dict)  # of which it was told where these lie,
+    coming: set[str] = field(default_factory=set)  # and these are on their way;
+    awaits: str = ""  # its process stands still for this one
+
+    @classmethod
+    def of(cls, launch: Launch, now_us: int) -> Stay:
+        lacks = set(late(launch.run)) - launch.inputs.keys()
+        return cls(launch=launch, arrived_us=now_us, order_seq=launch.seq, lacks=lacks)
 
     @property
     def key(self) -> tuple[str, int]:
         return self.launch.task, self.launch.epoch
+
+    def is_given(self, port: str, source: JSON) -> None:
+        if port in self.lacks:
+            self.given.setdefault(port, source)
+
+    def goes_on_from(self, before: Stay) -> None:
+        """In the same process: what did not come there is lacking still, whatever it was told."""
+        self.step, self.metrics, self.lacks = before.step, before.metrics, before.lacks
+        for port, source in self.launch.inputs.items():
+            self.is_given(port, source)
 
     @property
     def is_outpost(self) -> bool:
@@ -156,6 +175,7 @@ class Stay:
             memory_bytes=self.resident.memory_bytes if self.resident else 0,
             **(self.resident.where() if self.resident and self.resident.stay is self else {}),
             staged_us=self.staged_us(now_us),
+            lacks=[self.awaits] if self.awaits in self.lacks - self.given.keys() else [],
             metrics=self.metrics,
         )
 
@@ -482,6 +502,14 @@ def text(message: JSON, name: str) -> str:
     if not isinstance(value, str):
         raise Nonsense(f"{name} is {value!r:.100}")
     return str(clean(value))
+
+
+def late_input(resident: Resident, message: JSON, name: str) -> str:
+    """One that may come late to what it runs."""
+    port = text(message, name)
+    if port not in late(resident.stay.launch.run):
+        raise Nonsense(f"it lacks {port!r:.100}")
+    return port
 
 
 def table(message: JSON, name: str) -> JSON:

@@ -39,6 +39,7 @@ from app.core.messages import (
     Alive,
     Answer,
     Cancel,
+    Given,
     Launch,
     Order,
     Pause,
@@ -175,6 +176,8 @@ class Supervisor(threading.Thread):
                 self._order(message)
             case Answer():
                 self._answered(message)
+            case Given():
+                self._given(message)
             case _:
                 message()
 
@@ -341,7 +344,7 @@ class Supervisor(threading.Thread):
         self.newest[launch.task] = number
         if len(self.newest) > REMEMBERED:
             del self.newest[next(iter(self.newest))]
-        stay = Stay(launch=launch, arrived_us=now_us(), order_seq=launch.seq)
+        stay = Stay.of(launch, now_us())
         stay.is_confirmed = self._is_sure(launch)
         self.rhythm.chatter = True  # it is soon told that it has the seat
         # Who is beside others needs to be told its share.
@@ -352,6 +355,7 @@ class Supervisor(threading.Thread):
         resident = self._living(launch.task)
         if resident is not None and _can_go_on(resident, launch):
             _begin_again(resident, stay)
+            self._bring(stay)
             return
         if resident is not None:
             self._vanish(resident.stay, "replaced")
@@ -509,6 +513,8 @@ class Supervisor(threading.Thread):
         self.residency.expected = answer.next
         if answer.rota is not None:
             self.rota = Rota.of(answer.rota)
+        for given in answer.given:
+            self._given(given)
         self.lookout.expect(answer.expect, here=[task for task, _ in self.stays])
         self.rhythm.chatter |= bool(answer.expect)  # soon more of it will be here
 
@@ -837,7 +843,9 @@ class Supervisor(threading.Thread):
         stay = resident.stay
         stay.input_bytes, stay.fetched_bytes = fetched.input_bytes, fetched.fetched_bytes
         stay.ways = fetched.ways
-        resident.send("begin", fds, spec=self._spec(stay, resident.room, fetched, made))
+        spec = self._spec(stay, resident.room, fetched, made)
+        resident.send("begin", fds, spec=spec, files=len(fds))
+        self._bring(stay)
 
     def _spec(self, stay: Stay, room: Room, fetched: Fetched, made: dict[str, str]) -> JSON:
         """`made`: ports whose input lies in the process already, by the output that it was."""
@@ -870,6 +878,7 @@ class Supervisor(threading.Thread):
             "checkpoint_every_s": launch.checkpoint_every_s,
             "memory_bytes": launch.memory_bytes,
             "lease_margin_s": self.house.lease_margin_s,
+            "patience_s": self.house.patience_s,
         }
 
     def _room(self, name: str, code: Path | None = None) -> Room:
@@ -915,6 +924,47 @@ class Supervisor(threading.Thread):
             os.close(fd)
         elif stay_log.is_full:
             self.muted.append((now_us() + MUTED_US, resident, fd))
+
+    # --- residents: what comes late ---
+
+    def _given(self, given: Given) -> None:
+        if (stay := self.stays.get((given.task, given.epoch))) is not None:
+            stay.is_given(given.port, given.source)
+            self._bring(stay)
+
+    def _bring(self, stay: Stay) -> None:
+        """What it lacks and was given, as soon as there is a process that can take it."""
+        if (resident := stay.resident) is None or resident.stay is not stay:
+            return
+        for port in (stay.lacks & stay.given.keys()) - stay.coming:
+            stay.coming.add(port)
+            self._fetch_late(resident, port, stay.given[port])
+
+    def _fetch_late(self, resident: Resident, port: str, source: JSON) -> None:
+        self._aside(
+            lambda: transfer.opened(source, self.house),
+            lambda opened: self._brought(resident, port, opened),
+        )
+
+    def _brought(
+        self, resident: Resident, port: str, opened: tuple[int, str] | BaseException
+    ) -> None:
+        stay = resident.stay  # of the same task, whatever happened meanwhile
+        if isinstance(opened, BaseException):
+            log.warning("task %s: its input %s is not here yet: %s", resident.task, port, opened)
+            stay.given.pop(port, None)  # it is told again where it lies
+            stay.coming.discard(port)
+            return
+        fd, way = opened
+        if port in stay.lacks and not resident.is_gone:
+            stay.lacks.discard(port)
+            resident.send("block", [fd], port=port)
+            stay.tell(messages.Came, now_us(), port=port, way=way, size_bytes=os.fstat(fd).st_size)
+        os.close(fd)
+
+    def _says_awaits(self, resident: Resident, message: JSON) -> None:
+        resident.stay.awaits = residents.late_input(resident, message, "port")
+        self.rhythm.happened = True  # perhaps it was given, and we were not told
 
     # --- residents: what they say ---
 
@@ -978,19 +1028,22 @@ class Supervisor(threading.Thread):
 
     def _says_paused(self, resident: Resident, message: JSON) -> None:
         may = {"pausing", "stopping"}
-        may |= {"running"} if resident.stay.is_outpost or resident.yields else set()
+        lacks = residents.late_input(resident, message, "lacks") if "lacks" in message else ""
+        may |= {"running"} if resident.stay.is_outpost or resident.yields or lacks else set()
         if self.seat is not resident or resident.stay.state not in may:
             raise Nonsense("paused without being told to")
         resident.stay.step = residents.number(message, "step")
         resident.has_state = message.get("has_state") is not False
         resident.is_still = resident.yields = False
         self._free_the_seat(resident)
-        if resident.stay.state == "running" and not resident.stay.is_outpost:
+        if resident.stay.state == "running" and not (resident.stay.is_outpost or lacks):
             return  # only its turn is over
         if resident.stay.state == "stopping":
             self._doom(resident, "cancel")
             return
-        self._paused(resident)
+        if resident.stay.state == "running" and lacks and lacks not in resident.stay.lacks:
+            return  # it came at this moment: it is seated again like after a turn
+        self._paused(resident, lacks=lacks)
 
     def _says_resized(self, resident: Resident, message: JSON) -> None:
         seats, stay = residents.numbers(message, "seats"), resident.stay
@@ -1001,10 +1054,10 @@ class Supervisor(threading.Thread):
         stay.tell(messages.Resized, now_us(), seats=seats)
         self.rhythm.happened = True
 
-    def _paused(self, resident: Resident) -> None:
+    def _paused(self, resident: Resident, *, lacks: str = "") -> None:
         stay = resident.stay
         stay.state, resident.paused_us = "paused", now_us()
-        stay.tell(messages.Paused, now_us())
+        stay.tell(messages.Paused, now_us(), lacks=lacks)
         if resident.saved is not None and resident.saved.step == stay.step:
             self._tell_saved(stay, resident.saved)
         self._let_hosts_go(resident)
@@ -1259,6 +1312,7 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
     "moving": Supervisor._says_moving,
     "resized": Supervisor._says_resized,
     "paused": Supervisor._says_paused,
+    "awaits": Supervisor._says_awaits,
     "saving": Supervisor._says_saving,
     "failed": Supervisor._says_last,
     "finished": Supervisor._says_last,
@@ -1279,7 +1333,7 @@ def _begin_again(resident: Resident, stay: Stay) -> None:
     before = resident.stay
     before.log.end()
     before.state = "ended"
-    stay.step, stay.metrics = before.step, before.metrics
+    stay.goes_on_from(before)
     stay.resumed, stay.resident, resident.stay = "resident", resident, stay
     stay.unstaged_us = resident.staged_us
 

@@ -17,12 +17,14 @@ from app.core.descriptor import Descriptor, Fault, TaskDescriptor
 class Need:
     """One edge into a task: it starts when `task` is done; `port` takes its `output`.
 
-    Both are "" for an edge of `after`.
+    Both are "" for an edge of `after`.  What comes `late` it need not wait for: a leg of a graph
+    may run by then.
     """
 
     task: str
     port: str = ""
     output: str = ""
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,10 @@ def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
 
 def order(descriptor: Descriptor) -> tuple[str, ...]:
     """The tasks so that each stands behind what it needs, else as written; cycles are left out."""
-    waits = {name: {need.task for need in edges} for name, edges in needs(descriptor).items()}
+    waits = {
+        name: {need.task for need in edges if not need.late}
+        for name, edges in needs(descriptor).items()
+    }
     wanted_by: dict[str, list[str]] = {name: [] for name in waits}
     for name, needed in waits.items():
         for other in needed:
@@ -68,9 +73,11 @@ def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
     """(where it is written below the task, the edge)"""
     for n, name in enumerate(task.start.after):
         yield f"start/after/{n}", Need(task=name)
+    late = (task.run.part or {}).get("late", ())
     for port, source in task.inputs.items():
         if source.kind == "task":
-            yield f"inputs/{port}", Need(task=source.name, port=port, output=source.output)
+            need = Need(task=source.name, port=port, output=source.output, late=port in late)
+            yield f"inputs/{port}", need
 
 
 def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) -> Iterator[Fault]:
@@ -102,7 +109,8 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
         return
     path = [stuck[0]]
     while path[-1] not in path[:-1]:
-        path.append(next(need.task for need in edges[path[-1]] if need.task not in sound))
+        waits = (need.task for need in edges[path[-1]] if not need.late)
+        path.append(next(task for task in waits if task not in sound))
     ring = path[path.index(path[-1]) :]
     n = next(n for n, task in enumerate(descriptor.tasks) if task.name == ring[0])
     yield Fault(f"/tasks/{n}", f"a cycle of needs: {' needs '.join(ring)}", "cycle")

@@ -1,11 +1,12 @@
 """A task whose graph may use several islands: its portions, and the legs of each.
 
 `cut` gives every node to a portion, one for each island (`portions.apportion`, islands alike): few
-bytes cross at a makespan near the best.  A portion never waits for another one on its device: where
-it needs a block of another one it ends, and goes on as its next **leg**, a task that starts when
-the block is there, whether the leg that makes it has ended or runs on.  So a leg is what an island
-schedules, one message to it, and everything that holds of tasks holds of legs: they are paused,
-moved, begun again, charged, and fenced.
+bytes cross at a makespan near the best.  On its device a portion waits for another one only for a
+moment, as a launch costs as much: where it would wait for a block for longer, it ends and leaves
+its place, and goes on as its next **leg**, a task that starts when the block is there, whether the
+leg that makes it has ended or runs on.  So a leg is what an island schedules, one message to it,
+and everything that holds of tasks holds of legs: they are paused, moved, begun again, charged, and
+fenced.
 
 * A leg has nodes of one portion that are neighbours in the plan.  Where one ends is weighed
   (`pieces`): what needs blocks begins the earlier, and every leg costs a launch.
@@ -15,7 +16,13 @@ moved, begun again, charged, and fenced.
   before it, and what it needs of others has a lower level.  It is cut shorter where it needs one
   block more, if its nodes take `LEG_MS` at least; and where it has given something to another
   portion, if several executors run it, as these give all at its end.
-* So legs never wait for each other in a ring, in however many directions the cut is crossed.
+* Where a single executor runs a leg, it may begin before all that it takes is there, and what comes
+  **late** is waited for while it runs, each for `PATIENCE_MS` at most as expected; it is cut where
+  that would be longer.  Such legs are few, and taken unless others end sooner.  Their nodes have to
+  run in the order of the plan.  Several executors never wait: their leg begins when all is there.
+* So legs never wait for each other in a ring before they begin, in however many directions the cut
+  is crossed.  While they run, one may wait for a node of another that waits for one of its own, and
+  all go on in the order of the plan.
 * A short node whose block several portions read is run by each of them, where that is quicker
   (`repeats`): it needs no launch of its own then, and nobody waits for its block.
 * Where all that is expected to take as long as on one island, it stays whole.
@@ -30,18 +37,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import add
 from typing import Any
 
-from app.core import placement
+from app.core import placement, taskgraph
 from app.core.descriptor import MAX_TASKS, Descriptor, Fault, Source, TaskDescriptor
-from app.core.pieces import Piece, Work
+from app.core.pieces import Piece, Timed, Work, patient
 from app.core.pieces import cut as weighed
 from app.core.pieces import timed as played
 from app.core.placement import Link
 from app.core.portions import Island, Room, apportion
 from app.core.repeats import original, repeated
 from app.core.search import Effort
-from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, order, timed, waits
+from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, timed, waits
 
 JSON = dict[str, Any]
 
@@ -50,6 +58,7 @@ MAX_NAME = 50  # of its task, since legs are called NAME.PORTION.LEG
 LEG_MS = 500.0  # by rule a leg of several nodes takes so long at least, if it was cut to be short
 LAUNCH_MS = 100.0  # from when its place is free until a leg runs there
 GIVE_MS = 50.0  # from when a node has run until what it made lies in the store, and that is known
+PATIENCE_MS = 250.0  # so long a leg that runs waits for a block, as expected: launches are dear
 SHORT = 0.5  # of a launch: what takes no longer may be run by each portion that needs it
 USUAL_MS = 1.0  # as in core.spread
 USUAL_BYTES = 1 << 20
@@ -61,15 +70,18 @@ class Leg:
     """Some `nodes` of a portion, in the order of the plan.
 
     `ports` are the inputs of the task that they read, `takes` maps further inputs to the blocks of
-    other legs that they are.  `gives` maps outputs to blocks that other legs take, `ends` those of
-    the graph that are made here.  `bytes` of these is what is declared, or usual.  `after_ms` are
-    those that other portions take while it runs on, and when they can.
+    other legs that they are; those of `late` may come while it runs, from legs that need not have
+    begun before it.  `gives` maps outputs to blocks that other legs take, `ends` those of the graph
+    that are made here.  `bytes` of these is what is declared, or usual.  It runs for `ms`, with
+    what it waits within.  `after_ms` are those that other portions take while it runs on, and when
+    they can.
     """
 
     portion: int
     nodes: tuple[str, ...]
     ports: tuple[str, ...]
     takes: Mapping[str, str]
+    late: tuple[str, ...]
     gives: Mapping[str, str]
     ends: Mapping[str, str]
     ms: float
@@ -81,6 +93,7 @@ class Leg:
         return {
             "nodes": list(self.nodes),
             "takes": dict(self.takes),
+            "late": list(self.late),
             "gives": {**self.gives, **self.ends},
             "ms": self.ms,
             "bytes": dict(self.bytes),
@@ -125,6 +138,20 @@ def another_follows(run: JSON) -> bool:
     return not run.get("part", {}).get("is_last", True)
 
 
+def late(run: JSON) -> tuple[str, ...]:
+    """The inputs that may come while what has this `run` runs, in the order in which it needs them;
+    none if it is no leg.
+    """
+    return tuple(run.get("part", {}).get("late", ()))
+
+
+def order(run: JSON) -> tuple[str, ...]:
+    """In which its nodes have to run: where some input comes late, that of the plan, since others
+    wait for it in that order; else any, and this is empty.
+    """
+    return tuple(run["part"]["nodes"]) if late(run) else ()
+
+
 # --- the cut --------------------------------------------------------------------------------------
 
 
@@ -136,8 +163,8 @@ def cut(
     bytes_per_s: int,
     launch_ms: float = LAUNCH_MS,
 ) -> tuple[Leg, ...]:
-    """The legs of a graph on so many islands, each behind those that it takes from; a single one
-    where several islands would be no quicker.
+    """The legs of a graph on so many islands by when they begin, each behind those that it takes
+    from, but for what comes late; a single one where several islands would be no quicker.
     """
     names = [str(n) for n in range(islands)]
     room = {"any": Room(devices=executors, share=executors)}
@@ -153,7 +180,7 @@ def cut(
         ways.append(_Legs(again.graph, again.seats, again.planned, executors, launch_ms))
     legs = min(ways, key=lambda way: way.cost_ms)
     if len(found.portions) > 1 and legs.ends_ms >= legs.whole_ms:
-        nodes = order(graph)
+        nodes = taskgraph.order(graph)
         return _Legs(graph, dict.fromkeys(nodes, 0), {"0": nodes}, executors, launch_ms).found()
     return legs.found()
 
@@ -234,10 +261,16 @@ class _Legs:
             launch_ms=launch_ms,
             give_ms=GIVE_MS if executors == 1 else None,
         )
-        ways = (weighed(self.work), played(self.work, self._by_rule()))
-        best = min(ways, key=lambda way: way.cost_ms)
-        self.pieces, self.ends_ms, self.cost_ms = best.pieces, best.ends_ms, best.cost_ms
+        self.best = min(self._ways(), key=lambda way: (way.cost_ms, len(way.pieces)))
+        self.pieces, self.ends_ms = self.best.pieces, self.best.ends_ms
+        self.cost_ms = self.best.cost_ms
         self.whole_ms = launch_ms + sum(ms.values())
+
+    def _ways(self) -> Iterator[Timed]:
+        if self.work.give_ms is not None:
+            yield patient(self.work, PATIENCE_MS)
+        yield weighed(self.work)
+        yield played(self.work, self._by_rule())
 
     def _by_rule(self) -> list[Piece]:
         groups = defaultdict[tuple[int, int], list[str]](list)
@@ -260,7 +293,7 @@ class _Legs:
 
     def _levels(self) -> dict[str, int]:
         level = dict[str, int]()
-        for name in order(self.graph):
+        for name in taskgraph.order(self.graph):
             crossed = (level[o] + (self.seats[o] != self.seats[name]) for o in self.needed[name])
             level[name] = max(crossed, default=0)
         return level
@@ -269,7 +302,7 @@ class _Legs:
         """Of one portion and level: where one may end, and what it has done is worth a launch."""
         piece, ms, taken = list[str](), 0.0, set[str]()
         for name in names:
-            across = {o for o in self.needed[name] if self.seats[o] != self.seats[name]}
+            across = self.work.across(name)
             ends = bool(piece) and (piece[-1] in self.work.at_ends or bool(across - taken))
             if ends and ms >= LEG_MS:
                 yield tuple(piece)
@@ -285,7 +318,11 @@ class _Legs:
         writes = {block for node in nodes for block in node.writes}
         gives = {number[block]: block for block in number if block in writes}
         ends = {o: block for o, block in self.graph.outputs.items() if block in writes}
-        ran_ms = dict(zip(piece, accumulate(map(_ms, nodes)), strict=True))
+        waits_ms = (self.best.waits_ms.get(name, 0.0) for name in piece)
+        runs_ms = list(map(add, map(_ms, nodes), waits_ms))
+        ran_ms = dict(zip(piece, accumulate(runs_ms), strict=True))
+        taken = [block for block in reads if block in number and block not in writes]
+        late = self.best.late.get(piece, frozenset())
         give_ms = self.work.give_ms
         after_ms = {
             output: ran_ms[self.maker[block]] + give_ms
@@ -296,12 +333,11 @@ class _Legs:
             portion=self.seats[piece[0]],
             nodes=tuple(map(original, piece)),
             ports=tuple(one.removeprefix(INPUT) for one in reads if one.startswith(INPUT)),
-            takes={
-                number[one]: original(one) for one in reads if one in number and one not in writes
-            },
+            takes={number[block]: original(block) for block in taken},
+            late=tuple(number[block] for block in taken if self.maker[block] in late),
             gives={output: original(block) for output, block in gives.items()},
             ends=ends,
-            ms=sum(_ms(node) for node in nodes),
+            ms=sum(runs_ms),
             bytes={o: _bytes(block, self.sizes) for o, block in {**gives, **ends}.items()},
             after_ms=after_ms,
         )

@@ -58,6 +58,7 @@ class Launch(Order):
 
     If it is `beside`, others stay there, and they take turns as the answers say (`Answer.rota`).
 
+    Of the inputs that may come late (`core.legs.late`) those that are not there yet are left out.
     An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are
     device workers that may have it still: {"place": [address, port], "key"} (`workers.giving`).
     """
@@ -167,6 +168,15 @@ class Stored(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Came(Event):
+    """An input that came late is here, by one of WAYS."""
+
+    port: str
+    way: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(Event):
     """The ranks sit on so many `seats` now; what they left is free.
 
@@ -178,7 +188,12 @@ class Resized(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paused(Event):
-    """The seat is free; the image at `step` lies in the host memory of this device."""
+    """The seat is free; the image at `step` lies in the host memory of this device.
+
+    A leg of a graph leaves its seat by itself when what it `lacks` there, an input, does not come.
+    """
+
+    lacks: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +257,8 @@ class ResidentView:
 
     `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.  `level`
     is where its memory lies (`workers.residency`): `on_device_bytes` is what it is counted for
-    there, `host_bytes` what its images take of host memory.
+    there, `host_bytes` what its images take of host memory.  `lacks` are inputs that come late, and
+    of which it was not told yet where they lie.
     """
 
     task: str
@@ -256,6 +272,7 @@ class ResidentView:
     level: str = "device"
     on_device_bytes: int = 0
     host_bytes: int = 0
+    lacks: list[str] = field(default_factory=list)
     metrics: JSON = field(default_factory=dict)
 
 
@@ -290,6 +307,19 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A late input of a task that is durable now: `source` says of it what a Launch would.
+
+    It is sent as soon as that is written down, and in answers as long as the task lacks it.
+    """
+
+    task: str
+    epoch: int
+    port: str
+    source: JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The island heard the heartbeat sent at `sent_us`: go on until `sent_us + lease_us`.
 
@@ -300,7 +330,7 @@ class Answer:
     "epoch", "tenant", "bundle", "inputs", "image"}; image and inputs as in a Launch).  Nothing else
     may be kept ahead.  `next` are those of `keep` that wait for a device, in the order in which
     they are expected to get one.  `rota` are the shares of those who take turns on it
-    (`core.rota`), if several do; None: as before.
+    (`core.rota`), if several do; None: as before.  `given` is what residents lack and can have.
     """
 
     device: str
@@ -314,6 +344,7 @@ class Answer:
     expect: list[JSON] = field(default_factory=list)
     next: list[str] = field(default_factory=list)  # tasks
     rota: list[JSON] | None = None
+    given: list[Given] = field(default_factory=list)
 
 
 def key(task: str, epoch: int) -> str:
@@ -327,8 +358,8 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Launch, Pause, Save, Resize, Cancel,
-        Started, Saved, Stored, Resized, Paused, Finished, Failed, Stopped,
-        ResidentView, LogLines, Alive, Answer,
+        Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
+        ResidentView, LogLines, Alive, Given, Answer,
     )
 }  # fmt: skip
 

@@ -10,7 +10,17 @@ import pytest
 from sqlalchemy import func, select, update
 
 from app import assign, db, wishes
-from app.core.messages import Alive, Failed, Finished, Paused, ResidentView, Saved, Started, Stored
+from app.core.messages import (
+    Alive,
+    Came,
+    Failed,
+    Finished,
+    Paused,
+    ResidentView,
+    Saved,
+    Started,
+    Stored,
+)
 from app.models import (
     Checkpoint,
     Device,
@@ -319,6 +329,10 @@ def started(task, *, epoch=1, step=0, resumed="fresh"):
     )  # fmt: skip
 
 
+def paused(task, *, epoch=1):
+    return Paused(task=f"tsk_{task}", epoch=epoch, seq=2, step=1, held_us=0)
+
+
 def saved(task, *, seq, step, epoch=1):
     return Saved(
         task=f"tsk_{task}", epoch=epoch, seq=seq, step=step, held_us=0, sha256="5" * 64,
@@ -503,6 +517,109 @@ class TestTheNextLeg:
         east.hear(finished("p.0.0"))
         assert answers[-1].device == "east.0"
         assert answers[-1].expect == []
+
+
+class TestWhatComesLate:
+    """Two legs that run at the same time on two islands, and take from each other."""
+
+    @pytest.fixture
+    def pair(self, up, monkeypatch):
+        east, west = up
+        east.facts |= {"links": ["10.0.0.1", 9], "secret": "ab" * 32}
+        with db.transaction() as session:
+            for name, kind, other in (("p.0.0", "cpu", "p.1.0"), ("p.1.0", "cuda", "p.0.0")):
+                part = {"nodes": [name], "ms": 9.0, "bytes": {"x": 7}, "late": ["p0"]}
+                said = {"run": {**LEG, "part": part}, "inputs": {"p0": f"{other}.x"}}
+                descriptor = {**DESCRIPTOR, **said, "outputs": ["x"]}
+                add_task(session, name, kind=kind, descriptor=descriptor)
+            for name, other in (("p.0.0", "p.1.0"), ("p.1.0", "p.0.0")):
+                need = {"task_id": f"tsk_{name}", "needs_id": f"tsk_{other}"}
+                session.add(Need(**need, port="p0", output="x", late=True))
+        with db.transaction() as session:
+            assert assign.assign_new(session) == {"east", "west"}
+        told = []
+        monkeypatch.setattr("app.outbox.tell", lambda device, message: told.append(message))
+        for island in (east, west):
+            island.look()
+            island.hear(started("p.0.0" if island is east else "p.1.0"))
+        return east, west, told
+
+    def test_both_run_and_the_launch_leaves_it_out(self, pair):
+        assert {state for state, *_ in seen().values()} == {"running"}
+        with db.transaction() as session:
+            bodies = session.scalars(select(Order.body).where(Order.kind == "Launch")).all()
+            assert [body["inputs"] for body in bodies] == [{}, {}]
+            places = assign.places(session, "req_r")
+            assert [place.crossing_bytes for place in places] == [7, 7]
+
+    def test_is_told_to_the_device_that_lacks_it_when_it_is_durable(self, pair):
+        east, _, told = pair
+        east.hear(stored("p.0.0", "x"))
+        (given,) = told
+        key = block_key("ab" * 32, "6" * 64)
+        assert (given.task, given.epoch, given.port) == ("tsk_p.1.0", 1, "p0")
+        assert given.source["copies"] == [{"place": ["10.0.0.1", 9], "key": key}]
+        east.hear(finished("p.0.0", seq=3, x=1))
+        assert len(told) == 1
+
+    def test_or_at_the_end_of_who_made_it(self, pair):
+        east, _, told = pair
+        east.hear(finished("p.0.0", x=1))
+        assert [given.task for given in told] == ["tsk_p.1.0"]
+
+    def test_and_in_the_answer_to_who_asks(self, pair, monkeypatch):
+        east, west, _ = pair
+        answers = []
+        monkeypatch.setattr("app.outbox.send", lambda said, due: answers.extend(said) or [])
+        asks = [replace(view("p.1.0"), lacks=["p0"])]
+        west.hear(residents=asks)
+        assert answers[-1].given == []
+        east.hear(stored("p.0.0", "x"))
+        west.hear(residents=asks)
+        (given,) = answers[-1].given
+        assert (given.task, given.port, given.source["sha256"]) == ("tsk_p.1.0", "p0", "6" * 64)
+        west.hear(residents=[view("p.1.0")])
+        assert answers[-1].given == []
+
+    def test_who_gave_up_waiting_begins_again_when_it_is_there(self, pair):
+        east, west, told = pair
+        west.hear(replace(paused("p.1.0"), lacks="p0"), residents=[view("p.1.0", "paused")])
+        west.look()
+        assert seen()["p.1.0"] == ("blocked", "west", 1)
+        east.hear(stored("p.0.0", "x"))
+        assert told == []
+        west.look()
+        assert seen()["p.1.0"] == ("starting", "west", 2)
+        with db.transaction() as session:
+            launches = select(Order.body).where(Order.task_id == "tsk_p.1.0", Order.epoch == 2)
+            (body,) = session.scalars(launches)
+            assert set(body["inputs"]) == {"p0"}
+
+    def test_who_was_paused_for_others_lacks_it_still(self, pair):
+        _, west, _ = pair
+        west.hear(paused("p.1.0"), residents=[view("p.1.0", "paused")])
+        west.look()
+        assert seen()["p.1.0"] == ("starting", "west", 2)
+
+    def test_nobody_waits_for_who_has_failed(self, pair):
+        east, west, _ = pair
+        east.hear(finished("p.0.0"))  # without its declared output
+        west.hear(replace(paused("p.1.0"), lacks="p0"))
+        west.look()
+        assert {state for state, *_ in seen().values()} == {"failed"}
+
+    def test_the_way_it_came_is_told(self, pair):
+        east, west, _ = pair
+        with db.transaction() as session:
+            assert {one.moved_bytes for one in assign.crossings(session, "req_r")} == {None}
+        east.hear(stored("p.0.0", "x"))
+        came = {"port": "p0", "way": "host", "size_bytes": 5}
+        west.hear(Came(task="tsk_p.1.0", epoch=1, seq=2, step=1, held_us=0, **came))
+        with db.transaction() as session:
+            of_east = assign.crossings(session, "req_r")[-1]
+            assert (of_east.source, of_east.moved_bytes, of_east.ways) == ("east", 3, ["host"])
+            taken = session.scalars(select(Placement).where(Placement.task_id == "tsk_p.1.0")).one()
+            assert (taken.input_bytes, taken.fetched_bytes) == (5, 0)
 
 
 def taken_on_west():

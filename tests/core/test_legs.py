@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from app.core import graph as request_graph
 from app.core import legs as subject
 from app.core import taskgraph
-from app.core.descriptor import BadDescriptor, Descriptor, as_json, parse
+from app.core.descriptor import BadDescriptor, Descriptor, Source, as_json, parse
 from app.core.legs import Leg, cut, expanded, of_run, part
 from app.core.repeats import repeated
-from app.core.taskgraph import INPUT, TaskGraph
+from app.core.taskgraph import INPUT, Node, TaskGraph
+from benchmarks.two_islands import pipeline
 
 JSON = dict[str, Any]
 SPEED = 10**9
@@ -60,22 +62,49 @@ def run(whole: TaskGraph, given: dict[str, str]) -> dict[str, str]:
     blocks = {f"{INPUT}{port}": value for port, value in given.items()}
     by_name = {node.name: node for node in whole.nodes}
     for name in taskgraph.order(whole):
-        one = by_name[name]
-        read = ",".join(blocks[s] for taken in one.inputs.values() for s in taken.sources)
-        blocks[f"{name}.o"] = f"{name}({read})"
+        blocks[f"{name}.o"] = written(by_name[name], blocks)
     return {port: blocks[block] for port, block in whole.outputs.items()}
 
 
+def written(one: Node, blocks: dict[str, str]) -> str:
+    read = ",".join(blocks[s] for taken in one.inputs.values() for s in taken.sources)
+    return f"{one.name}({read})"
+
+
 def run_legs(whole: TaskGraph, legs: tuple[Leg, ...], given: dict[str, str]) -> dict[str, str]:
-    made, ended = dict[str, str](), dict[str, str]()
+    """All portions at once, each its legs in turn, and the nodes of each in its order."""
+    islands, lines = Islands(whole, given), defaultdict[int, list[tuple[Leg, str]]](list)
     for leg in legs:
-        mine = part(whole, leg.as_json())
-        inputs = {port: given[port] for port in leg.ports}
-        inputs |= {port: made[port] for port in leg.takes}
-        found = run(mine, inputs)
-        made |= {port: value for port, value in found.items() if port in leg.gives}
-        ended |= {port: value for port, value in found.items() if port in leg.ends}
-    return ended
+        lines[leg.portion] += [(leg, name) for name in leg.nodes]
+    while any(lines.values()):
+        ran = [line for line in lines.values() if line and islands.ran(*line[0])]
+        assert ran, "all wait for each other"
+        for line in ran:
+            del line[0]
+    return {port: islands.made[port] for leg in legs for port in leg.ends}
+
+
+@dataclass
+class Islands:
+    whole: TaskGraph
+    given: dict[str, str]
+    made: dict[str, str] = field(default_factory=dict)
+    held: dict[tuple[int, tuple[str, ...]], dict[str, str]] = field(default_factory=dict)
+
+    def ran(self, leg: Leg, name: str) -> bool:
+        """If its leg could begin, with all there but what comes late, and its own blocks are."""
+        if {*leg.takes} - {*leg.late} - {*self.made}:
+            return False
+        mine = part(self.whole, leg.as_json())
+        (one,) = [node for node in mine.nodes if node.name == name]
+        held = self.held.setdefault((leg.portion, leg.nodes), {})
+        there = {f"{INPUT}{port}": value for port, value in {**self.given, **self.made}.items()}
+        if {*one.reads} - {*there, *held}:
+            return False
+        block = f"{name}.o"
+        held[block] = value = written(one, {**there, **held})
+        self.made |= {port: value for port, gives in mine.outputs.items() if gives == block}
+        return True
 
 
 # --- the cut --------------------------------------------------------------------------------------
@@ -84,8 +113,8 @@ def run_legs(whole: TaskGraph, legs: tuple[Leg, ...], given: dict[str, str]) -> 
 def test_what_is_wide_is_cut_where_least_crosses() -> None:
     legs = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
     assert {leg.portion for leg in legs} == {0, 1}
-    assert sorted(len(leg.nodes) for leg in legs) == [1, 3, 3]
-    assert sum(len(leg.takes) for leg in legs) == 2  # into the join, one of them at home
+    assert sorted(len(leg.nodes) for leg in legs) == [3, 4]
+    assert sum(len(leg.takes) for leg in legs) == 1  # into the join
 
 
 def test_a_chain_stays_whole() -> None:
@@ -120,6 +149,53 @@ def test_a_leg_ends_where_it_would_wait_for_another_portion() -> None:
         (1, ("f1", "b1")),
         (0, ("b0",)),
     ]
+    assert not any(leg.late for leg in legs)
+
+
+def test_a_leg_waits_for_a_moment_for_what_comes_late() -> None:
+    """Where several executors run it, it ends there, and goes on when all is there."""
+    seats = dict(l0=0, l1=0, l2=0, r0=1, r1=1, r2=1, join=0)
+    first, other = legs_of(two_chains(), seats)
+    assert first.nodes == ("l0", "l1", "l2", "join")
+    assert first.late == tuple(first.takes) == tuple(other.gives)
+    assert first.as_json()["late"] == [*first.late]
+    assert first.ms == 3001 + subject.GIVE_MS  # for so long join waits for r2
+    assert other.late == ()
+    several = legs_of(two_chains(), seats, executors=2)
+    assert len(several) == 3
+    assert not any(leg.late for leg in several)
+
+
+@pytest.mark.parametrize("ms", [20, 80, 200])
+def test_a_pipeline_is_one_leg_on_each_island(ms: float) -> None:
+    """Four micro-batches keep both islands busy but for moments."""
+    times = {"forward": ms, "last": 3 * ms, "back": 2 * ms}
+    short = dict.fromkeys(("weights", "batch", "change"), 20.0) | {"norms": 5.0}
+    whole = taskgraph.parse(pipeline(times | short))
+    legs = cut(whole, 2, 1, bytes_per_s=SPEED)
+    assert [leg.portion for leg in legs] == [0, 1]
+    assert all(leg.late for leg in legs)
+    takes = {name: leg.portion for leg in legs for name in leg.takes}
+    assert {*takes} <= {name for leg in legs for name in leg.gives if leg.portion != takes[name]}
+    busy_ms = sum(one.est_ms for leg in legs for one in whole.nodes if one.name in leg.nodes) / 2
+    assert busy_ms < max(leg.ms for leg in legs) < busy_ms + 1000
+
+
+def test_what_waits_within_a_leg_gives_the_later() -> None:
+    """b waits for a1, and c takes what b gives."""
+    pipe = graph(
+        node("a0", ms=100),
+        node("a1", "a0.o"),
+        node("b0", "a0.o", ms=800),
+        node("b1", "b0.o", "a1.o", ms=100),
+        node("a2", "a1.o", "b1.o"),
+        y="a2.o",
+    )
+    first, other = legs_of(pipe, {"a0": 0, "a1": 0, "a2": 0, "b0": 1, "b1": 1})
+    waits_ms = 1000 - 800 - subject.LAUNCH_MS
+    assert [*other.after_ms.values()] == [900 + waits_ms + subject.GIVE_MS]
+    assert other.ms == 900 + waits_ms
+    assert [len(leg.late) for leg in (first, other)] == [1, 1]
 
 
 def test_a_long_leg_ends_where_it_has_given_something_if_it_gives_that_at_its_end() -> None:
@@ -165,7 +241,7 @@ def test_a_short_node_between_is_run_by_both_portions_that_wait_for_it() -> None
     found = [node(f"g{n}", ms=2000) for n in (0, 1)]
     new = node("new", "g0.o", "g1.o", ms=1)
     more = [node(f"h{n}", "new.o", f"g{n}.o", ms=2000) for n in (0, 1)]
-    step = graph(*found, new, *more, node("end", "h0.o", "h1.o", ms=1), y="end.o")
+    step = graph(*found, new, *more, y0="h0.o", y1="h1.o")
     legs = cut(step, 2, 1, bytes_per_s=SPEED)
     ran = [{*leg.nodes} for leg in legs]
     assert sum("new" in names for names in ran) == 2
@@ -178,9 +254,9 @@ def test_what_another_portion_takes_is_there_while_its_leg_runs_on() -> None:
         node("a0"), node("a1", "a0.o"), node("b", "a0.o"), node("a2", "a1.o", "b.o"), y="a2.o"
     )
     seats = {"a0": 0, "a1": 0, "b": 1, "a2": 0}
-    first, other, _ = legs_of(pipe, seats)
+    first, other = legs_of(pipe, seats)
     block = {giver: output for output, giver in first.gives.items()}
-    assert first.after_ms == {block["a0.o"]: 1000 + subject.GIVE_MS}  # a1.o stays at home
+    assert first.after_ms == {block["a0.o"]: 1000 + subject.GIVE_MS}
     assert [*other.after_ms.values()] == [1000 + subject.GIVE_MS]
     assert not any(leg.after_ms for leg in legs_of(pipe, seats, executors=2))
 
@@ -196,6 +272,11 @@ def test_however_the_cut_is_crossed_legs_in_their_order_give_what_the_whole_give
     ran = [name for leg in legs for name in leg.nodes]
     assert sorted(ran) == sorted(seats)
     assert all({seats[name] for name in leg.nodes} == {leg.portion} for leg in legs)
+    made = set[str]()
+    for leg in legs:
+        assert {*leg.takes} - {*leg.late} <= made
+        assert {*leg.late} <= {*leg.takes}
+        made |= {*leg.gives}
     assert run_legs(whole, legs, {"raw": "raw"}) == run(whole, {"raw": "raw"})
 
 
@@ -218,7 +299,8 @@ def request(**more: Any) -> JSON:
 
 
 def cut_up(**more: Any) -> tuple[Descriptor, list[str]]:
-    legs = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
+    seats = dict(l0=0, l1=0, l2=0, r0=1, r1=1, r2=1, join=0)
+    legs = legs_of(two_chains(), seats, executors=2)
     found, faults = expanded(parse(request(**more)), {"wide": legs})
     return found, [fault.pointer for fault in faults]
 
@@ -245,6 +327,18 @@ def test_legs_stand_in_the_place_of_their_task() -> None:
     last = {name.rpartition(".")[0]: name for name in mine}
     assert {name for name in mine if tasks[name].run.part["is_last"]} == {*last.values()}
     assert run["part"]["bytes"]["y"] == subject.USUAL_BYTES
+
+
+def test_what_comes_late_is_taken_of_a_leg_that_stands_behind() -> None:
+    legs = cut(two_chains(), 2, 1, bytes_per_s=SPEED)
+    found, faults = expanded(parse(request()), {"wide": legs})
+    assert faults == []
+    first, other = [task for task in found.tasks if task.name.startswith("wide.")]
+    assert [first.name, other.name] == ["wide.0.0", "wide.1.0"]
+    taker, giver = (first, other) if "y" in first.outputs else (other, first)
+    (port,) = taker.run.part["late"]
+    assert taker.inputs[port] == Source(kind="task", name=giver.name, output=port)
+    assert giver.run.part["late"] == []
 
 
 def test_what_nodes_took_before_is_told_with_each_leg_and_planned_with() -> None:

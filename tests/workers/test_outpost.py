@@ -94,7 +94,7 @@ class Gang:
         own = {"seats": hosts, "host": 0, "image": image}
         spec = _spec(entry, self.params, folders, **own)
         with self.outposts(hosts) as ends:
-            home.send({"is": "begin", "spec": spec}, ends)
+            home.send({"is": "begin", "spec": spec, "files": len(ends)}, ends)
 
     @contextmanager
     def outposts(self, hosts: list[int]) -> Iterator[list[int]]:
@@ -106,7 +106,7 @@ class Gang:
             os.close(fd)
             ours, theirs = zip(*(_connected() for _ in ("line", "link")), strict=True)
             spec = _spec(self.entry, self.params, folders, seats=hosts, host=host, image=None)
-            wire.send({"is": "begin", "spec": spec})
+            wire.send({"is": "begin", "spec": spec, "files": 0})
             assert _next(wire)["is"] == "prepared"
             wire.send({"is": "link"}, [end.fileno() for end in theirs])
             for end in theirs:

@@ -1,0 +1,155 @@
+"""What comes late: a leg of a graph that begins before all that it takes is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.core import taskgraph
+from app.core.messages import Came, Failed, Finished, Given, Paused, Started, Stopped
+from tests.workers.conftest import Ground
+from tests.workers.test_graph import body, node, paused_and_saved, ran
+
+WHOLE = body(
+    node("start", "start", params={"seed": 3}),
+    node("noisy", "draw", "x=start.y"),
+    node("own", "start", params={"seed": 4}),
+    node("drawn", "draw", "x=own.y"),
+    node("told", "said", "x=noisy.y"),
+    node("again", "draw", "x=told.y"),
+    node("one", "listed", "x=again.y"),
+    node("two", "listed", "x=drawn.y"),
+    one="one.y",
+    two="two.y",
+)
+MAKER = {"nodes": ["start", "noisy"], "takes": {}, "gives": {"b0": "noisy.y"}, "after_ms": {}}
+TAKER = {
+    "nodes": ["own", "drawn", "told", "again", "one", "two"],
+    "takes": {"b0": "noisy.y"},
+    "gives": {"one": "one.y", "two": "two.y"},
+    "after_ms": {},
+    "late": ["b0"],
+}
+
+
+def leg(ground: Ground, task: str, part: dict[str, Any], **more: Any) -> None:
+    sha256, _ = ground.store.put([taskgraph.canonical(WHOLE)])
+    ground.launch(task, {"graph": f"sha256:{sha256}", "part": part}, **more)
+
+
+@pytest.fixture
+def ground(grounds: Callable[..., Ground]) -> Ground:
+    """Whose patience does not end before a slow test has given what it lacks."""
+    return grounds(patience_s=30.0)
+
+
+@pytest.fixture
+def block(ground: Ground) -> dict[str, Any]:
+    """What `noisy` makes, durable."""
+    leg(ground, "maker", MAKER, outputs=["b0"])
+    kept: dict[str, Any] = ground.event(Finished, "maker").outputs["b0"]
+    return kept
+
+
+def give(ground: Ground, block: dict[str, Any], *, epoch: int = 1, task: str = "t1") -> None:
+    ground.supervisor.receive(Given(task=task, epoch=epoch, port="b0", source=block))
+
+
+def is_right(ground: Ground, *, epoch: int = 1) -> bool:
+    return bool(ground.event(Finished, "t1", epoch).result == ran(WHOLE))
+
+
+def asks(ground: Ground) -> bool:
+    return any(view.lacks == ["b0"] for view in ground.reports[-1].residents)
+
+
+def test_it_goes_on_when_the_block_has_come(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    assert ground.event(Started, "t1").ways == {}
+    give(ground, block)
+    assert is_right(ground)
+    came = ground.event(Came, "t1")
+    assert (came.port, came.way, came.size_bytes) == ("b0", "here", block["size_bytes"])
+
+
+def test_it_may_be_given_before_there_is_a_process(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    for _ in range(3):  # said more than once
+        give(ground, block)
+    assert is_right(ground)
+    assert len(ground.all(Came, "t1")) == 1
+
+
+def test_what_is_there_at_its_launch_is_an_input_like_others(
+    ground: Ground, block: dict[str, Any]
+) -> None:
+    leg(ground, "t1", TAKER, inputs={"b0": block})
+    assert ground.event(Started, "t1").ways == {"b0": "here"}
+    assert is_right(ground)
+    assert not ground.all(Came, "t1")
+
+
+def test_it_asks_for_what_it_was_not_told_of(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    give(ground, block)
+    assert is_right(ground)
+
+
+def test_it_leaves_its_seat_when_it_has_waited_too_long(grounds: Callable[..., Ground]) -> None:
+    ground = grounds(patience_s=0.2)
+    leg(ground, "maker", MAKER, outputs=["b0"])
+    block = ground.event(Finished, "maker").outputs["b0"]
+    leg(ground, "t1", TAKER)
+    assert ground.event(Paused, "t1").lacks == "b0"
+    ground.launch("t2", "nodes:start", outputs=["y"])
+    ground.event(Finished, "t2")
+    leg(ground, "t1", TAKER, epoch=2, inputs={"b0": block})
+    assert ground.event(Started, "t1", 2).resumed == "resident"
+    assert is_right(ground, epoch=2)
+    assert ground.event(Came, "t1", 2).port == "b0"
+
+
+def test_its_image_says_what_it_lacks(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    ground.event(Started, "t1")
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop = [["t1", 1]]
+    ground.until(lambda: ground.view("t1") is None)
+    leg(ground, "t1", TAKER, epoch=2, images=images, inputs={"b0": block})
+    assert ground.event(Started, "t1", 2).resumed == "image"
+    assert is_right(ground, epoch=2)
+
+
+def test_it_can_lack_it_still_after_a_pause(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    ground.event(Started, "t1")
+    images = paused_and_saved(ground, "t1", 1)
+    leg(ground, "t1", TAKER, epoch=2, images=images)
+    ground.event(Started, "t1", 2)
+    give(ground, block, epoch=1)  # of before its pause: stale
+    give(ground, block, epoch=2)
+    assert is_right(ground, epoch=2)
+    assert ground.event(Came, "t1", 2).epoch == 2
+
+
+def test_who_waits_can_be_cancelled(ground: Ground) -> None:
+    leg(ground, "t1", TAKER)
+    ground.event(Started, "t1")
+    ground.cancel("t1")
+    ground.event(Stopped, "t1")
+
+
+def test_what_cannot_be_fetched_is_asked_for_again(ground: Ground, block: dict[str, Any]) -> None:
+    leg(ground, "t1", TAKER)
+    give(ground, {**block, "sha256": "0" * 64})
+    ground.until(lambda: asks(ground))
+    give(ground, block)
+    assert is_right(ground)
+
+
+def test_only_what_may_come_late_can_be_lacking(ground: Ground) -> None:
+    leg(ground, "t1", {**TAKER, "late": []})
+    assert "b0" in ground.event(Failed, "t1").message
