@@ -39,10 +39,9 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, defer
 
 from app import datablocks, db, graphs, launch, ledger, lending, outbox, webhooks
-from app.core import lifecycle, messages, migration
+from app.core import legs, lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
-from app.core.legs import another_follows
 from app.core.lifecycle import ENDED, Move
 from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
 from app.core.migration import ANYWHERE, Moving
@@ -514,6 +513,7 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     here = or_(Task.id.in_(named), Task.image_on.in_(ids), Task.move_to.in_(ids))
     tasks = _locked(session, here)
     _shelve(session, tasks, alives)
+    _lock_needs(session, alives)
     unanswered = defaultdict[str, list[Order]](list)
     if tasks:
         query = select(Order).where(Order.device_id.in_(ids), Order.answered_at.is_(None))
@@ -531,6 +531,17 @@ def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]
     publish = [task for id, task in tasks.items() if id in done and task.descriptor.get("publish")]
     if publish:
         datablocks.shelve(session, {task.tenant_id for task in publish})
+
+
+def _lock_needs(session: Session, alives: Sequence[Alive]) -> None:
+    """Of legs that take from each other: where one gives and gives up waiting, in one order."""
+    events = [event for alive in alives for event in alive.events]
+    lacking = [e.task for e in events if isinstance(e, messages.Paused) and e.lacks]
+    if not lacking:
+        return
+    told = {event.task for event in events}
+    mine = select(Need.task_id).where(or_(Need.task_id.in_(lacking), Need.needs_id.in_(told)))
+    session.execute(mine.order_by(Need.task_id, Need.needs_id, Need.port).with_for_update())
 
 
 def _house(device: Device, believed: Believed) -> _House:
@@ -594,8 +605,19 @@ def _empty_house(session: Session, house: _House) -> bool:
         lose(session, task, house.placement(task), f"The worker of {here} was replaced.")
     for task in house.tasks.values():
         if task.image_on == here:
-            task.image_on = None
+            _forget_image(session, task)
     return bool(lost)
+
+
+def _forget_image(session: Session, task: Task) -> None:
+    """It goes on from a checkpoint, or from its beginning: whatever it gave before, and was not
+    durable then, it has to make again before it can wait for what others make of that.
+    """
+    task.image_on = None
+    if late := legs.late(task.descriptor["run"]):
+        again = update(Need).where(Need.task_id == task.id, Need.port.in_(late), ~Need.late)
+        lacking = again.where(Need.given.is_(None)).values(late=True)
+        session.execute(lacking.execution_options(synchronize_session=False))
 
 
 def lose(session: Session, task: Task, placement: Placement, because: str) -> None:
@@ -603,7 +625,7 @@ def lose(session: Session, task: Task, placement: Placement, because: str) -> No
     device = task.seat
     _close(session, task, placement, "lost")
     _move(session, task, Move.Lost)
-    task.image_on = None
+    _forget_image(session, task)
     if task.state in ENDED:
         _end(session, task, "task.cancelled", because)
     else:
@@ -629,7 +651,7 @@ def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str)
             break_off(session, task, f"the island {lost} is lost")
         island, because = tasks[id]
         _change_island(session, task, island)
-        task.image_on = None
+        _forget_image(session, task)
         tell(session, task, "task.reassigned", because, island=island, lost=lost)
 
 
@@ -661,7 +683,7 @@ def _take_in(
         return False
     if event.seq == task.event_seq + 1:
         task.event_seq = event.seq
-        if placement.ended_at is None or isinstance(event, messages.Saved | messages.Stored):
+        if placement.ended_at is None or isinstance(event, _LATE_TOO):
             placement.last_step = event.step
             _note(session, task, placement, event)
             if careful:
@@ -1012,7 +1034,7 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     away = event.cause in ("store", "host")  # no fault of its own
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
     _move(session, task, Move.Failed if retry else Move.GaveUp)
-    task.image_on = None
+    _forget_image(session, task)
     if task.state in ENDED:
         _end(session, task, f"task.{task.state}", event.message, cause=event.cause)
         return
@@ -1053,6 +1075,8 @@ def _stopped(session: Session, task: Task, placement: Placement, event: messages
     task.step = event.step
     _end(session, task, "task.cancelled", f"Cancelled after step {event.step}.")
 
+
+_LATE_TOO = messages.Saved | messages.Stored | messages.Came  # count if its stay has ended
 
 _EVENTS: dict[type, Any] = {
     messages.Started: _started,
@@ -1139,7 +1163,7 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
             gone.add(place)
     for task in house.tasks.values():
         if task.image_on == house.device.id and (task.id, task.epoch) not in held:
-            task.image_on = None
+            _forget_image(session, task)
             gone.add((task.id, task.epoch))
     return bool(gone)
 
@@ -1160,7 +1184,7 @@ def _following(session: Session, house: _House, alive: Alive) -> Iterator[Task]:
     Looked for as often as something happens here: by then others have made something too.
     """
     for task in [house.tasks[id] for id, _ in house.open] if alive.events else []:
-        if task.seat != house.device.id or not another_follows(task.descriptor["run"]):
+        if task.seat != house.device.id or not legs.another_follows(task.descriptor["run"]):
             continue
         portion = task.name.rpartition(".")[0]  # it is called NAME.PORTION.LEG
         later = select(Task).where(
@@ -1352,7 +1376,7 @@ def _changed(session: Session, task: Task) -> None:
 
 # --- the sums of it -----------------------------------------------------------------------------
 
-_NOTES = ("lines", "moved", "changed", "closed", ledger.NOTED)
+_NOTES = ("lines", "moved", "changed", "closed", "after_commit", ledger.NOTED)
 
 
 def write_down(session: Session) -> None:

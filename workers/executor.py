@@ -71,6 +71,7 @@ AFTER_LEAVING_S = 0.25  # so long the image of one that made room waits for the 
 TOLD_BYTES = 16 * 2**20  # of the device's memory were let go of since it was said last
 LOOK_S = 0.05  # so often somebody off the seat looks whether its image lies there
 UNHEARD_S = 0.1  # so long it waits for an input that comes late, and does not ask: it is on its way
+PUT_AGAIN_S = 1.0  # after an output could not be stored
 REPORT_S = 0.2  # progress and metrics go up at most this often
 DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
@@ -233,10 +234,12 @@ class Outgoing:
 
     def put(self, value: object, name: str) -> None:
         """Not again what is there, or on its way; raises Ending."""
-        failed = self.settled.get(f"output:{name}", {}).get("error")
-        if name in self.values and self.values[name] is value and not failed:
+        if name in self.values and self.values[name] is value and name not in self.unkept:
             return
         self.values[name] = value
+        self._put(value, name)
+
+    def _put(self, value: object, name: str) -> None:
         memory = Memory()
 
         def new(size: int) -> torch.UntypedStorage:
@@ -248,13 +251,27 @@ class Outgoing:
 
     def kept(self, message: JSON) -> None:
         self.sending = False
-        self.spare.give_back(self.leaving)
+        if not message.get("error"):
+            self.spare.give_back(self.leaving)
+        self.leaving = Memory()
         self.settled[message["what"]] = message
         self.next()
 
     @property
     def busy(self) -> bool:
         return self.sending or bool(self.waiting)
+
+    @property
+    def unkept(self) -> list[str]:
+        """What could not be stored."""
+        settled = (name for name in self.values if f"output:{name}" in self.settled)
+        return [name for name in settled if self.settled[f"output:{name}"].get("error")]
+
+    def put_again(self) -> None:
+        """Raises Ending."""
+        for name in self.unkept:
+            del self.settled[f"output:{name}"]
+            self._put(self.values[name], name)
 
     def next(self) -> None:
         """Begin with the next one; one thing leaves at a time."""
@@ -650,6 +667,8 @@ def run(work: Work) -> None:
     if isinstance(work.job, LaneJob):
         work.ctx.allocate = work.job.passing.empty
     checked = work.spec["image"]
+    if work.is_graph and work.member is None:
+        _give_early(work)  # what an image has made, and whoever made it may not have given
     while work.ctx.result is None:
         one_step(work)
         if not checked and work.ctx.result is None:
@@ -782,30 +801,39 @@ def _safe_point(work: Work) -> None:
 def _await_inputs(work: Work, job: GraphJob) -> None:
     """Until all is there that its next node reads: for a moment on its seat, then off it.
 
-    To wait costs others the device, and to leave it costs a launch; so it waits for about as long
-    as that takes.
+    To wait costs others the device, and to leave it costs a launch; so it waits for each about as
+    long as that takes.  Not before all that it made is durable: others may wait for that, and from
+    then on it is not launched before what it lacks is there.
     """
-    since_s, asked, patience_s = time.monotonic(), False, work.spec["patience_s"]
-    while _still_awaits(work, job):
-        waited_s = time.monotonic() - max(since_s, work.seated_s)
-        if waited_s >= patience_s:
-            _pause(work, lacks=job.awaited() or "")
-            continue
+    patience_s, awaited, since_s, asked = work.spec["patience_s"], None, 0.0, False
+    while (port := _awaited(work, job)) is not None:
+        if awaited != (port, work.seated_s):
+            awaited, since_s, asked = (port, work.seated_s), time.monotonic(), False
+        waited_s = time.monotonic() - since_s
         if waited_s >= UNHEARD_S and not asked:
-            work.say("awaits", port=job.awaited())
+            work.say("awaits", port=port)
             asked = True
-        _listen(work, (patience_s if asked else UNHEARD_S) - waited_s)
+        if waited_s < patience_s:
+            _listen(work, (patience_s if asked else UNHEARD_S) - waited_s)
+        elif work.outgoing.busy:
+            _listen(work, None)
+        elif work.outgoing.unkept:
+            _listen(work, PUT_AGAIN_S)
+            work.outgoing.put_again()
+        else:
+            _pause(work, lacks=port)
         _safe_point(work)
 
 
-def _still_awaits(work: Work, job: GraphJob) -> bool:
-    """What came meanwhile is taken in."""
+def _awaited(work: Work, job: GraphJob) -> str | None:
+    """When what came meanwhile is taken in."""
     try:
         for port in list(work.arrived):
             job.take(port, _image_value(work, work.arrived.pop(port)))
+            work.images.lies = None  # of before it came
     except BaseException as error:
         raise _failed(error, begun=_NOT_LOADED) from error
-    return job.awaited() is not None
+    return job.awaited()
 
 
 def _save_again(work: Work) -> None:

@@ -106,6 +106,11 @@ class Stay:
             self.is_given(port, source)
 
     @property
+    def is_started(self) -> bool:
+        """It has been told that it has the seat."""
+        return self.seated_us is not None or self.before_us > 0
+
+    @property
     def is_outpost(self) -> bool:
         """Its home speaks for it."""
         return self.launch.host > 0

@@ -78,7 +78,7 @@ BULK_TIMEOUT_S = 60.0
 ZYGOTE_AGAIN_S = 1.0
 
 #: Ends that are told to nobody: the island sees that the resident is not there any more.
-_SILENT = frozenset({"evicted", "dropped", "replaced", "lease", "zygote", "leaving"})
+_SILENT = frozenset({"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched"})
 
 
 class Supervisor(threading.Thread):
@@ -942,7 +942,7 @@ class Supervisor(threading.Thread):
 
     def _fetch_late(self, resident: Resident, port: str, source: JSON) -> None:
         self._aside(
-            lambda: transfer.opened(source, self.house),
+            lambda: transfer.opened_in_time(source, self.house),
             lambda opened: self._brought(resident, port, opened),
         )
 
@@ -951,20 +951,36 @@ class Supervisor(threading.Thread):
     ) -> None:
         stay = resident.stay  # of the same task, whatever happened meanwhile
         if isinstance(opened, BaseException):
-            log.warning("task %s: its input %s is not here yet: %s", resident.task, port, opened)
-            stay.given.pop(port, None)  # it is told again where it lies
-            stay.coming.discard(port)
+            self._lacks_for_good(stay, port, opened)
             return
         fd, way = opened
         if port in stay.lacks and not resident.is_gone:
             stay.lacks.discard(port)
             resident.send("block", [fd], port=port)
-            stay.tell(messages.Came, now_us(), port=port, way=way, size_bytes=os.fstat(fd).st_size)
+            self._tell_came(stay, port, way, os.fstat(fd).st_size)
         os.close(fd)
 
+    def _tell_came(self, stay: Stay, port: str, way: str, size_bytes: int) -> None:
+        if stay.is_started:
+            stay.tell(messages.Came, now_us(), port=port, way=way, size_bytes=size_bytes)
+        else:  # it is told with the others when it starts
+            stay.ways = {**stay.ways, port: way}
+            stay.input_bytes += size_bytes
+            stay.fetched_bytes += size_bytes if way == "store" else 0
+
+    def _lacks_for_good(self, stay: Stay, port: str, error: BaseException) -> None:
+        """As if it had been launched with what is not to be had."""
+        if stay.state in ("ended", "vanished"):
+            return
+        told = f"Its input {port} could not be fetched: {type(error).__name__}: {error}"
+        self._vanish(stay, "unfetched")
+        self._end(stay, messages.Failed, cause="store", message=told)
+
     def _says_awaits(self, resident: Resident, message: JSON) -> None:
-        resident.stay.awaits = residents.late_input(resident, message, "port")
-        self.rhythm.happened = True  # perhaps it was given, and we were not told
+        port = residents.late_input(resident, message, "port")
+        if port in resident.stay.lacks:
+            resident.stay.awaits = port
+            self.rhythm.happened = True  # perhaps it was given, and we were not told
 
     # --- residents: what they say ---
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,9 @@ from workers.unpack import BadBundle, unpacked
 
 JSON = dict[str, Any]
 
+log = logging.getLogger(__name__)
+
+AGAIN_AFTER_S = (0.2, 0.5, 1.0)
 _PIECE = 1 << 20
 
 
@@ -131,6 +136,17 @@ def opened(source: JSON, house: House) -> tuple[int, str]:
     if fd is not None:
         return fd, "host"
     return house.cache.opened(sha256, house.store).fd, "store"
+
+
+def opened_in_time(source: JSON, house: House) -> tuple[int, str]:
+    """The same for who waits for it, on its seat: what cannot be had is tried again a few times."""
+    for wait_s in AGAIN_AFTER_S:
+        try:
+            return opened(source, house)
+        except (Damaged, OSError) as error:
+            log.warning("block %s is not to be had now: %s", source["sha256"], error)
+        time.sleep(wait_s)
+    return opened(source, house)
 
 
 def unpack(bundle: str, house: House) -> Path:

@@ -20,7 +20,7 @@ Everything is JSON.  `encode` and `decode` are exact inverses.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 JSON = dict[str, Any]
@@ -257,8 +257,8 @@ class ResidentView:
 
     `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.  `level`
     is where its memory lies (`workers.residency`): `on_device_bytes` is what it is counted for
-    there, `host_bytes` what its images take of host memory.  `lacks` are inputs that come late, and
-    of which it was not told yet where they lie.
+    there, `host_bytes` what its images take of host memory.  `lacks` is the input for which it
+    stands still, and of which it was not told yet where it lies.
     """
 
     task: str
@@ -369,11 +369,16 @@ class BadMessage(Exception):
 
 
 def encode(message: Any) -> JSON:
-    """A message as JSON, its kind under "is"."""
+    """A message as JSON, its kind under "is"; what is as ever is left out, so that a worker of an
+    older version can read what says nothing new.
+    """
     body = asdict(message)
     for f in fields(message):
         value = getattr(message, f.name)
-        if isinstance(value, list) and value and is_dataclass(value[0]):
+        as_ever = f.default if f.default_factory is MISSING else f.default_factory()
+        if value == as_ever:
+            del body[f.name]
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
             body[f.name] = [encode(item) for item in value]
     return {"is": type(message).__name__, **body}
 

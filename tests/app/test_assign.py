@@ -595,6 +595,25 @@ class TestWhatComesLate:
             (body,) = session.scalars(launches)
             assert set(body["inputs"]) == {"p0"}
 
+    def test_who_has_lost_its_state_may_run_without_it_until_it_stood_there(self, pair):
+        """What it had given may have been lost with it, and the other may wait for that."""
+        _, west, _ = pair
+        west.hear(replace(paused("p.1.0"), lacks="p0"), residents=[view("p.1.0", "paused")])
+        west.look()
+        assert seen()["p.1.0"] == ("blocked", "west", 1)
+        west.hear(incarnation="p2")
+        west.look()
+        assert seen()["p.1.0"] == ("starting", "west", 2)
+
+    def test_the_way_it_came_counts_if_it_was_paused_meanwhile(self, pair):
+        east, west, _ = pair
+        east.hear(stored("p.0.0", "x"))
+        came = {"port": "p0", "way": "host", "size_bytes": 5}
+        late = Came(task="tsk_p.1.0", epoch=1, seq=3, step=1, held_us=0, **came)
+        west.hear(paused("p.1.0"), late, residents=[view("p.1.0", "paused")])
+        with db.transaction() as session:
+            assert assign.crossings(session, "req_r")[-1].ways == ["host"]
+
     def test_who_was_paused_for_others_lacks_it_still(self, pair):
         _, west, _ = pair
         west.hear(paused("p.1.0"), residents=[view("p.1.0", "paused")])

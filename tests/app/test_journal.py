@@ -25,6 +25,7 @@ from app.core.messages import (
     Saved,
     Started,
     Stopped,
+    decode,
 )
 from app.models import (
     Account,
@@ -229,7 +230,7 @@ class TestSharing:
 
     def test_the_order_says_that_others_stay(self, session, running, beside):
         bodies = {
-            order.task_id: order.body["beside"]
+            order.task_id: decode(order.body).beside
             for order in session.scalars(select(Order).where(Order.kind == "Launch"))
         }
         assert bodies == {running.id: False, beside.id: True}
@@ -635,7 +636,7 @@ class TestLending:
         decide(session, grown, "Splice", devices=("h.0",))
         decide(session, other, "Launch", devices=("h.1",))
         launch = session.scalars(select(Order).where(Order.task_id == other.id)).one()
-        assert launch.body["surely_until_us"] == 0
+        assert decode(launch.body).surely_until_us == 0
         ready = [view(other, "seating")]
         answer = hear(session, device="h.1", residents=ready)
         assert (answer.keep, answer.drop) == ([], [])
@@ -650,7 +651,7 @@ class TestLending:
     ):
         decide(session, grown, "Pause", against="tsk_b")
         pause = session.scalars(select(Order).where(Order.kind == "Pause")).one()
-        assert pause.body["successor"] == ""
+        assert decode(pause.body).successor == ""
         assert all(guest.leaving for guest in guests(session))
         hear(session, events=[event(Paused, grown, 3, step=9)])
         assert [guest.end for guest in guests(session)] == ["paused"]

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from app.core import messages
-from app.core.messages import _KINDS, Alive, BadMessage, LogLines, Paused, decode, encode, key
+from app.core.messages import (
+    _KINDS,
+    Alive,
+    Answer,
+    BadMessage,
+    LogLines,
+    Paused,
+    decode,
+    encode,
+    key,
+)
 
 SAMPLES: dict[str, Any] = {
     "str": "x",
@@ -53,6 +63,13 @@ def test_every_kind_of_message_can_be_decoded() -> None:
         names = {kind.__name__ for kind in base.__subclasses__()}
         assert names
         assert names <= set(_KINDS)
+
+
+def test_a_worker_of_an_older_version_reads_what_says_nothing_new() -> None:
+    answer = Answer(
+        device="h.0", incarnation="i", sent_us=1, lease_us=2, heard={}, logged={}, keep=[], drop=[]
+    )
+    assert not encode(answer).keys() & {"expect", "next", "rota", "given"}
 
 
 def test_an_empty_heartbeat_survives_too() -> None:

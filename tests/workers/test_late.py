@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.core import taskgraph
-from app.core.messages import Came, Failed, Finished, Given, Paused, Started, Stopped
+from app.core.messages import Came, Failed, Finished, Given, Paused, Started, Stopped, Stored
 from tests.workers.conftest import Ground
 from tests.workers.test_graph import body, node, paused_and_saved, ran
 
@@ -61,6 +61,13 @@ def is_right(ground: Ground, *, epoch: int = 1) -> bool:
     return bool(ground.event(Finished, "t1", epoch).result == ran(WHOLE))
 
 
+def was_told(ground: Ground, block: dict[str, Any], *, epoch: int = 1) -> bool:
+    """How it came: when it started, if it was there by then."""
+    started = ground.event(Started, "t1", epoch)
+    told = len(ground.all(Came, "t1", epoch)), started.ways, started.input_bytes
+    return told in [(0, {"b0": "here"}, block["size_bytes"]), (1, {}, 0)]
+
+
 def asks(ground: Ground) -> bool:
     return any(view.lacks == ["b0"] for view in ground.reports[-1].residents)
 
@@ -79,7 +86,7 @@ def test_it_may_be_given_before_there_is_a_process(ground: Ground, block: dict[s
     for _ in range(3):  # said more than once
         give(ground, block)
     assert is_right(ground)
-    assert len(ground.all(Came, "t1")) == 1
+    assert was_told(ground, block)
 
 
 def test_what_is_there_at_its_launch_is_an_input_like_others(
@@ -109,7 +116,7 @@ def test_it_leaves_its_seat_when_it_has_waited_too_long(grounds: Callable[..., G
     leg(ground, "t1", TAKER, epoch=2, inputs={"b0": block})
     assert ground.event(Started, "t1", 2).resumed == "resident"
     assert is_right(ground, epoch=2)
-    assert ground.event(Came, "t1", 2).port == "b0"
+    assert was_told(ground, block, epoch=2)
 
 
 def test_its_image_says_what_it_lacks(ground: Ground, block: dict[str, Any]) -> None:
@@ -142,12 +149,31 @@ def test_who_waits_can_be_cancelled(ground: Ground) -> None:
     ground.event(Stopped, "t1")
 
 
-def test_what_cannot_be_fetched_is_asked_for_again(ground: Ground, block: dict[str, Any]) -> None:
+def test_what_cannot_be_had_is_no_fault_of_its_own(ground: Ground, block: dict[str, Any]) -> None:
     leg(ground, "t1", TAKER)
     give(ground, {**block, "sha256": "0" * 64})
-    ground.until(lambda: asks(ground))
-    give(ground, block)
-    assert is_right(ground)
+    failed = ground.event(Failed, "t1")
+    assert failed.cause == "store"
+    assert "b0" in failed.message
+    ground.until(lambda: not ground.supervisor.residents)
+    assert len(ground.all(Failed, "t1")) == 1
+    leg(ground, "t1", TAKER, epoch=2)
+    give(ground, block, epoch=2)
+    assert is_right(ground, epoch=2)
+
+
+def test_what_it_made_is_given_again_after_a_restore(ground: Ground, block: dict[str, Any]) -> None:
+    """Whoever made its image may have ended before it was durable."""
+    early = {**TAKER, "gives": {**TAKER["gives"], "b1": "drawn.y"}, "after_ms": {"b1": 1.0}}
+    leg(ground, "t1", early, outputs=["b1"])
+    first = ground.event(Stored, "t1").kept
+    images = paused_and_saved(ground, "t1", 1)
+    ground.drop = [["t1", 1]]
+    ground.until(lambda: ground.view("t1") is None)
+    leg(ground, "t1", early, epoch=2, images=images, outputs=["b1"])
+    assert ground.event(Stored, "t1", 2).kept == first  # though nothing can run before b0 is there
+    give(ground, block, epoch=2)
+    assert ground.event(Finished, "t1", 2).result == ran(WHOLE)
 
 
 def test_only_what_may_come_late_can_be_lacking(ground: Ground) -> None:
