@@ -678,8 +678,8 @@ def _take_in(
     placement = _placement(session, house, event.task, event.epoch)
     if task is None or placement is None or event.epoch < task.epoch:
         heard[name] = max(event.seq, heard.get(name, 0))
-        if task is not None and placement is not None and isinstance(event, messages.Saved):
-            _keep_checkpoint(session, task, event)  # late, but durable all the same
+        if task is not None and placement is not None:
+            _take_in_late(session, task, placement, event)
         return False
     if event.seq == task.event_seq + 1:
         task.event_seq = event.seq
@@ -693,6 +693,16 @@ def _take_in(
     heard[name] = task.event_seq
     # Who can start now is nudged after the commit.
     return not isinstance(event, messages.Stored | messages.Came)
+
+
+def _take_in_late(
+    session: Session, task: Task, placement: Placement, event: messages.Event
+) -> None:
+    """What is true all the same: it was launched again meanwhile."""
+    if isinstance(event, messages.Saved):
+        _keep_checkpoint(session, task, event)
+    elif isinstance(event, messages.Came):
+        _came(session, task, placement, event)
 
 
 def _apply(session: Session, task: Task, placement: Placement, event: messages.Event) -> None:
@@ -944,6 +954,8 @@ def _nudge_who_can_start(task_id: str, outputs: Collection[str]) -> None:
 
 
 def _came(session: Session, task: Task, placement: Placement, event: messages.Came) -> None:
+    if event.port in placement.ways:
+        return  # it is told again
     placement.input_bytes += event.size_bytes
     placement.fetched_bytes += event.size_bytes if event.way == "store" else 0
     placement.ways = {**placement.ways, event.port: event.way}
