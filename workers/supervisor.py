@@ -969,8 +969,10 @@ class Supervisor(threading.Thread):
             stay.fetched_bytes += size_bytes if way == "store" else 0
 
     def _lacks_for_good(self, stay: Stay, port: str, error: BaseException) -> None:
-        """As if it had been launched with what is not to be had."""
-        if stay.state in ("ended", "vanished"):
+        """As if it had been launched with what is not to be had; off its seat it may still come."""
+        if stay.state not in ("seating", "running"):
+            stay.given.pop(port, None)
+            stay.coming.discard(port)
             return
         told = f"Its input {port} could not be fetched: {type(error).__name__}: {error}"
         self._vanish(stay, "unfetched")
