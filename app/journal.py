@@ -770,6 +770,19 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     )
     if task.moving is not None and task.seat == task.moving["to"]:
         _moved(session, task, lost)
+    if "part" in task.descriptor["run"]:
+        db.after_commit(session, partial(_introduce, task.id))
+
+
+def _introduce(task_id: str) -> None:
+    """A leg to those that run now, and that it gives to or takes from.
+
+    Looked for after the commit: of two that begin at once, one sees both.
+    """
+    with db.transaction() as session:
+        told = launch.wanted(session, task_id)
+    for device, wanted in told:
+        outbox.tell(device, wanted)
 
 
 def _moved(session: Session, task: Task, lost: int) -> None:

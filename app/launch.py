@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import and_, func, or_, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from app import datablocks
 from app.core import migration, preset
-from app.core.messages import JSON
+from app.core.messages import JSON, Wanted
 from app.core.migration import Moving
 from app.models import (
     Checkpoint,
@@ -29,7 +29,7 @@ from app.models import (
     Task,
 )
 from app.settings import settings
-from app.signing import block_key
+from app.signing import block_key, input_name
 
 IMAGES_OFFERED = 3
 RESENDS_SURE = 10  # fewer than after which a Launch that is never shown is given up
@@ -84,6 +84,37 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
         inputs=inputs(session, [task for task, _ in launches]),
         images=_images(session, [task.id for task, _ in launches if _may_have_images(task)]),
     )
+
+
+def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
+    """To whom legs of a graph are to send what they make, as soon as it is made, for those with
+    whom a leg that has just begun has to do; each with the device that is to be told so.
+
+    On a host with the same disk a block is not sent: it lies there.
+    """
+    maker, taker = aliased(Task), aliased(Task)
+    makes, takes = aliased(Device), aliased(Device)
+    query = (
+        select(Need.port, Need.output, maker, taker, makes.facts, takes.facts)
+        .join(maker, maker.id == Need.needs_id)
+        .join(taker, taker.id == Need.task_id)
+        .join(makes, makes.id == maker.seat)
+        .join(takes, takes.id == taker.seat)
+        .where(or_(maker.id == task_id, taker.id == task_id))
+        .where(Need.late, Need.given.is_(None), maker.state == "running", taker.state == "running")
+    )
+    found = defaultdict[tuple[str, str, int], list[JSON]](list)
+    for port, output, by, to, here, there in session.execute(query):
+        if here.get("key") != there.get("key") and there.get("links") and there.get("secret"):
+            key = block_key(there["secret"], input_name(to.id, to.epoch, port))
+            taker_of = {"output": output, "task": to.id, "epoch": to.epoch, "port": port}
+            found[str(by.seat), by.id, by.epoch].append(
+                {**taker_of, "place": there["links"], "key": key}
+            )
+    return [
+        (seat, Wanted(task=id, epoch=epoch, takers=takers))
+        for (seat, id, epoch), takers in found.items()
+    ]
 
 
 def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:

@@ -3,12 +3,13 @@
 A sealed body is the signature in hexadecimal digits, a line's end, and the body.  The private key
 never leaves its host; the public one goes up with each heartbeat, and comes with a launch.
 
-Here too: the key by which a device worker gives one block to others.
+Here too: the key by which a device worker gives one block to others, or takes one from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import uuid
@@ -73,6 +74,13 @@ def unsealed(sealed: bytes, *, key: str) -> bytes:
     return body
 
 
-def block_key(secret: str, sha256: str) -> str:
-    """By which a device worker with that secret gives the block, and no other: hexadecimal."""
-    return hmac.digest(bytes.fromhex(secret), b"block " + bytes.fromhex(sha256), "sha256").hex()
+def block_key(secret: str, named: str) -> str:
+    """By which a device worker with that secret gives the block with this hash, or takes the input
+    that is called so, and no other: hexadecimal.
+    """
+    return hmac.digest(bytes.fromhex(secret), b"block " + bytes.fromhex(named), "sha256").hex()
+
+
+def input_name(task: str, epoch: int, port: str) -> str:
+    """What an input of one launch is called where it is brought: 32 bytes in hexadecimal."""
+    return hashlib.sha256(f"input {task}/{epoch}/{port}".encode()).hexdigest()

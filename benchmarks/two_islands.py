@@ -288,7 +288,7 @@ def _given(folder: Path) -> float:
         draft.keep(sha256)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taker = socket.create_connection(server.getsockname())
-        giver.give(server.accept()[0], sha256)
+        giver.serve(server.accept()[0], sha256)
     with taker:
         into = bytearray(1 << 20)
         taker.recv_into(into)

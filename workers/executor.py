@@ -218,19 +218,38 @@ class Work:
 Memory = list[torch.UntypedStorage]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """In `memory` that is needed until it is kept; `early` if it was made before the end.  What its
+    maker still `lacks` is in nothing of it.
+    """
+
+    what: str
+    body: Image | Published
+    memory: Memory
+    early: bool
+    lacks: list[str]
+
+    def said(self) -> JSON:
+        sizes = {"size_bytes": self.body.size_bytes, "head_bytes": self.body.head_bytes}
+        return {"what": self.what, "early": self.early, "lacks": self.lacks, **sizes}
+
+
 class Outgoing:
     """Outputs on their way into the store, one after the other; `settled` are the answers.
 
-    `values` are those that were put: of a graph, some while it runs.
+    `values` are those that were put: of a graph, some while it runs.  Those that are leaving are
+    not kept yet.  A thread writes them one behind the other, without a safe point between them, as
+    others may wait for each; no image leaves beside them.
     """
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.waiting: deque[tuple[Image | Published, str, Memory]] = deque()
-        self.spare, self.leaving = Spare(), Memory()
+        self.waiting, self.leaving = deque[Output](), dict[str, Output]()
+        self.spare = Spare()
         self.values: JSON = {}
-        self.sending = False
         self.settled: dict[str, JSON] = {}
+        self._writes, self._lock = False, threading.Lock()
 
     def put(self, value: object, name: str) -> None:
         """Not again what is there, or on its way; raises Ending."""
@@ -246,20 +265,27 @@ class Outgoing:
             memory.append(self.spare.take(size))
             return memory[-1]
 
-        self.waiting.append((_output(self.work, value, name, new), f"output:{name}", memory))
+        job = self.work.job
+        output = Output(
+            what=f"output:{name}",
+            body=_output(self.work, value, name, new),
+            memory=memory,
+            early=self.work.ctx.result is None,  # else the end is told, which says all of them
+            lacks=list(job.lacks.values()) if isinstance(job, GraphJob) else [],
+        )
+        self.waiting.append(output)
         self.next()
 
     def kept(self, message: JSON) -> None:
-        self.sending = False
+        output = self.leaving.pop(message["what"])
         if not message.get("error"):
-            self.spare.give_back(self.leaving)
-        self.leaving = Memory()
+            self.spare.give_back(output.memory)
         self.settled[message["what"]] = message
         self.next()
 
     @property
     def busy(self) -> bool:
-        return self.sending or bool(self.waiting)
+        return bool(self.waiting or self.leaving)
 
     @property
     def unkept(self) -> list[str]:
@@ -274,16 +300,32 @@ class Outgoing:
             self._put(self.values[name], name)
 
     def next(self) -> None:
-        """Begin with the next one; one thing leaves at a time."""
-        if self.sending or not self.waiting or self.work.images.busy:
-            return
-        self.sending = True
-        body, what, self.leaving = self.waiting.popleft()
-        sizes = {"size_bytes": body.size_bytes, "head_bytes": body.head_bytes}
-        # Behind the last one the end is told, which says all of them.
-        early = self.work.ctx.result is None or bool(self.waiting)
-        self.work.say("saving", what=what, at_step=self.work.step, early=early, **sizes)
-        threading.Thread(target=_write, args=(self.work.bulk, body), daemon=True).start()
+        """Begin with the next one, if no image leaves."""
+        with self._lock:
+            if self._writes or not self._may_leave():
+                return
+            self._writes = True
+        threading.Thread(target=self._write_all, daemon=True).start()
+
+    def _may_leave(self) -> bool:
+        """Of a gang, not before the one before it is kept."""
+        blocked = self.work.images.busy or (self.work.member and self.leaving)
+        return bool(self.waiting) and not blocked
+
+    def _write_all(self) -> None:
+        with contextlib.suppress(Abandoned):  # the main thread will notice
+            while (output := self._taken()) is not None:
+                self.work.say("saving", at_step=self.work.step, **output.said())
+                _write(self.work.bulk, output.body)
+
+    def _taken(self) -> Output | None:
+        with self._lock:
+            self._writes = self._may_leave()
+            if not self._writes:
+                return None
+            output = self.waiting[0]
+            self.leaving[output.what] = output  # before it waits no more: it is always seen
+            return self.waiting.popleft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -955,7 +997,7 @@ def _save_in_s(work: Work) -> float | None:
     images = work.images
     if images.staging.is_copying:
         return LOOK_S
-    if images.busy or work.outgoing.sending:
+    if images.busy or work.outgoing.busy:
         return None  # one thing leaves at a time, and it is said when that is kept
     if work.job is None or work.ending or images.last_step == work.step:
         return None
@@ -986,7 +1028,7 @@ def _stand_still(work: Work) -> None:
 
 
 def _save_if_wished(work: Work) -> None:
-    if work.images.busy or work.outgoing.sending or work.job is None:
+    if work.images.busy or work.outgoing.busy or work.job is None:
         return
     every_s = work.spec["checkpoint_every_s"]
     due = every_s > 0 and time.monotonic() - work.saved_s >= every_s

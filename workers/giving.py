@@ -11,10 +11,20 @@ nothing, and a job has no network at all.
 
 What arrives is hashed on the way, and is no block unless the hash is right.  Whoever is gone, has
 it no more, is too slow or sends other bytes is passed over: then the store is read.
+
+What a leg of a graph makes, and legs that run on other hosts wait for, goes **straight** to them
+while it is being stored (`Wanted`): one way instead of a flush, two notes and a fetch.
+
+    worker of the maker -> worker of the taker   how many bytes; the bytes
+
+Nobody has written down yet what it is.  So the taker keeps its hash, and nothing that it makes of
+it counts before its island says the same (`workers.resident.Stay`).  Who cannot be reached or is
+slow is let go of: such a block comes as others do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -23,11 +33,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from app.signing import block_key
+from app.places import Bytes
+from app.signing import block_key, input_name
 from workers import links
 from workers.cache import Cache, Draft
 
@@ -37,7 +48,10 @@ JSON = dict[str, Any]
 
 AT_ONCE = 4  # of those who take blocks; others wait for their turn, until they read the store
 STALL_S = 5.0  # so long nothing may come
+ROOM_BYTES = 64 << 20  # so large a block may wait in memory to be stored until it was sent
+HOLDS_UP_S = 0.25  # so long it may hold up the storing of a block that it goes straight to others
 SLOWEST_BYTES_PER_S = 10**6  # from a host that is slower the block does not come any sooner
+STRAIGHT_BYTES_PER_S = 10**8  # as slow may a host be to which blocks go straight
 BURST_S = 0.005  # so much of its rate may be made up for, after a thread was late
 _PIECE = 256 << 10  # is sent at a time,
 _TAKEN = 1 << 20  # and so much taken, if it is there
@@ -47,7 +61,7 @@ _SIZE = struct.Struct("!Q")
 class Giver:
     """Gives blocks of the cache, so many bytes in a second to all together; 0: as fast as it goes.
 
-    `key` and `give` are called in any thread.
+    All is called in any thread.
     """
 
     def __init__(self, cache: Cache, bytes_per_s: int = 0) -> None:
@@ -55,13 +69,37 @@ class Giver:
         self._cache, self._pace = cache, Pace(bytes_per_s)
         self._hands = ThreadPoolExecutor(AT_ONCE, "giving")
         self._over = threading.Event()
+        self._room = Spare()
 
     def key(self, sha256: str) -> bytes:
         return bytes.fromhex(block_key(self.secret, sha256))
 
-    def give(self, sock: socket.socket, sha256: str) -> None:
-        """To whoever has proved to know the key; the socket is closed afterwards."""
+    def serve(self, sock: socket.socket, sha256: str) -> None:
         self._hands.submit(self._give, sock, sha256)
+
+    def sent_too(
+        self, pieces: Iterable[memoryview], size: int, takers: Iterable[JSON]
+    ) -> Iterator[memoryview]:
+        """The pieces of a block, each after it was sent to these takers, or if there is room for it
+        all of it at once, after all was sent: to hash it and to write it takes longer.
+        """
+        until_s = time.monotonic() + HOLDS_UP_S + size / STRAIGHT_BYTES_PER_S
+        with contextlib.ExitStack() as stack:
+            lines = [stack.enter_context(Line(taker)) for taker in takers]
+            room, at = stack.enter_context(self._room.for_(size if lines else 0)), 0
+            for line in lines:
+                line.send(_SIZE.pack(size), until_s)
+            for piece in pieces:
+                for line in lines:
+                    self._pace.wait(len(piece) if line.sock else 0)
+                    line.send(piece, until_s)
+                if room:
+                    room[at : at + len(piece)] = piece
+                    at += len(piece)
+                else:
+                    yield piece
+            if room:
+                yield room
 
     def close(self) -> None:
         self._over.set()
@@ -89,6 +127,26 @@ class Giver:
                 sock.sendfile(file, at, min(_PIECE, size - at))
 
 
+class Spare:
+    """Memory for one block at a time, of up to ROOM_BYTES; it is used again: new memory is dear."""
+
+    def __init__(self) -> None:
+        self._memory, self._lock = bytearray(), threading.Lock()
+
+    @contextlib.contextmanager
+    def for_(self, size: int) -> Iterator[memoryview]:
+        """Room for so many bytes, or none."""
+        if not 0 < size <= ROOM_BYTES or not self._lock.acquire(blocking=False):
+            yield memoryview(b"")
+            return
+        try:
+            if len(self._memory) < size:
+                self._memory = bytearray(size)
+            yield memoryview(self._memory)[:size]
+        finally:
+            self._lock.release()
+
+
 class Pace:
     """Of all who wait here no more go on than `bytes_per_s`; 0: nobody waits."""
 
@@ -109,6 +167,73 @@ class Pace:
             time.sleep(begins_s - now_s)
 
 
+class Line:
+    """To a taker, as long as it takes."""
+
+    def __init__(self, taker: JSON) -> None:
+        self.place: list[str | int] = taker["place"]
+        self.sock: socket.socket | None = None
+        name = input_name(taker["task"], taker["epoch"], taker["port"])
+        with self._or_none():
+            self.sock = links.at_desk(links.INPUT, self.place, taker["key"], name, HOLDS_UP_S)
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.sock is not None:
+            self.sock.close()
+
+    def send(self, piece: Bytes, until_s: float) -> None:
+        if self.sock is None:
+            return
+        with self._or_none():
+            self.sock.settimeout(max(0.001, until_s - time.monotonic()))
+            self.sock.sendall(piece)
+
+    @contextlib.contextmanager
+    def _or_none(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.warning("a block does not go straight to %s: %s", self.place, error)
+            if self.sock is not None:
+                self.sock.close()
+            self.sock = None
+
+
+class Taker:
+    """Takes what others bring straight: `came` is called with the name of the input, its file,
+    read only and at its beginning, and its hash.
+    """
+
+    def __init__(self, cache: Cache, secret: str, came: Callable[[str, int, str], None]) -> None:
+        self._cache, self._secret, self._came = cache, secret, came
+        self._hands = ThreadPoolExecutor(AT_ONCE, "taking")
+
+    def key(self, name: str) -> bytes:
+        return bytes.fromhex(block_key(self._secret, name))
+
+    def serve(self, sock: socket.socket, name: str) -> None:
+        self._hands.submit(self._take, sock, name)
+
+    def close(self) -> None:
+        self._hands.shutdown(cancel_futures=True)
+
+    def _take(self, sock: socket.socket, name: str) -> None:
+        with sock, Draft(self._cache) as draft:
+            try:
+                links.wait_for(sock, STALL_S)
+                (size,) = _SIZE.unpack(links.read(sock, _SIZE.size))
+                sha256 = _received(sock, size, draft)
+                draft.keep(sha256)
+                fd = draft.opened()
+            except OSError as error:
+                log.warning("an input did not come straight: %s", error)
+                return
+        self._came(name, fd, sha256)
+
+
 def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int | None:
     """A block of so many bytes, verified: its file, read only, at its beginning; it is kept in the
     cache.  None if none of those who may have it gives it.
@@ -122,17 +247,17 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
 
 
 def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
-    with links.asked(copy["place"], copy["key"], sha256) as sock, Draft(cache) as draft:
-        sock.settimeout(STALL_S)
+    asked = links.at_desk(links.BLOCK, copy["place"], copy["key"], sha256)
+    with asked as sock, Draft(cache) as draft:
+        links.wait_for(sock, STALL_S)
         (told,) = _SIZE.unpack(links.read(sock, _SIZE.size))
         if told != size:
             raise ConnectionRefusedError(f"it has {told} bytes of it, not {size}")
         found = _received(sock, size, draft)
         if found != sha256:
             raise ConnectionRefusedError(f"its bytes hash to {found}")
-        fd = draft.opened()
         draft.keep(sha256)
-        return fd
+        return draft.opened()
 
 
 def _received(sock: socket.socket, size: int, draft: Draft) -> str:
@@ -144,7 +269,7 @@ def _received(sock: socket.socket, size: int, draft: Draft) -> str:
     digest, left, piece = hashlib.sha256(), size, memoryview(bytearray(min(size, _TAKEN)))
     until_s = time.monotonic() + STALL_S + size / SLOWEST_BYTES_PER_S
     while left:
-        came = sock.recv_into(piece, min(left, _TAKEN))
+        came = sock.recv_into(piece, min(left, _TAKEN), socket.MSG_WAITALL)
         if not came or time.monotonic() > until_s:
             raise TimeoutError(f"{left} of {size} bytes did not come, or too slowly")
         digest.update(piece[:came])

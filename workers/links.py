@@ -11,7 +11,8 @@ these say is not encrypted: between its hosts a deployment has a network of its 
     outpost -> home   its proof over both
 
 Whoever takes a block (`workers.giving`) comes by the same door: its hello goes on with the hash of
-the block, and the secret is the key of that block alone.
+the block, and the secret is the key of that block alone.  So does who brings one, with the name of
+the input that it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,7 +37,7 @@ AGAIN_S = 0.1  # the order to home may come after that to an outpost
 WITHIN_S = 30.0
 
 SORTS = ("line", "link")
-_BLOCK = len(SORTS)  # in the place of a sort
+BLOCK, INPUT = len(SORTS), len(SORTS) + 1  # in the place of a sort: taken from here, brought here
 _HASH_BYTES = hashlib.sha256().digest_size
 _HELLO = struct.Struct("!16sHB16s")
 _PROOF_BYTES = hashlib.sha256().digest_size
@@ -55,25 +56,28 @@ class Expected:
     joined: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
 
 
-class Giver(Protocol):
-    """Who has blocks for others; called in threads of ours."""
+class Desk(Protocol):
+    """Who gives blocks or takes them; called in threads of ours.  What is `named` is 32 bytes."""
 
-    def key(self, sha256: str) -> bytes: ...
+    def key(self, named: str) -> bytes: ...
 
-    def give(self, sock: socket.socket, sha256: str) -> None:
-        """To whoever has proved to know the key; the socket is the giver's from here on."""
+    def serve(self, sock: socket.socket, named: str) -> None:
+        """Whoever has proved to know the key; the socket is the desk's from here on."""
 
 
 class Links:
     """Where other hosts connect to; `call` calls in the thread of whoever owns this."""
 
     def __init__(
-        self, address: str, call: Callable[[Callable[[], None]], None], giver: Giver
+        self,
+        address: str,
+        call: Callable[[Callable[[], None]], None],
+        desks: Mapping[int, Desk],
     ) -> None:
         self._server = _listening(address)
         self._server.setblocking(False)
         self.place = [address, self._server.getsockname()[1]]
-        self._call, self._giver = call, giver
+        self._call, self._desks = call, desks
         self._hands = ThreadPoolExecutor(AT_ONCE, "links")
         self._waiting = 0
         self._expected: dict[bytes, Expected] = {}
@@ -112,18 +116,13 @@ class Links:
         try:
             sock.settimeout(HANDSHAKE_S)
             hello = read(sock, _HELLO.size)
-            if _HELLO.unpack(hello)[2] == _BLOCK:
-                self._give(sock, hello)
+            if desk := self._desks.get(_HELLO.unpack(hello)[2]):
+                _serve(sock, hello, desk)
             else:
                 joined = _admitted(sock, hello, expected)
         except (OSError, struct.error):
             sock.close()
         self._call(lambda: self._greeted(sock, joined))
-
-    def _give(self, sock: socket.socket, hello: bytes) -> None:
-        named = read(sock, _HASH_BYTES)
-        _examine(sock, self._giver.key(named.hex()), hello + named)
-        self._giver.give(sock, named.hex())
 
     def _greeted(self, sock: socket.socket, joined: tuple[bytes, int, str] | None) -> None:
         self._waiting -= 1
@@ -162,6 +161,12 @@ def _admitted(
     _examine(sock, gang.secret, hello)
     sock.settimeout(None)
     return digest, host, SORTS[sort]
+
+
+def _serve(sock: socket.socket, hello: bytes, desk: Desk) -> None:
+    named = read(sock, _HASH_BYTES)
+    _examine(sock, desk.key(named.hex()), hello + named)
+    desk.serve(sock, named.hex())
 
 
 def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> None:
@@ -203,11 +208,13 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
     return made
 
 
-def asked(place: list[str | int], key: str, sha256: str) -> socket.socket:
-    """A connection by which that block comes, if it is there still; raises OSError."""
-    sock = socket.create_connection((str(place[0]), int(place[1])), timeout=HANDSHAKE_S)
+def at_desk(
+    desk: int, place: list[str | int], key: str, named: str, timeout_s: float = HANDSHAKE_S
+) -> socket.socket:
+    """A connection by which that block comes, if it is there still, or goes; raises OSError."""
+    sock = socket.create_connection((str(place[0]), int(place[1])), timeout=timeout_s)
     try:
-        _prove(sock, bytes.fromhex(key), 0, _BLOCK, bytes.fromhex(sha256))
+        _prove(sock, bytes.fromhex(key), 0, desk, bytes.fromhex(named))
     except OSError:
         sock.close()
         raise
@@ -230,6 +237,16 @@ def _digest(secret: bytes) -> bytes:
 
 def _proof(secret: bytes, who: bytes, hello: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret, who + hello + challenge, "sha256")
+
+
+def wait_for(sock: socket.socket, stall_s: float) -> None:
+    """Whoever reads there waits for so long, and with MSG_WAITALL for all that it asks for, which
+    the timeouts of Python do not allow.
+    """
+    sock.settimeout(None)
+    whole_s = int(stall_s)
+    limit = struct.pack("ll", whole_s, int((stall_s - whole_s) * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def read(sock: socket.socket, size: int) -> bytes:

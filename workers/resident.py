@@ -16,7 +16,9 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,19 @@ TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
 MESSAGES_LIMIT = 1_000
 LINGER_US = 10_000_000  # so long who has run a leg waits for the next one
+TOLD_US = 100_000  # so soon it is usually told what came straight, and asks if it was not
+UNSURE_US = 5_000_000  # so long nothing counts that it makes of what came straight; then it is void
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straight:
+    """An input that came straight: what it seems to be, and since when it is here."""
+
+    sha256: str
+    since_us: int
 
 
 @dataclass
@@ -52,6 +64,10 @@ class Stay:
     It `is_confirmed` once the island, told that it is here, said "keep", or if its order was so
     fresh that it could only say so: only then may it take the seat, so that an order that comes too
     late runs nothing.
+
+    It is `unsure` of inputs that came straight from who made them, until its island says what they
+    are.  What it has to tell meanwhile rests on them, and is `held` back: were it not what was
+    written down, nothing that was made of it may count.
     """
 
     launch: Launch
@@ -85,6 +101,9 @@ class Stay:
     given: JSON = field(default_factory=dict)  # of which it was told where these lie,
     coming: set[str] = field(default_factory=set)  # and these are on their way;
     awaits: str = ""  # its process stands still for this one
+    unsure: dict[str, Straight] = field(default_factory=dict)  # by port
+    held: list[tuple[Event, AbstractSet[str]]] = field(default_factory=list)  # on what each rests
+    takers: list[JSON] = field(default_factory=list)  # to whom what it makes goes straight
 
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> Stay:
@@ -145,29 +164,78 @@ class Stay:
     def leave_seat(self, now_us: int) -> None:
         self.before_us, self.seated_us = self.held_us(now_us), None
 
-    def tell(self, kind: type[Event], now_us: int, *, step: int | None = None, **said: Any) -> None:
+    def tell(
+        self,
+        kind: type[Event],
+        now_us: int,
+        *,
+        step: int | None = None,
+        rests_on: AbstractSet[str] | None = None,
+        **said: Any,
+    ) -> None:
+        """An event, which rests on these inputs: if nothing is said, on all that came straight."""
         if self.is_outpost:
             return
-        self.event_seq += 1
         event = kind(
             task=self.launch.task,
             epoch=self.launch.epoch,
-            seq=self.event_seq,
+            seq=0,
             step=self.step if step is None else step,
             held_us=self.held_us(now_us),
             staged_us=self.staged_us(now_us),
             **said,
         )
-        self.events.append(event)
+        self._tell(event, frozenset(self.unsure) if rests_on is None else rests_on)
+
+    def _tell(self, event: Event, rests_on: AbstractSet[str]) -> None:
+        if rests_on & self.unsure.keys():
+            self.held.append((event, rests_on))
+            return
+        self.event_seq += 1
+        self.events.append(replace(event, seq=self.event_seq))
+
+    @property
+    def sure_by_us(self) -> float:
+        """By when what came straight must have been written down."""
+        return min((one.since_us for one in self.unsure.values()), default=inf) + UNSURE_US
+
+    def is_wanted(self, takers: list[JSON]) -> None:
+        """Of each launch of a taker it is told where that is; the newest counts."""
+        known = {(one["task"], one["port"]): one for one in self.takers}
+        for taker in takers:
+            place = taker["task"], taker["port"]
+            if place not in known or known[place]["epoch"] <= taker["epoch"]:
+                known[place] = taker
+        self.takers = list(known.values())
+
+    def takers_of(self, output: str) -> list[JSON]:
+        return [taker for taker in self.takers if taker["output"] == output]
+
+    def is_sure(self, port: str) -> None:
+        """It was what was written down.  Who rests on less overtakes no one who rests on more."""
+        del self.unsure[port]
+        held, self.held = self.held, []
+        for event, rests_on in held:
+            self._tell(event, rests_on)
+
+    def is_void(self) -> None:
+        """It was not, or nobody knows: what was made of it is not told."""
+        self.unsure, self.held = {}, []
 
     def heard(self, seq: int) -> None:
         self.events = [event for event in self.events if event.seq > seq]
 
     def is_over(self) -> bool:
         """Nothing of it is left to hold or to say."""
-        if self.events:
+        if self.events or self.held:
             return False
         return self.state == "vanished" or (self.state == "ended" and not self.log.waiting)
+
+    def _lacks(self, now_us: int) -> list[str]:
+        """For what it asks."""
+        awaited = {self.awaits} & (self.lacks - self.given.keys())
+        untold = (p for p, one in self.unsure.items() if now_us >= one.since_us + TOLD_US)
+        return sorted({*awaited, *untold})
 
     def view(self, now_us: int) -> ResidentView:
         return ResidentView(
@@ -180,7 +248,7 @@ class Stay:
             memory_bytes=self.resident.memory_bytes if self.resident else 0,
             **(self.resident.where() if self.resident and self.resident.stay is self else {}),
             staged_us=self.staged_us(now_us),
-            lacks=[self.awaits] if self.awaits in self.lacks - self.given.keys() else [],
+            lacks=self._lacks(now_us),
             metrics=self.metrics,
         )
 
@@ -287,6 +355,20 @@ class Saving:
     new_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """An output that a process has announced; `early` if others are to begin with it.
+
+    It `rests_on` those inputs that came straight, and of which the stay was unsure at that time.
+    """
+
+    name: str
+    size_bytes: int
+    head_bytes: int
+    early: bool
+    rests_on: AbstractSet[str]
+
+
 @dataclass
 class Resident:
     """`doom` is why the supervisor ends it; `verdict` is the last word that it said itself."""
@@ -322,7 +404,9 @@ class Resident:
     granted_bytes: int = 0  # that it may take there for what is away
     paused_us: int = 0
     absent_us: int = 0  # how long it usually is between a pause and its next turn; 0: not known
-    is_saving: bool = False
+    saves: int = 0  # images and outputs that are being stored,
+    is_read: bool = False  # one of them still from `bulk`
+    leaving: deque[Leaving] = field(default_factory=deque)  # outputs behind that, on their way
     save_again_us: int | None = None  # the last attempt to store its image failed
     is_gone: bool = False
     outputs: JSON = field(default_factory=dict)
@@ -333,6 +417,10 @@ class Resident:
     @property
     def step(self) -> int:
         return self.stay.step
+
+    @property
+    def is_saving(self) -> bool:
+        return self.saves > 0
 
     @property
     def is_command(self) -> bool:
@@ -515,6 +603,14 @@ def late_input(resident: Resident, message: JSON, name: str) -> str:
     if port not in late(resident.stay.launch.run):
         raise Nonsense(f"it lacks {port!r:.100}")
     return port
+
+
+def ports(message: JSON, name: str) -> set[str]:
+    """Some inputs, or none."""
+    value = message.get(name, [])
+    if not isinstance(value, list) or len(value) > NAMES_LIMIT:
+        raise Nonsense(f"{name} is no short list")
+    return {text({name: each}, name) for each in value}
 
 
 def table(message: JSON, name: str) -> JSON:

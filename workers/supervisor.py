@@ -31,6 +31,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,29 @@ from app.core.messages import (
     Pause,
     Resize,
     Save,
+    Wanted,
 )
 from app.core.rota import TURN_US, Rota
+from app.signing import input_name
 from workers import ahead, links, sandbox, transfer
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
-from workers.giving import Giver
+from workers.giving import Giver, Taker
 from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
 from workers.house import CannotServe, House, locked
 from workers.links import Links, Sockets
 from workers.residency import Residency
-from workers.resident import Nonsense, Resident, Saving, Stay, Zygote, log_lines
+from workers.resident import (
+    Leaving,
+    Nonsense,
+    Resident,
+    Saving,
+    Stay,
+    Straight,
+    Zygote,
+    log_lines,
+)
 from workers.sandbox import Room
 from workers.transfer import Fetched, NotFetched, OutOfStep
 from workers.wire import Garbled, Trust, pair
@@ -78,7 +90,11 @@ BULK_TIMEOUT_S = 60.0
 ZYGOTE_AGAIN_S = 1.0
 
 #: Ends that are told to nobody: the island sees that the resident is not there any more.
-_SILENT = frozenset({"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched"})
+_SILENT = frozenset(
+    {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "unsure"}
+)
+#: Rests on nothing: what is true whatever became of an input that came straight.
+_ALONE = frozenset[str]()
 
 
 class Supervisor(threading.Thread):
@@ -117,7 +133,9 @@ class Supervisor(threading.Thread):
         self.zygote_due_us: int | None = None
         self.stop_by_us: int | None = None
         self.giver = Giver(house.cache, house.block_bytes_per_s)
-        self.links = Links(house.address, self.receive, self.giver)
+        self.taker = Taker(house.cache, self.giver.secret, self._take_straight)
+        desks = {links.BLOCK: self.giver, links.INPUT: self.taker}
+        self.links = Links(house.address, self.receive, desks)
         self.last_id = 0
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -178,6 +196,8 @@ class Supervisor(threading.Thread):
                 self._answered(message)
             case Given():
                 self._given(message)
+            case Wanted():
+                self._wanted(message)
             case _:
                 message()
 
@@ -219,6 +239,7 @@ class Supervisor(threading.Thread):
             return False
         kept = [r for r in self.residents.values() if not r.doom]
         done = self.seat is None and all(r.is_kept and not r.is_saving for r in kept)
+        done &= not any(stay.unsure for stay in self.stays.values())
         return done or now_us() >= self.stop_by_us
 
     def _say_goodbye(self) -> None:
@@ -242,6 +263,7 @@ class Supervisor(threading.Thread):
         self.lookout.close()
         self.links.close()
         self.giver.close()
+        self.taker.close()
         self._selector.close()
         self.trust.close()
         if self._lock_fd >= 0:
@@ -537,9 +559,7 @@ class Supervisor(threading.Thread):
             elif resident.save_again_us is not None and now >= resident.save_again_us:
                 resident.save_again_us = None
                 resident.send("save")
-        for stay in list(self.stays.values()):
-            if stay.give_up_us is not None and now >= stay.give_up_us:
-                self._give_up(stay)
+        self._give_up_waiting(now)
         self._watch_the_seat(now)
         for due_us, resident, fd in list(self.muted):
             if now >= due_us:
@@ -547,6 +567,13 @@ class Supervisor(threading.Thread):
                 self._listen_to(resident, fd)
         if self.zygote_due_us is not None and now >= self.zygote_due_us:
             self._start_zygote()
+
+    def _give_up_waiting(self, now: int) -> None:
+        for stay in list(self.stays.values()):
+            if stay.give_up_us is not None and now >= stay.give_up_us:
+                self._give_up(stay)
+            if now >= stay.sure_by_us:
+                self._void(stay, "its island says nothing of it")
 
     def _watch_the_seat(self, now: int) -> None:
         resident = self.seat
@@ -567,6 +594,7 @@ class Supervisor(threading.Thread):
         due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
         due += [due_us for due_us, _, _ in self.muted]
         due += [s.give_up_us for s in self.stays.values() if s.give_up_us is not None]
+        due += [s.sure_by_us for s in self.stays.values() if s.unsure]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
         if self.residency.lacks and self.seat is None:
             due.append(max(self._lacking_until_us(), now_us() + 500_000))
@@ -765,6 +793,7 @@ class Supervisor(threading.Thread):
             input_bytes=stay.input_bytes,
             fetched_bytes=stay.fetched_bytes,
             ways=stay.ways,
+            rests_on=_ALONE,
         )
         if "function" in stay.launch.run:  # it cannot be paused, and may have ended in a moment
             self.rhythm.soon(now)
@@ -785,7 +814,7 @@ class Supervisor(threading.Thread):
         room = self._room(str(self.last_id), fetched.code)
         wire, control = pair()
         bulk, bulk_end = socket.socketpair()
-        bulk.settimeout(BULK_TIMEOUT_S)
+        links.wait_for(bulk, BULK_TIMEOUT_S)
         pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
         writes = [write for _, write in pipes.values()]
         inhabited = os.open(self._house_file, os.O_RDONLY | os.O_CLOEXEC)
@@ -928,9 +957,24 @@ class Supervisor(threading.Thread):
     # --- residents: what comes late ---
 
     def _given(self, given: Given) -> None:
-        if (stay := self.stays.get((given.task, given.epoch))) is not None:
+        stay = self.stays.get((given.task, given.epoch))
+        if stay is None:
+            return
+        if (straight := stay.unsure.get(given.port)) is None:
             stay.is_given(given.port, given.source)
             self._bring(stay)
+        elif straight.sha256 == given.source["sha256"]:
+            self.rhythm.happened |= bool(stay.held)
+            stay.is_sure(given.port)
+        else:
+            self._void(stay, f"written down is {given.source['sha256']}")
+
+    def _void(self, stay: Stay, why: str) -> None:
+        """It has to begin again before what came straight."""
+        came = ", ".join(f"{port} ({one.sha256})" for port, one in stay.unsure.items())
+        log.warning("task %s ends: %s came straight, and %s", stay.launch.task, came, why)
+        stay.is_void()
+        self._vanish(stay, "unsure")
 
     def _bring(self, stay: Stay) -> None:
         """What it lacks and was given, as soon as there is a process that can take it."""
@@ -960,9 +1004,29 @@ class Supervisor(threading.Thread):
             self._tell_came(stay, port, way, os.fstat(fd).st_size)
         os.close(fd)
 
+    def _take_straight(self, name: str, fd: int, sha256: str) -> None:
+        """From another thread."""
+        self.receive(lambda: self._came_straight(name, fd, sha256))
+
+    def _came_straight(self, name: str, fd: int, sha256: str) -> None:
+        """An input, from who made it; if nobody waits for it any more it is not taken."""
+        for stay in self.stays.values():
+            for port in stay.lacks - stay.coming:
+                if stay.resident is not None and input_name(*stay.key, port) == name:
+                    stay.coming.add(port)
+                    stay.unsure[port] = Straight(sha256=sha256, since_us=now_us())
+                    self._brought(stay.resident, port, (fd, "host"))
+                    return
+        os.close(fd)
+
+    def _wanted(self, wanted: Wanted) -> None:
+        if (stay := self.stays.get((wanted.task, wanted.epoch))) is not None:
+            stay.is_wanted(wanted.takers)
+
     def _tell_came(self, stay: Stay, port: str, way: str, size_bytes: int) -> None:
         if stay.is_started:
-            stay.tell(messages.Came, now_us(), port=port, way=way, size_bytes=size_bytes)
+            told = {"port": port, "way": way, "size_bytes": size_bytes}
+            stay.tell(messages.Came, now_us(), rests_on=_ALONE, **told)
         else:  # it is told with the others when it starts
             stay.ways = {**stay.ways, port: way}
             stay.input_bytes += size_bytes
@@ -1090,14 +1154,14 @@ class Supervisor(threading.Thread):
     def _says_saving(self, resident: Resident, message: JSON) -> None:
         what, step = residents.text(message, "what"), residents.number(message, "at_step")
         launch = resident.stay.launch
-        is_output = what.startswith("output:") and resident.may_give(what[7:])
-        if resident.is_saving or not (what == "image" or is_output):
-            raise Nonsense(f"it saves {what!r:.100}")
-        resident.is_saving, began_us = True, now_us()
-        resident.measure()
-        if is_output:
-            self._store_output(resident, what[7:], message)
+        if what.startswith("output:") and resident.may_give(what[7:]):
+            self._says_output(resident, what[7:], message)
             return
+        if resident.is_saving or what != "image":
+            raise Nonsense(f"it saves {what!r:.100}")
+        began_us = now_us()
+        resident.saves += 1
+        resident.measure()
         size = residents.number(message, "index_bytes")
         held, known, house = resident.slab, resident.known, self.house
         awaited = resident.stay.moves
@@ -1108,25 +1172,53 @@ class Supervisor(threading.Thread):
             lambda written: self._image_stored(resident, step, began_us, written),
         )
 
-    def _store_output(self, resident: Resident, name: str, message: JSON) -> None:
+    def _says_output(self, resident: Resident, name: str, message: JSON) -> None:
         size = residents.number(message, "size_bytes")
         head = residents.number({"head_bytes": 0, **message}, "head_bytes")
         if head > size:
             raise Nonsense(f"an output of {size} bytes with a head of {head}")
         if size > 2 * self.house.memory_bytes + 2**30:
             raise Nonsense(f"an output of {size} bytes")
-        early = message.get("early") is True and resident.is_awaited(name)
-        bulk, house = resident.bulk, self.house
-        keep = transfer.publish if name in resident.stay.launch.publish else transfer.store
-        self._aside(
-            lambda: {**keep(bulk, size, house), "head_bytes": head},
-            lambda stored: self._output_stored(resident, name, stored, early=early),
+        leaving = Leaving(
+            name=name,
+            size_bytes=size,
+            head_bytes=head,
+            early=message.get("early") is True and resident.is_awaited(name),
+            # Of what it lacked then, or comes straight from now on, nothing is in it.
+            rests_on=resident.stay.unsure.keys() - residents.ports(message, "lacks"),
         )
+        resident.leaving.append(leaving)
+        self._store_next(resident)
+
+    def _store_next(self, resident: Resident) -> None:
+        """Of its outputs, one after the other; none waits until those before it are durable."""
+        if resident.is_read or not resident.leaving:
+            return
+        resident.saves += 1
+        resident.is_read = True
+        resident.measure()
+        bulk, house, stay = resident.bulk, self.house, resident.stay
+        one = resident.leaving.popleft()
+        keep = transfer.publish if one.name in stay.launch.publish else transfer.store
+        too = partial(self.giver.sent_too, size=one.size_bytes, takers=stay.takers_of(one.name))
+
+        def read() -> None:
+            self.receive(lambda: self._output_read(resident))
+
+        self._aside(
+            lambda: {**keep(bulk, one.size_bytes, house, read, too), "head_bytes": one.head_bytes},
+            lambda stored: self._output_stored(resident, one, stored),
+        )
+
+    def _output_read(self, resident: Resident) -> None:
+        resident.is_read = False
+        if not (resident.is_gone or resident.doom):
+            self._store_next(resident)
 
     def _image_stored(
         self, resident: Resident, step: int, began_us: int, written: Written | BaseException
     ) -> None:
-        resident.is_saving = False
+        resident.saves -= 1
         if isinstance(written, BaseException):
             self._not_stored(resident, "image", written)
         else:
@@ -1143,21 +1235,22 @@ class Supervisor(threading.Thread):
         self._close_if_gone(resident)
 
     def _close_if_gone(self, resident: Resident) -> None:
-        if resident.is_gone:
+        if resident.is_gone and not resident.is_saving:
             self.read_from.remove(resident)
             resident.close_stores()
 
     def _output_stored(
-        self, resident: Resident, name: str, stored: JSON | BaseException, *, early: bool
+        self, resident: Resident, one: Leaving, stored: JSON | BaseException
     ) -> None:
-        resident.is_saving = False
+        resident.saves -= 1
         if isinstance(stored, BaseException):
-            self._not_stored(resident, f"output:{name}", stored)
+            self._not_stored(resident, f"output:{one.name}", stored)
         else:
-            resident.send("kept", what=f"output:{name}")
-            resident.outputs[name] = stored
-            if early and not resident.is_gone:
-                resident.stay.tell(messages.Stored, now_us(), output=name, kept=stored)
+            resident.send("kept", what=f"output:{one.name}")
+            resident.outputs[one.name] = stored
+            if one.early and not resident.is_gone:
+                told = {"output": one.name, "kept": stored}
+                resident.stay.tell(messages.Stored, now_us(), rests_on=one.rests_on, **told)
                 self.rhythm.happened = True  # others wait for it
         self._close_if_gone(resident)
 
@@ -1344,7 +1437,8 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
 def _can_go_on(resident: Resident, launch: Launch) -> bool:
     """Its state in memory is at least as new as the newest checkpoint."""
     newest = launch.images[0]["step"] if launch.images else 0
-    return resident.stay.state == "paused" and resident.step >= newest
+    stay = resident.stay
+    return stay.state == "paused" and not stay.unsure and resident.step >= newest
 
 
 def _begin_again(resident: Resident, stay: Stay) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from workers.unpack import BadBundle, unpacked
 JSON = dict[str, Any]
 
 log = logging.getLogger(__name__)
+
+Too = Callable[[Iterator[memoryview]], Iterator[memoryview]]
 
 AGAIN_AFTER_S = (0.2, 0.5, 1.0)
 _PIECE = 1 << 20
@@ -244,21 +246,28 @@ def keep(
         raise OutOfStep(str(error)) from error
 
 
-def store(bulk: socket.socket, size: int, house: House) -> JSON:
-    """Keep an output that a resident sends; how it is told of.  Raises OutOfStep, OSError."""
-    return _stored(_received(bulk, size), size, house)
+def store(
+    bulk: socket.socket, size: int, house: House, read: Callable[[], None], too: Too = iter
+) -> JSON:
+    """Keep an output that a resident sends; how it is told of.  Raises OutOfStep, OSError.
+
+    `read` is called when all of it is read, `too` is what else is done with its pieces.
+    """
+    return _stored(too(_received(bulk, size, read)), size, house)
 
 
-def publish(bulk: socket.socket, size: int, house: House) -> JSON:
+def publish(
+    bulk: socket.socket, size: int, house: House, read: Callable[[], None], too: Too = iter
+) -> JSON:
     """The same of one that is to be a datablock, with what is in it; it must be tensors."""
     head = bytearray()
 
     def looked_at() -> Iterator[memoryview]:
-        for piece in _received(bulk, size):
+        for piece in _received(bulk, size, read):
             head.extend(piece[: HEAD_BYTES - len(head)])
             yield piece
 
-    kept = _stored(looked_at(), size, house)
+    kept = _stored(too(looked_at()), size, house)
     try:
         return {**kept, **tensorfile.read(bytes(head), size).summary()}
     except BadTensorFile as error:
@@ -268,25 +277,26 @@ def publish(bulk: socket.socket, size: int, house: House) -> JSON:
 def _stored(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
     try:
         sha256, size_bytes = house.cache.stored(pieces, size, house.store)
-    except OSError as error:
-        if not isinstance(error, TimeoutError):
-            for _ in pieces:  # so that the next output begins where it should
-                pass
+    except OSError:
+        for _ in pieces:  # so that the next output begins where it should
+            pass
         raise
     return {"sha256": sha256, "size_bytes": size_bytes}
 
 
-def _received(bulk: socket.socket, size: int) -> Iterator[memoryview]:
+def _received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterator[memoryview]:
     """What comes, piece by piece; each lies where the next one will lie."""
     left, room = size, memoryview(bytearray(min(size, _PIECE)))
     while left:
         try:
-            came = bulk.recv_into(room, min(left, _PIECE))
+            came = bulk.recv_into(room, min(left, _PIECE), socket.MSG_WAITALL)
         except OSError as error:
             raise OutOfStep(f"{left} of {size} bytes did not come: {error}") from error
         if not came:
             raise OutOfStep(f"{left} of {size} bytes did not come")
         left -= came
+        if not left:
+            read()
         yield room[:came].toreadonly()
 
 

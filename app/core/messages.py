@@ -258,7 +258,8 @@ class ResidentView:
     `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.  `level`
     is where its memory lies (`workers.residency`): `on_device_bytes` is what it is counted for
     there, `host_bytes` what its images take of host memory.  `lacks` is the input for which it
-    stands still, and of which it was not told yet where it lies.
+    stands still, and of which it was not told yet where it lies, and those that came straight and
+    of which it was not told yet what they are.
     """
 
     task: str
@@ -320,6 +321,20 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a leg that runs will make and legs on other hosts lack, who run too: it is sent straight
+    there when it is made, and before it is durable (`workers.giving`).
+
+    `takers` are [{"output", "task", "epoch", "port", "place", "key"}].  It is told when one of both
+    starts, and not again: who hears nothing of it is given the block when it is written down.
+    """
+
+    task: str
+    epoch: int
+    takers: list[JSON]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The island heard the heartbeat sent at `sent_us`: go on until `sent_us + lease_us`.
 
@@ -359,7 +374,7 @@ _KINDS: dict[str, type] = {
     for kind in (
         Launch, Pause, Save, Resize, Cancel,
         Started, Saved, Stored, Came, Resized, Paused, Finished, Failed, Stopped,
-        ResidentView, LogLines, Alive, Given, Answer,
+        ResidentView, LogLines, Alive, Given, Wanted, Answer,
     )
 }  # fmt: skip
 

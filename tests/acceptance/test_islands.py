@@ -209,10 +209,11 @@ def fork(nap_s):
     return {"nodes": [first, *sides, end], "outputs": {"parameters": "end.parameters"}}
 
 
-def submit_graph(client, name, *, islands=2, nap_s=0.6, graph=pipeline, **more):
+def submit_graph(client, name, *, islands=2, nap_s=0.6, graph=pipeline, hold=False, **more):
     task = {
         **{"name": "pipe", "run": {"graph": graph(nap_s, **more)}, "islands": islands},
         **{"retry": {"max": 1}, "checkpoint": {"every_s": 0.5, "keep": 2}},
+        "start": {"hold": hold},
     }
     return client.submit({"name": name, "bundle": client.bundle, "tasks": [task]})["id"]
 
@@ -280,20 +281,26 @@ def test_who_made_a_block_is_killed_and_it_comes_from_the_store_with_the_same_bi
     system, east = islands
     client = system.client("alpha")
     whole = ended(client, submit_graph(client, "new", islands=1, nap_s=0.01, word="new-"))
-    id = submit_graph(client, "maker-killed", nap_s=1.0, word="new-")
-    request = client.wait_until(id, both_run, timeout_s=60)
-    here = on(request, "local")["id"]
-    client.post(f"/v1/tasks/{here}/pause")  # so that nothing is taken there before
-    client.wait_until(id, lambda request: on(request, "east")["state"] == "blocked", timeout_s=60)
-    told = [event["type"] for event in client.items(f"/v1/requests/{id}/events")]
-    assert told.count("task.lacks") == 1  # nobody needs the device that waits on it for long
+    id = submit_graph(client, "maker-killed", nap_s=0.5, hold=True, word="new-")
+    request = client.wait_until(id, all_placed, timeout_s=60)
+    client.post(f"/v1/tasks/{on(request, 'east')['id']}/resume")
+    client.wait_until(id, lambda _: "task.lacks" in told(client, id), timeout_s=60)
+    assert told(client, id).count("task.lacks") == 1  # nobody needs the device that waits there
     east.kill("device.0")
-    client.post(f"/v1/tasks/{here}/resume")
+    client.post(f"/v1/tasks/{on(request, 'local')['id']}/resume")
     client.wait_until(id, lambda _: "store" in ways_of(client, id), timeout_s=60)
     east.start("device.0")
     assert ended(client, id) == whole
     system.check_ledger()
     assert system.until(lambda: is_up(client, "east.0"))
+
+
+def all_placed(request):
+    return {task["island"] for task in request["tasks"]} == {"local", "east"}
+
+
+def told(client, id):
+    return [event["type"] for event in client.items(f"/v1/requests/{id}/events")]
 
 
 def both_run(request):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -13,13 +14,13 @@ import time
 import pytest
 
 from app.core.messages import Finished, Started
-from app.signing import block_key
+from app.signing import block_key, input_name
 from app.store import Store
 from tests.workers.conftest import Ground
 from tests.workers.test_links import Desk
 from workers import giving, links
 from workers.cache import Cache, Draft
-from workers.giving import Giver, Pace
+from workers.giving import Giver, Pace, Taker
 
 MB = 1 << 20
 BODY = os.urandom(3 * MB + 17)
@@ -45,7 +46,7 @@ class Giving(Desk):
 
     def __init__(self, cache):
         self.giver = Giver(cache)
-        super().__init__(self.giver)
+        super().__init__({links.BLOCK: self.giver})
 
     def copy(self, sha256=SHA256):
         """As a launch names it."""
@@ -157,7 +158,7 @@ def test_a_stranger_gets_nothing(desk, mine, key):
 def test_who_repeats_what_it_was_told_gets_nothing(desk):
     """Without the key there is no proof to give but the worker's own."""
     named = bytes.fromhex(SHA256)
-    hello = links._HELLO.pack(bytes(16), 0, links._BLOCK, bytes(16)) + named
+    hello = links._HELLO.pack(bytes(16), 0, links.BLOCK, bytes(16)) + named
     with socket.create_connection(desk.links.place) as stranger:
         stranger.settimeout(10)
         stranger.sendall(hello)
@@ -350,3 +351,70 @@ def test_if_who_made_it_is_gone_it_comes_from_the_store_with_the_same_bits(hosts
     a.close()
     seen, ways, fetched_bytes = taken_on(b, source)
     assert (seen, ways, fetched_bytes) == (on_a, {"x": "store"}, source["size_bytes"])
+
+
+class TestWhatGoesStraight:
+    """A block is brought to who lacks it while it is being stored."""
+
+    NAME = input_name("tsk_1", 1, "p")
+
+    class Taking(Desk):
+        def __init__(self, cache):
+            self.came = queue.SimpleQueue()
+            self.taker = Taker(cache, "ab" * 32, lambda *came: self.came.put(came))
+            super().__init__({links.INPUT: self.taker})
+
+        def as_told(self, secret="ab" * 32):
+            key = block_key(secret, TestWhatGoesStraight.NAME)
+            place = {"place": self.links.place, "key": key}
+            return {"task": "tsk_1", "epoch": 1, "port": "p", **place}
+
+        def close(self):
+            super().close()
+            self.taker.close()
+
+    @pytest.fixture
+    def taking(self, mine):
+        desk = self.Taking(mine)
+        yield desk
+        desk.close()
+
+    @pytest.fixture
+    def giver(self, tmp_path):
+        giver = Giver(Cache(tmp_path / "theirs", 64 * MB))
+        yield giver
+        giver.close()
+
+    @staticmethod
+    def sent(giver, *takers):
+        pieces = (memoryview(BODY[at : at + MB]) for at in range(0, len(BODY), MB))
+        return b"".join(giver.sent_too(pieces, len(BODY), takers))
+
+    @pytest.mark.parametrize("room", [0, 64 * MB])
+    def test_it_is_there_and_stored_all_the_same(self, taking, giver, mine, monkeypatch, room):
+        monkeypatch.setattr(giving, "ROOM_BYTES", room)
+        for _ in range(2):  # in memory that is used again
+            assert self.sent(giver, taking.as_told()) == BODY
+            name, fd, sha256 = taking.came.get(timeout=10)
+            assert (name, sha256, read(fd)) == (self.NAME, SHA256, BODY)
+        assert read(mine.held(SHA256)) == BODY
+
+    def test_who_has_another_key_gets_nothing_through(self, taking, giver):
+        assert self.sent(giver, taking.as_told("cd" * 32)) == BODY
+        assert taking.came.empty()
+
+    def test_who_is_gone_or_does_not_read_holds_nothing_up(self, taking, giver, peers, monkeypatch):
+        monkeypatch.setattr(giving, "HOLDS_UP_S", 0.1)
+        monkeypatch.setattr(giving, "STRAIGHT_BYTES_PER_S", 10**9)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            gone = {**taking.as_told(), "place": list(server.getsockname())}
+        deaf = {**taking.as_told(), **peers(lambda sock: time.sleep(1.0))}
+        assert self.sent(giver, gone, deaf, taking.as_told()) == BODY
+        assert taking.came.get(timeout=10)[0] == self.NAME
+
+    def test_half_a_block_is_none(self, taking, giver):
+        halves = giver.sent_too(iter([memoryview(BODY)[:MB]]), len(BODY), [taking.as_told()])
+        list(halves)
+        assert self.sent(giver, taking.as_told()) == BODY
+        assert taking.came.get(timeout=10)[2] == SHA256
+        assert taking.came.empty()

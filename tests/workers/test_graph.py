@@ -316,9 +316,13 @@ def test_it_goes_on_in_the_order_in_which_it_began(monkeypatch: pytest.MonkeyPat
 # --- in residents -------------------------------------------------------------------------------
 
 
-def launched(ground: Ground, task: str, graph_: Any, epoch: int = 1, **more: Any) -> None:
+def launched(
+    ground: Ground, task: str, graph_: Any, epoch: int = 1, *, part: Any = None, **more: Any
+) -> None:
+    """The graph, or a leg of it."""
     sha256, _ = ground.store.put([taskgraph.canonical(graph_)])
-    ground.launch(task, {"graph": f"sha256:{sha256}"}, epoch, **more)
+    run = {"graph": f"sha256:{sha256}"} | ({"part": part} if part else {})
+    ground.launch(task, run, epoch, **more)
 
 
 NAPS = 40

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.core import taskgraph
 from app.core.messages import Came, Failed, Finished, Given, Paused, Started, Stopped, Stored
 from tests.workers.conftest import Ground
-from tests.workers.test_graph import body, node, paused_and_saved, ran
+from tests.workers.test_graph import body, launched, node, paused_and_saved, ran
 
 WHOLE = body(
     node("start", "start", params={"seed": 3}),
@@ -35,8 +34,7 @@ TAKER = {
 
 
 def leg(ground: Ground, task: str, part: dict[str, Any], **more: Any) -> None:
-    sha256, _ = ground.store.put([taskgraph.canonical(WHOLE)])
-    ground.launch(task, {"graph": f"sha256:{sha256}", "part": part}, **more)
+    launched(ground, task, WHOLE, part=part, **more)
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from app.core import taskgraph
 from app.core.messages import Failed, Finished, Started
 from tests.workers.conftest import Ground
-from tests.workers.test_graph import body, node, paused_and_saved, ran
+from tests.workers.test_graph import body, launched, node, paused_and_saved, ran
 from workers import resident as residents
 
 WHOLE = body(
@@ -47,8 +46,7 @@ SECOND = {
 
 
 def leg(ground: Ground, task: str, part: dict[str, Any], **more: Any) -> None:
-    sha256, _ = ground.store.put([taskgraph.canonical(WHOLE)])
-    ground.launch(task, {"graph": f"sha256:{sha256}", "part": part}, **more)
+    launched(ground, task, WHOLE, part=part, **more)
 
 
 def first(ground: Ground, task: str = "t1", **more: Any) -> dict[str, Any]:

@@ -18,9 +18,9 @@ SECRET, OTHER = "ab" * 32, "cd" * 32
 class Desk:
     """A device worker that others connect to, with a thread of its own as a supervisor has."""
 
-    def __init__(self, giver=None):
+    def __init__(self, desks=None):
         self.calls = queue.SimpleQueue()
-        self.links = Links("127.0.0.1", self.calls.put, giver or self)
+        self.links = Links("127.0.0.1", self.calls.put, desks or {})
         self.joined = queue.SimpleQueue()
         self._selector, self._ends = selectors.DefaultSelector(), threading.Event()
         self.links.listen(self._selector)
