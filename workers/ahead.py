@@ -118,7 +118,7 @@ class Coming(threading.Thread):
         transfer.unpack(entry["bundle"], self.house)
         for source in entry["inputs"]:
             if source["size_bytes"] <= self.house.cache.limit_bytes:
-                fd, way = transfer.opened(source, self.house)
+                fd, way = transfer.opened(source, self.house, {})
                 os.close(fd)
                 if way != "here":
                     self.came[source["sha256"]] = way

@@ -248,6 +248,7 @@ class Outgoing:
         self.waiting, self.leaving = deque[Output](), dict[str, Output]()
         self.spare = Spare()
         self.values: JSON = {}
+        self.lacked: dict[str, list[str]] = {}  # by its maker, when each was put first
         self.settled: dict[str, JSON] = {}
         self._writes, self._lock = False, threading.Lock()
 
@@ -266,12 +267,14 @@ class Outgoing:
             return memory[-1]
 
         job = self.work.job
+        if name not in self.lacked:
+            self.lacked[name] = list(job.lacks.values()) if isinstance(job, GraphJob) else []
         output = Output(
             what=f"output:{name}",
             body=_output(self.work, value, name, new),
             memory=memory,
             early=self.work.ctx.result is None,  # else the end is told, which says all of them
-            lacks=list(job.lacks.values()) if isinstance(job, GraphJob) else [],
+            lacks=self.lacked[name],
         )
         self.waiting.append(output)
         self.next()
@@ -445,6 +448,7 @@ class Images:
         if spoiled:
             self.busy, self.last_step = False, None
             self.lies = self.lies if self.absence.away else None  # then only the telling failed
+            self.work.outgoing.next()
         return spoiled
 
     def _tell(self, lies: Lies) -> None:

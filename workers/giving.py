@@ -33,7 +33,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,7 +48,7 @@ JSON = dict[str, Any]
 
 AT_ONCE = 4  # of those who take blocks; others wait for their turn, until they read the store
 STALL_S = 5.0  # so long nothing may come
-ROOM_BYTES = 64 << 20  # so large a block may wait in memory to be stored until it was sent
+ROOM_BYTES, ROOMS = 64 << 20, 4  # so large a block, and so many at once, can go straight
 HOLDS_UP_S = 0.25  # so long it may hold up the storing of a block that it goes straight to others
 SLOWEST_BYTES_PER_S = 10**6  # from a host that is slower the block does not come any sooner
 STRAIGHT_BYTES_PER_S = 10**8  # as slow may a host be to which blocks go straight
@@ -69,7 +69,7 @@ class Giver:
         self._cache, self._pace = cache, Pace(bytes_per_s)
         self._hands = ThreadPoolExecutor(AT_ONCE, "giving")
         self._over = threading.Event()
-        self._room = Spare()
+        self._rooms = Rooms()
 
     def key(self, sha256: str) -> bytes:
         return bytes.fromhex(block_key(self.secret, sha256))
@@ -80,26 +80,27 @@ class Giver:
     def sent_too(
         self, pieces: Iterable[memoryview], size: int, takers: Iterable[JSON]
     ) -> Iterator[memoryview]:
-        """The pieces of a block, each after it was sent to these takers, or if there is room for it
-        all of it at once, after all was sent: to hash it and to write it takes longer.
+        """The pieces of a block; if there are takers, and room for it, all of it at once, when they
+        were sent it: to hash and to write it takes longer.
         """
-        until_s = time.monotonic() + HOLDS_UP_S + size / STRAIGHT_BYTES_PER_S
+        takers = list(takers)
         with contextlib.ExitStack() as stack:
+            room = stack.enter_context(self._rooms.of(size if takers else 0))
+            if not room:
+                yield from pieces
+                return
             lines = [stack.enter_context(Line(taker)) for taker in takers]
-            room, at = stack.enter_context(self._room.for_(size if lines else 0)), 0
+            until_s = time.monotonic() + HOLDS_UP_S + size / STRAIGHT_BYTES_PER_S
+            self._send_all([_SIZE.pack(size)], lines, until_s)
+            self._send_all(_laid_down(pieces, room), lines, until_s)
+            yield room
+
+    def _send_all(self, pieces: Iterable[Bytes], lines: Sequence[Line], until_s: float) -> None:
+        for piece in pieces:
             for line in lines:
-                line.send(_SIZE.pack(size), until_s)
-            for piece in pieces:
-                for line in lines:
-                    self._pace.wait(len(piece) if line.sock else 0)
+                if line.is_open(until_s):
+                    self._pace.wait(len(piece))
                     line.send(piece, until_s)
-                if room:
-                    room[at : at + len(piece)] = piece
-                    at += len(piece)
-                else:
-                    yield piece
-            if room:
-                yield room
 
     def close(self) -> None:
         self._over.set()
@@ -127,24 +128,36 @@ class Giver:
                 sock.sendfile(file, at, min(_PIECE, size - at))
 
 
-class Spare:
-    """Memory for one block at a time, of up to ROOM_BYTES; it is used again: new memory is dear."""
+def _laid_down(pieces: Iterable[memoryview], room: memoryview) -> Iterator[memoryview]:
+    at = 0
+    for piece in pieces:
+        room[at : at + len(piece)] = piece
+        at += len(piece)
+        yield piece
+
+
+class Rooms:
+    """Memory for some blocks at a time, which is used again: new memory is dear."""
 
     def __init__(self) -> None:
-        self._memory, self._lock = bytearray(), threading.Lock()
+        self._free = [bytearray() for _ in range(ROOMS)]
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def for_(self, size: int) -> Iterator[memoryview]:
+    def of(self, size: int) -> Iterator[memoryview]:
         """Room for so many bytes, or none."""
-        if not 0 < size <= ROOM_BYTES or not self._lock.acquire(blocking=False):
+        with self._lock:
+            memory = self._free.pop() if 0 < size <= ROOM_BYTES and self._free else None
+        if memory is None:
             yield memoryview(b"")
             return
         try:
-            if len(self._memory) < size:
-                self._memory = bytearray(size)
-            yield memoryview(self._memory)[:size]
+            if len(memory) < size:
+                memory = bytearray(size)
+            yield memoryview(memory)[:size]
         finally:
-            self._lock.release()
+            with self._lock:
+                self._free.append(memory)
 
 
 class Pace:
@@ -184,9 +197,14 @@ class Line:
         if self.sock is not None:
             self.sock.close()
 
+    def is_open(self, until_s: float) -> bool:
+        with self._or_none():
+            if time.monotonic() >= until_s:
+                raise TimeoutError("it is too slow")
+        return self.sock is not None
+
     def send(self, piece: Bytes, until_s: float) -> None:
-        if self.sock is None:
-            return
+        assert self.sock is not None
         with self._or_none():
             self.sock.settimeout(max(0.001, until_s - time.monotonic()))
             self.sock.sendall(piece)

@@ -227,4 +227,5 @@ class Residency:
 
 def _may_end(resident: Resident) -> bool:
     off = resident.stay.state == "paused" or resident.lingers
-    return off and not resident.doom and resident.is_durable and not resident.is_saving
+    told = not (resident.is_saving or resident.stay.unsure)
+    return off and not resident.doom and resident.is_durable and told

@@ -42,10 +42,14 @@ NAMES_LIMIT = 20_000
 MESSAGES_LIMIT = 1_000
 LINGER_US = 10_000_000  # so long who has run a leg waits for the next one
 TOLD_US = 100_000  # so soon it is usually told what came straight, and asks if it was not
-UNSURE_US = 5_000_000  # so long nothing counts that it makes of what came straight; then it is void
+UNSURE_US = 15_000_000  # so long nothing counts that it makes of what came straight, then never
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
+
+
+#: Events that rest on no input: they are true whatever came straight.
+_TRUE_ANYWAY = (messages.Started, messages.Came, messages.Stopped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,8 @@ class Stay:
     awaits: str = ""  # its process stands still for this one
     unsure: dict[str, Straight] = field(default_factory=dict)  # by port
     held: list[tuple[Event, AbstractSet[str]]] = field(default_factory=list)  # on what each rests
-    takers: list[JSON] = field(default_factory=list)  # to whom what it makes goes straight
+    is_void: bool = False  # it was something else: nothing of it is told any more
+    takers: dict[tuple[str, str], JSON] = field(default_factory=dict)  # to whom it gives straight
 
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> Stay:
@@ -120,7 +125,7 @@ class Stay:
 
     def goes_on_from(self, before: Stay) -> None:
         """In the same process: what did not come there is lacking still, whatever it was told."""
-        self.step, self.metrics, self.lacks = before.step, before.metrics, before.lacks
+        self.step, self.metrics, self.lacks = before.step, before.metrics, {*before.lacks}
         for port, source in self.launch.inputs.items():
             self.is_given(port, source)
 
@@ -174,7 +179,7 @@ class Stay:
         **said: Any,
     ) -> None:
         """An event, which rests on these inputs: if nothing is said, on all that came straight."""
-        if self.is_outpost:
+        if self.is_outpost or self.is_void:
             return
         event = kind(
             task=self.launch.task,
@@ -185,7 +190,9 @@ class Stay:
             staged_us=self.staged_us(now_us),
             **said,
         )
-        self._tell(event, frozenset(self.unsure) if rests_on is None else rests_on)
+        if rests_on is None:
+            rests_on = frozenset[str]() if kind in _TRUE_ANYWAY else frozenset(self.unsure)
+        self._tell(event, rests_on)
 
     def _tell(self, event: Event, rests_on: AbstractSet[str]) -> None:
         if rests_on & self.unsure.keys():
@@ -195,21 +202,29 @@ class Stay:
         self.events.append(replace(event, seq=self.event_seq))
 
     @property
-    def sure_by_us(self) -> float:
-        """By when what came straight must have been written down."""
-        return min((one.since_us for one in self.unsure.values()), default=inf) + UNSURE_US
+    def process(self) -> Resident | None:
+        """Its own, if it has one now."""
+        resident = self.resident
+        return resident if resident is not None and resident.stay is self else None
+
+    @property
+    def unsure_us(self) -> float:
+        """Since when."""
+        return min((one.since_us for one in self.unsure.values()), default=inf)
 
     def is_wanted(self, takers: list[JSON]) -> None:
         """Of each launch of a taker it is told where that is; the newest counts."""
-        known = {(one["task"], one["port"]): one for one in self.takers}
         for taker in takers:
             place = taker["task"], taker["port"]
-            if place not in known or known[place]["epoch"] <= taker["epoch"]:
-                known[place] = taker
-        self.takers = list(known.values())
+            if taker["epoch"] >= self.takers.get(place, taker)["epoch"]:
+                self.takers[place] = taker
 
     def takers_of(self, output: str) -> list[JSON]:
-        return [taker for taker in self.takers if taker["output"] == output]
+        return [taker for taker in self.takers.values() if taker["output"] == output]
+
+    def keeps_to_itself(self, output: str) -> None:
+        """It does not go straight any more."""
+        self.takers = {at: one for at, one in self.takers.items() if one["output"] != output}
 
     def is_sure(self, port: str) -> None:
         """It was what was written down.  Who rests on less overtakes no one who rests on more."""
@@ -218,9 +233,9 @@ class Stay:
         for event, rests_on in held:
             self._tell(event, rests_on)
 
-    def is_void(self) -> None:
+    def void(self) -> None:
         """It was not, or nobody knows: what was made of it is not told."""
-        self.unsure, self.held = {}, []
+        self.is_void, self.unsure, self.held = True, {}, []
 
     def heard(self, seq: int) -> None:
         self.events = [event for event in self.events if event.seq > seq]

@@ -87,14 +87,13 @@ ROOM_WITHIN_US = 10_000_000  # so long somebody waits for room among commands th
 REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stopped by the island
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
 BULK_TIMEOUT_S = 60.0
+SAVES_AT_ONCE = 2  # of one process: one output that comes, and one that becomes durable
 ZYGOTE_AGAIN_S = 1.0
 
 #: Ends that are told to nobody: the island sees that the resident is not there any more.
 _SILENT = frozenset(
     {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "unsure"}
 )
-#: Rests on nothing: what is true whatever became of an input that came straight.
-_ALONE = frozenset[str]()
 
 
 class Supervisor(threading.Thread):
@@ -375,6 +374,8 @@ class Supervisor(threading.Thread):
         if not stay.is_outpost:
             self._expect(stay, launch.seats, launch.links)
         resident = self._living(launch.task)
+        if resident is not None:
+            self._hear_what_came(resident.stay, launch)
         if resident is not None and _can_go_on(resident, launch):
             _begin_again(resident, stay)
             self._bring(stay)
@@ -386,6 +387,12 @@ class Supervisor(threading.Thread):
             lambda: ahead.fetch(launch, house, came, taken),
             lambda fetched: self._take_fetched(stay, fetched),
         )
+
+    def _hear_what_came(self, stay: Stay, launch: Launch) -> None:
+        """A launch says of inputs that came straight what they are, as `Given` does."""
+        for port, straight in [*stay.unsure.items()]:
+            if launch.inputs.get(port, {}).get("sha256") == straight.sha256:
+                stay.is_sure(port)
 
     def _is_sure(self, launch: Launch) -> bool:
         """The island cannot have given it away meanwhile: its answer could only be "keep"."""
@@ -572,8 +579,18 @@ class Supervisor(threading.Thread):
         for stay in list(self.stays.values()):
             if stay.give_up_us is not None and now >= stay.give_up_us:
                 self._give_up(stay)
-            if now >= stay.sure_by_us:
+            asked_us = stay.unsure_us + residents.TOLD_US
+            self.rhythm.happened |= self.rhythm.sent_us < asked_us <= now
+            # Whom nobody answers cannot be told.
+            if min(now, self.lease.answered_us) >= stay.unsure_us + residents.UNSURE_US:
                 self._void(stay, "its island says nothing of it")
+
+    def _unsure_due_us(self, stay: Stay) -> int:
+        """When it asks, or else gives up."""
+        asked_us = int(stay.unsure_us) + residents.TOLD_US
+        if self.rhythm.sent_us < asked_us:
+            return asked_us
+        return max(int(stay.unsure_us) + residents.UNSURE_US, self.rhythm.sent_us + 500_000)
 
     def _watch_the_seat(self, now: int) -> None:
         resident = self.seat
@@ -594,7 +611,7 @@ class Supervisor(threading.Thread):
         due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
         due += [due_us for due_us, _, _ in self.muted]
         due += [s.give_up_us for s in self.stays.values() if s.give_up_us is not None]
-        due += [s.sure_by_us for s in self.stays.values() if s.unsure]
+        due += [self._unsure_due_us(s) for s in self.stays.values() if s.unsure]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
         if self.residency.lacks and self.seat is None:
             due.append(max(self._lacking_until_us(), now_us() + 500_000))
@@ -793,7 +810,6 @@ class Supervisor(threading.Thread):
             input_bytes=stay.input_bytes,
             fetched_bytes=stay.fetched_bytes,
             ways=stay.ways,
-            rests_on=_ALONE,
         )
         if "function" in stay.launch.run:  # it cannot be paused, and may have ended in a moment
             self.rhythm.soon(now)
@@ -964,7 +980,10 @@ class Supervisor(threading.Thread):
             stay.is_given(given.port, given.source)
             self._bring(stay)
         elif straight.sha256 == given.source["sha256"]:
-            self.rhythm.happened |= bool(stay.held)
+            if all(isinstance(event, messages.Stored) for event, _ in stay.held):
+                self.rhythm.soon(now_us())
+            else:
+                self.rhythm.happened = True
             stay.is_sure(given.port)
         else:
             self._void(stay, f"written down is {given.source['sha256']}")
@@ -973,12 +992,12 @@ class Supervisor(threading.Thread):
         """It has to begin again before what came straight."""
         came = ", ".join(f"{port} ({one.sha256})" for port, one in stay.unsure.items())
         log.warning("task %s ends: %s came straight, and %s", stay.launch.task, came, why)
-        stay.is_void()
+        stay.void()
         self._vanish(stay, "unsure")
 
     def _bring(self, stay: Stay) -> None:
         """What it lacks and was given, as soon as there is a process that can take it."""
-        if (resident := stay.resident) is None or resident.stay is not stay:
+        if (resident := stay.process) is None:
             return
         for port in (stay.lacks & stay.given.keys()) - stay.coming:
             stay.coming.add(port)
@@ -986,7 +1005,7 @@ class Supervisor(threading.Thread):
 
     def _fetch_late(self, resident: Resident, port: str, source: JSON) -> None:
         self._aside(
-            lambda: transfer.opened_in_time(source, self.house),
+            lambda: transfer.opened_in_time(source, self.house, self.lookout.came),
             lambda opened: self._brought(resident, port, opened),
         )
 
@@ -1009,14 +1028,16 @@ class Supervisor(threading.Thread):
         self.receive(lambda: self._came_straight(name, fd, sha256))
 
     def _came_straight(self, name: str, fd: int, sha256: str) -> None:
-        """An input, from who made it; if nobody waits for it any more it is not taken."""
+        """An input, from who made it.  Who does not run takes it when it is written down."""
         for stay in self.stays.values():
+            able = stay.process if stay.state in ("seating", "running") else None
             for port in stay.lacks - stay.coming:
-                if stay.resident is not None and input_name(*stay.key, port) == name:
+                if able is not None and input_name(*stay.key, port) == name:
                     stay.coming.add(port)
                     stay.unsure[port] = Straight(sha256=sha256, since_us=now_us())
-                    self._brought(stay.resident, port, (fd, "host"))
+                    self._brought(able, port, (fd, "host"))
                     return
+        self.lookout.came[sha256] = "host"  # and so it did, whoever takes it then
         os.close(fd)
 
     def _wanted(self, wanted: Wanted) -> None:
@@ -1025,8 +1046,7 @@ class Supervisor(threading.Thread):
 
     def _tell_came(self, stay: Stay, port: str, way: str, size_bytes: int) -> None:
         if stay.is_started:
-            told = {"port": port, "way": way, "size_bytes": size_bytes}
-            stay.tell(messages.Came, now_us(), rests_on=_ALONE, **told)
+            stay.tell(messages.Came, now_us(), port=port, way=way, size_bytes=size_bytes)
         else:  # it is told with the others when it starts
             stay.ways = {**stay.ways, port: way}
             stay.input_bytes += size_bytes
@@ -1179,6 +1199,8 @@ class Supervisor(threading.Thread):
             raise Nonsense(f"an output of {size} bytes with a head of {head}")
         if size > 2 * self.house.memory_bytes + 2**30:
             raise Nonsense(f"an output of {size} bytes")
+        if any(one.name == name for one in resident.leaving):
+            raise Nonsense(f"it gives {name!r:.100} twice")
         leaving = Leaving(
             name=name,
             size_bytes=size,
@@ -1191,8 +1213,10 @@ class Supervisor(threading.Thread):
         self._store_next(resident)
 
     def _store_next(self, resident: Resident) -> None:
-        """Of its outputs, one after the other; none waits until those before it are durable."""
-        if resident.is_read or not resident.leaving:
+        """Of its outputs, one after the other; it comes while the one before it becomes durable."""
+        if resident.is_gone or resident.doom:
+            return
+        if resident.is_read or not resident.leaving or resident.saves >= SAVES_AT_ONCE:
             return
         resident.saves += 1
         resident.is_read = True
@@ -1212,8 +1236,7 @@ class Supervisor(threading.Thread):
 
     def _output_read(self, resident: Resident) -> None:
         resident.is_read = False
-        if not (resident.is_gone or resident.doom):
-            self._store_next(resident)
+        self._store_next(resident)
 
     def _image_stored(
         self, resident: Resident, step: int, began_us: int, written: Written | BaseException
@@ -1244,6 +1267,7 @@ class Supervisor(threading.Thread):
     ) -> None:
         resident.saves -= 1
         if isinstance(stored, BaseException):
+            resident.stay.keeps_to_itself(one.name)  # nobody knows when it is written down
             self._not_stored(resident, f"output:{one.name}", stored)
         else:
             resident.send("kept", what=f"output:{one.name}")
@@ -1251,7 +1275,11 @@ class Supervisor(threading.Thread):
             if one.early and not resident.is_gone:
                 told = {"output": one.name, "kept": stored}
                 resident.stay.tell(messages.Stored, now_us(), rests_on=one.rests_on, **told)
-                self.rhythm.happened = True  # others wait for it
+                if resident.stay.takers_of(one.name):
+                    self.rhythm.soon(now_us())  # whoever runs and waits for it has it
+                else:
+                    self.rhythm.happened = True
+        self._store_next(resident)
         self._close_if_gone(resident)
 
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:

@@ -118,8 +118,7 @@ def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) 
     ways = dict[str, str]()
     with _as_cause("exception"):
         for port in sorted(launch.inputs):
-            fd, way = opened(launch.inputs[port], house)
-            ways[port] = came.pop(launch.inputs[port]["sha256"], way)
+            fd, ways[port] = opened(launch.inputs[port], house, came)
             fds.append(fd)
             size = os.fstat(fd).st_size
             all_bytes += size
@@ -127,28 +126,29 @@ def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) 
     return {"input_bytes": all_bytes, "fetched_bytes": fetched_bytes, "ways": ways}
 
 
-def opened(source: JSON, house: House) -> tuple[int, str]:
+def opened(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
     """An input, as a Launch names it, from this host, or another one, or else the store; and which
-    of them it was.  Raises as the store does.
+    of them it was.  What was here before it was asked for `came` by one of them, by SHA-256:
+    whoever takes it first tells that.  Raises as the store does.
     """
     sha256, copies = source["sha256"], source.get("copies", [])
     if (fd := house.cache.held(sha256)) is not None:
-        return fd, "here"
+        return fd, came.pop(sha256, "here")
     fd = giving.taken(copies, sha256, source["size_bytes"], house.cache) if copies else None
     if fd is not None:
         return fd, "host"
     return house.cache.opened(sha256, house.store).fd, "store"
 
 
-def opened_in_time(source: JSON, house: House) -> tuple[int, str]:
+def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
     """The same for who waits for it, on its seat: what cannot be had is tried again a few times."""
     for wait_s in AGAIN_AFTER_S:
         try:
-            return opened(source, house)
+            return opened(source, house, came)
         except (Damaged, OSError) as error:
             log.warning("block %s is not to be had now: %s", source["sha256"], error)
         time.sleep(wait_s)
-    return opened(source, house)
+    return opened(source, house, came)
 
 
 def unpack(bundle: str, house: House) -> Path:
@@ -295,9 +295,8 @@ def _received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Itera
         if not came:
             raise OutOfStep(f"{left} of {size} bytes did not come")
         left -= came
-        if not left:
-            read()
         yield room[:came].toreadonly()
+    read()
 
 
 def close_all(fds: list[int]) -> None:

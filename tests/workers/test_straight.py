@@ -162,6 +162,30 @@ def test_a_pause_is_told_when_that_is_known(pair: tuple[Ground, Ground]) -> None
     assert left.event(Finished, "left", 2).result == {"said": ran(RING)["said"]}
 
 
+def test_who_does_not_run_takes_it_when_it_is_written_down(
+    grounds: Callable[..., Ground], tmp_path: Path
+) -> None:
+    left = grounds(home=tmp_path / "left", patience_s=0.2)
+    right = grounds(home=tmp_path / "right", patience_s=30.0)
+    gates = [gate(ground) for ground in (left, right)]
+    launched(left, "left", RING, part=LEFT, outputs=["l0"])
+    left.event(Started, "left")
+    give(left, "left", "g0", gates[0])
+    assert left.event(Paused, "left").lacks == "r0"
+    launched(right, "right", RING, part=RIGHT, outputs=["r0"])
+    right.supervisor.receive(wanted("right", "r0", left, "left"))
+    give(right, "right", "g0", gates[1])
+    kept = kept_of(right, "right")
+    left.until(lambda: kept["sha256"] in left.supervisor.lookout.came)
+    inputs = {"r0": kept, "g0": gates[0]}
+    launched(left, "left", RING, 2, part=LEFT, outputs=["l0"], inputs=inputs)
+    started = left.event(Started, "left", 2)
+    assert started.resumed == "resident"
+    assert left.event(Finished, "left", 2).result == {"said": ran(RING)["said"]}
+    late = {event.port: event.way for event in left.all(Came, "left", 2)}
+    assert (started.ways | late)["r0"] == "host"
+
+
 def test_only_who_was_told_the_key_may_bring_it(pair: tuple[Ground, Ground]) -> None:
     left, _ = pair
     launched(left, "left", RING, part=LEFT, outputs=["l0"])
@@ -224,5 +248,7 @@ def test_events_that_rest_on_less_overtake_no_other() -> None:
     assert told()[3:] == [(4, "Paused")]
     stay.unsure["z"] = Straight(sha256="2", since_us=0)
     stay.tell(Finished, 5, result={}, outputs={})
-    stay.is_void()
+    stay.void()
+    stay.tell(Stored, 6, output="c", kept={})  # of a thread that had begun before
     assert told()[4:] == []
+    assert stay.is_over() is False
