@@ -312,8 +312,9 @@ class Outgoing:
 
     def _may_leave(self) -> bool:
         """Of a gang, not before the one before it is kept."""
-        blocked = self.work.images.busy or (self.work.member and self.leaving)
-        return bool(self.waiting) and not blocked
+        if not self.waiting:
+            return False  # and the work may be over by now
+        return not (self.work.images.busy or (self.work.member and self.leaving))
 
     def _write_all(self) -> None:
         with contextlib.suppress(Abandoned):  # the main thread will notice
