@@ -19,7 +19,7 @@ while it is being stored (`Wanted`): one way instead of a flush, two notes and a
 
 Nobody has written down yet what it is.  So the taker keeps its hash, and nothing that it makes of
 it counts before its island says the same (`workers.resident.Stay`).  Who cannot be reached or is
-slow is let go of: such a block comes as others do.
+slow is let go of: such a block comes as others do, and so does one that is too large.
 """
 
 from __future__ import annotations
@@ -78,12 +78,11 @@ class Giver:
         self._hands.submit(self._give, sock, sha256)
 
     def sent_too(
-        self, pieces: Iterable[memoryview], size: int, takers: Iterable[JSON]
+        self, pieces: Iterable[memoryview], size: int, takers: Sequence[JSON]
     ) -> Iterator[memoryview]:
         """The pieces of a block; if there are takers, and room for it, all of it at once, when they
         were sent it: to hash and to write it takes longer.
         """
-        takers = list(takers)
         with contextlib.ExitStack() as stack:
             room = stack.enter_context(self._rooms.of(size if takers else 0))
             if not room:
@@ -199,7 +198,7 @@ class Line:
 
     def is_open(self, until_s: float) -> bool:
         with self._or_none():
-            if time.monotonic() >= until_s:
+            if self.sock is not None and time.monotonic() >= until_s:
                 raise TimeoutError("it is too slow")
         return self.sock is not None
 

@@ -31,7 +31,6 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -1224,13 +1223,14 @@ class Supervisor(threading.Thread):
         bulk, house, stay = resident.bulk, self.house, resident.stay
         one = resident.leaving.popleft()
         keep = transfer.publish if one.name in stay.launch.publish else transfer.store
-        too = partial(self.giver.sent_too, size=one.size_bytes, takers=stay.takers_of(one.name))
+        size, takers = one.size_bytes, stay.takers_of(one.name)
 
         def read() -> None:
             self.receive(lambda: self._output_read(resident))
 
+        pieces = self.giver.sent_too(transfer.received(bulk, size, read), size, takers)
         self._aside(
-            lambda: {**keep(bulk, one.size_bytes, house, read, too), "head_bytes": one.head_bytes},
+            lambda: {**keep(pieces, size, house), "head_bytes": one.head_bytes},
             lambda stored: self._output_stored(resident, one, stored),
         )
 

@@ -35,8 +35,6 @@ JSON = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-Too = Callable[[Iterator[memoryview]], Iterator[memoryview]]
-
 AGAIN_AFTER_S = (0.2, 0.5, 1.0)
 _PIECE = 1 << 20
 
@@ -246,35 +244,8 @@ def keep(
         raise OutOfStep(str(error)) from error
 
 
-def store(
-    bulk: socket.socket, size: int, house: House, read: Callable[[], None], too: Too = iter
-) -> JSON:
-    """Keep an output that a resident sends; how it is told of.  Raises OutOfStep, OSError.
-
-    `read` is called when all of it is read, `too` is what else is done with its pieces.
-    """
-    return _stored(too(_received(bulk, size, read)), size, house)
-
-
-def publish(
-    bulk: socket.socket, size: int, house: House, read: Callable[[], None], too: Too = iter
-) -> JSON:
-    """The same of one that is to be a datablock, with what is in it; it must be tensors."""
-    head = bytearray()
-
-    def looked_at() -> Iterator[memoryview]:
-        for piece in _received(bulk, size, read):
-            head.extend(piece[: HEAD_BYTES - len(head)])
-            yield piece
-
-    kept = _stored(too(looked_at()), size, house)
-    try:
-        return {**kept, **tensorfile.read(bytes(head), size).summary()}
-    except BadTensorFile as error:
-        raise OutOfStep(f"what it publishes is no file of tensors: {error}") from error
-
-
-def _stored(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
+def store(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
+    """Keep an output that is `received`; how it is told of.  Raises OutOfStep, OSError."""
     try:
         sha256, size_bytes = house.cache.stored(pieces, size, house.store)
     except OSError:
@@ -284,8 +255,26 @@ def _stored(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
     return {"sha256": sha256, "size_bytes": size_bytes}
 
 
-def _received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterator[memoryview]:
-    """What comes, piece by piece; each lies where the next one will lie."""
+def publish(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
+    """The same of one that is to be a datablock, with what is in it; it must be tensors."""
+    head = bytearray()
+
+    def looked_at() -> Iterator[memoryview]:
+        for piece in pieces:
+            head.extend(piece[: HEAD_BYTES - len(head)])
+            yield piece
+
+    kept = store(looked_at(), size, house)
+    try:
+        return {**kept, **tensorfile.read(bytes(head), size).summary()}
+    except BadTensorFile as error:
+        raise OutOfStep(f"what it publishes is no file of tensors: {error}") from error
+
+
+def received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterator[memoryview]:
+    """What a resident sends, piece by piece, each where the one before lay.  `read` is called
+    when all of it is.  Raises OutOfStep.
+    """
     left, room = size, memoryview(bytearray(min(size, _PIECE)))
     while left:
         try:

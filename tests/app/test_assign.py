@@ -553,7 +553,7 @@ class TestWhatComesLate:
             places = assign.places(session, "req_r")
             assert [place.crossing_bytes for place in places] == [7, 7]
 
-    def test_each_hears_where_what_it_makes_is_lacking(self, pair, monkeypatch):
+    def test_each_hears_where_what_it_makes_is_lacking(self, pair):
         """When the second of both has begun; on one host, with one disk, nobody does."""
         east, west, told = pair
         assert told == []

@@ -140,7 +140,7 @@ def test_what_turns_out_to_be_other_bits_is_made_again(pair: tuple[Ground, Groun
 def test_what_nobody_writes_down_is_made_again(
     pair: tuple[Ground, Ground], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(residents, "UNSURE_US", 300_000)
+    monkeypatch.setattr(residents, "UNSURE_US", 300_000)  # else it takes a quarter of a minute
     left, _ = pair
     run_both(pair)
     left.until(lambda: left.view("left") is None)
