@@ -852,8 +852,9 @@ def _await_inputs(work: Work, job: GraphJob) -> None:
     long as that takes.  Not before all that it made is durable: others may wait for that, and from
     then on it is not launched before what it lacks is there.
     """
-    patience_s, awaited, since_s, asked = work.spec["patience_s"], None, 0.0, False
+    awaited, since_s, asked = None, 0.0, False
     while (port := _awaited(work, job)) is not None:
+        patience_s = work.spec["patience_s"]
         if awaited != (port, work.seated_s):
             awaited, since_s, asked = (port, work.seated_s), time.monotonic(), False
         waited_s = time.monotonic() - since_s
