@@ -28,6 +28,7 @@ SPARE_BYTES = 64 * 2**20
 _HUGE = 2 * 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.malloc_trim.argtypes = [ctypes.c_size_t]
 
 # --- off the device -------------------------------------------------------------------------------
 
@@ -52,7 +53,9 @@ class Spare:
             del self._free[0]
 
     def let_go(self) -> None:
+        """And give back what the process keeps for what it makes next."""
         self._free.clear()
+        _libc.malloc_trim(0)
 
 
 def stage(

@@ -163,6 +163,7 @@ class Work:
     ending: Ending | None = None  # why no image can be made; told when it is back on the seat
     arrived: dict[str, int] = field(default_factory=dict)  # inputs that came late, as files
     seated_s: float = 0.0  # when it last sat down, not after turns of others
+    patience_s: float = 0.0  # so long it may wait there for an input
     made: JSON = field(default_factory=dict)  # outputs of the leg before, in this process,
     lingers: bool = False  # and there will be one after this
     base_bytes: int = 0
@@ -250,6 +251,7 @@ class Outgoing:
         self.values: JSON = {}
         self.lacked: dict[str, list[str]] = {}  # by its maker, when each was put first
         self.settled: dict[str, JSON] = {}
+        self.lie: dict[str, int] = {}  # kept ones, as files of this host
         self._writes, self._lock = False, threading.Lock()
 
     def put(self, value: object, name: str) -> None:
@@ -279,11 +281,12 @@ class Outgoing:
         self.waiting.append(output)
         self.next()
 
-    def kept(self, message: JSON) -> None:
+    def kept(self, message: JSON, files: list[int]) -> None:
         output = self.leaving.pop(message["what"])
         if not message.get("error"):
             self.spare.give_back(output.memory)
         self.settled[message["what"]] = message
+        self.lie.update((message["what"].partition(":")[2], fd) for fd in files)
         self.next()
 
     @property
@@ -775,6 +778,8 @@ def settle(work: Work) -> None:
         if why := work.outgoing.settled[f"output:{name}"].get("error"):
             told = f"the output {name!r} could not be stored: {why}"
             raise Ending("failed", cause="exit", message=told, detail="")
+    if isinstance(work.job, GraphJob):
+        _let_lie(work, work.job)
     _report(work)
     passed = work.job.passed() if isinstance(work.job, LaneJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
@@ -849,20 +854,21 @@ def _await_inputs(work: Work, job: GraphJob) -> None:
     """Until all is there that its next node reads: for a moment on its seat, then off it.
 
     To wait costs others the device, and to leave it costs a launch; so it waits for each about as
-    long as that takes.  Not before all that it made is durable: others may wait for that, and from
-    then on it is not launched before what it lacks is there.
+    long as that takes, or longer while it is told that nobody else wants the device.  Not before
+    all that it made is durable: others may wait for that, and from then on it is not launched
+    before what it lacks is there.
     """
     awaited, since_s, asked = None, 0.0, False
     while (port := _awaited(work, job)) is not None:
-        patience_s = work.spec["patience_s"]
         if awaited != (port, work.seated_s):
             awaited, since_s, asked = (port, work.seated_s), time.monotonic(), False
+            work.patience_s = work.spec["patience_s"]
         waited_s = time.monotonic() - since_s
         if waited_s >= UNHEARD_S and not asked:
             work.say("awaits", port=port)
             asked = True
-        if waited_s < patience_s:
-            _listen(work, (patience_s if asked else UNHEARD_S) - waited_s)
+        if waited_s < work.patience_s:
+            _listen(work, (work.patience_s if asked else UNHEARD_S) - waited_s)
         elif work.outgoing.busy:
             _listen(work, None)
         elif work.outgoing.unkept:
@@ -875,6 +881,7 @@ def _await_inputs(work: Work, job: GraphJob) -> None:
 
 def _awaited(work: Work, job: GraphJob) -> str | None:
     """When what came meanwhile is taken in."""
+    _let_lie(work, job)
     try:
         for port in list(work.arrived):
             job.take(port, _image_value(work, work.arrived.pop(port)))
@@ -882,6 +889,21 @@ def _awaited(work: Work, job: GraphJob) -> str | None:
     except BaseException as error:
         raise _failed(error, begun=_NOT_LOADED) from error
     return job.awaited()
+
+
+def _let_lie(work: Work, job: GraphJob) -> None:
+    """What was given lies in files by now, which are mapped instead of what it was made in: a leg
+    has it all until its end, and would take new memory for each.
+    """
+    outgoing = work.outgoing
+    for name, fd in outgoing.lie.items():
+        if not _may_be_mapped(work):
+            os.close(fd)
+            continue
+        value = _image_value(work, fd)
+        outgoing.values |= dict.fromkeys(job.let_lie(name, value), value)
+        work.images.lies = None  # of before
+    outgoing.lie.clear()
 
 
 def _save_again(work: Work) -> None:
@@ -1114,14 +1136,21 @@ def _take(work: Work, message: JSON) -> None:
         case "on":
             work.stands_at = message["step"]
             work.wishes.add("on")
+        case "patience":
+            work.patience_s = message["s"]
         case "call_off":
             work.images.call_off(message["round"])
-        case "kept" if message["what"] == "image":
-            work.images.kept(message)
         case "kept":
-            work.outgoing.kept(message)
+            _take_kept(work, message)
         case wish:
             work.wishes.add(wish)
+
+
+def _take_kept(work: Work, message: JSON) -> None:
+    if message["what"] == "image":
+        work.images.kept(message)
+    else:
+        work.outgoing.kept(message, _files(work, message["files"]))
 
 
 def _files(work: Work, count: int) -> list[int]:

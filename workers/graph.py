@@ -193,6 +193,12 @@ class GraphJob:
         self.told = self.done
         return {port: self.blocks[n] for port, n in self.program.outputs.items() if n in new}
 
+    def let_lie(self, port: str, value: Any) -> list[str]:
+        """Have this for what it gives there, the same somewhere else; all ports that give it."""
+        n = self.program.outputs[port]
+        self.blocks[n] = value
+        return [other for other, m in self.program.outputs.items() if m == n]
+
     def took_ms(self) -> dict[str, float]:
         """By node, of the longest, how long it took in this process; of one that maps a shard."""
         mean = {name: round(1e3 * ran_s / n, 3) for name, (ran_s, n) in self.ran_s.items()}

@@ -43,7 +43,8 @@ class House:
     stop_grace_s: float = 5.0
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
-    patience_s: float = 0.5  # so long who lacks an input that comes late stands still on its seat
+    patience_s: float = 0.5  # so long who lacks an input that comes late stands still on its seat,
+    at_rest_s: float = 5.0  # and so long if nobody else wants that
     sandbox: str = "preferred"
     address: str = "127.0.0.1"  # by which other hosts reach this one
     incarnation: str = field(

@@ -28,7 +28,7 @@ from app.core.board import Board
 from app.core.messages import Alive, Answer, BadMessage, decode
 from app.core.rota import as_json
 from app.core.sharing import shares
-from app.core.standing import soonest_first
+from app.core.standing import is_wanted, soonest_first
 from app.follow import Follower
 from app.models import Device, Island, LedgerBase, Order, Placement, Task
 from app.settings import settings
@@ -140,14 +140,15 @@ class Scheduler(Loop):
 
     def _with_order(self, answer: Answer) -> Answer:
         """Where a device has too little memory for all that live there, the last of them leaves;
-        where several share one, the least served of them goes next.
+        where several share one, the least served of them goes next; where nobody waits for such a
+        device, who stands still there may stay.
         """
         board = self.follower.board
         if board is None:
             return answer
         rota = [as_json(share) for share in shares(board, answer.device)]
         soonest = soonest_first(board, [task for task, _ in answer.keep])
-        return replace(answer, next=soonest, rota=rota)
+        return replace(answer, next=soonest, rota=rota, wanted=is_wanted(board, answer.device))
 
     def _not_written_down(self, heard: list[Alive]) -> None:
         for alive in heard:

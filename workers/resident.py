@@ -246,6 +246,11 @@ class Stay:
             return False
         return self.state == "vanished" or (self.state == "ended" and not self.log.waiting)
 
+    @property
+    def stands_still(self) -> bool:
+        """Its process waits for an input."""
+        return self.awaits in self.lacks
+
     def _lacks(self, now_us: int) -> list[str]:
         """For what it asks."""
         awaited = {self.awaits} & (self.lacks - self.given.keys())

@@ -87,6 +87,7 @@ REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stoppe
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
 BULK_TIMEOUT_S = 60.0
 SAVES_AT_ONCE = 2  # of one process: one output that comes, and one that becomes durable
+LIES_BYTES = 1 << 20  # an output of so many is given back to who made it, as a file
 ZYGOTE_AGAIN_S = 1.0
 
 #: Ends that are told to nobody: the island sees that the resident is not there any more.
@@ -543,8 +544,22 @@ class Supervisor(threading.Thread):
             self.rota = Rota.of(answer.rota)
         for given in answer.given:
             self._given(given)
+        self._may_stay(is_wanted=answer.wanted)
         self.lookout.expect(answer.expect, here=[task for task, _ in self.stays])
         self.rhythm.chatter |= bool(answer.expect)  # soon more of it will be here
+
+    def _may_stay(self, *, is_wanted: bool) -> None:
+        """Who stands still on the seat may do so for longer, as long as nobody else wants it."""
+        if self.seat is None or not self.seat.stay.stands_still:
+            return
+        on_it = self.seat.stay
+        is_wanted |= any(
+            stay.state in ("seating", "running")
+            for stay in self.stays.values()
+            if stay is not on_it
+        )
+        self.seat.send("patience", s=self.house.patience_s if is_wanted else self.house.at_rest_s)
+        self.rhythm.chatter = True  # somebody may come
 
     def _drop(self, task: str, epoch: int) -> None:
         stay = self.stays.pop((task, epoch), None)
@@ -1270,7 +1285,9 @@ class Supervisor(threading.Thread):
             resident.stay.keeps_to_itself(one.name)  # nobody knows when it is written down
             self._not_stored(resident, f"output:{one.name}", stored)
         else:
-            resident.send("kept", what=f"output:{one.name}")
+            files = self._lies(resident, one, stored["sha256"])
+            resident.send("kept", files, what=f"output:{one.name}", files=len(files))
+            transfer.close_all(files)
             resident.outputs[one.name] = stored
             if one.early and not resident.is_gone:
                 told = {"output": one.name, "kept": stored}
@@ -1282,6 +1299,15 @@ class Supervisor(threading.Thread):
         self._store_next(resident)
         self._close_if_gone(resident)
 
+    def _lies(self, resident: Resident, one: Leaving, sha256: str) -> list[int]:
+        """The file of this host that a large output is by now, for a leg that has it on."""
+        if not one.early or one.size_bytes < LIES_BYTES:
+            return []
+        if one.name in resident.stay.launch.publish:
+            return []  # that is written in another way
+        fd = self.house.cache.held(sha256)
+        return [] if fd is None else [fd]
+
     def _not_stored(self, resident: Resident, what: str, error: BaseException) -> None:
         if resident.is_gone or resident.doom:
             return
@@ -1289,7 +1315,7 @@ class Supervisor(threading.Thread):
         if isinstance(error, OutOfStep):
             self._doom(resident, "nonsense")
             return
-        resident.send("kept", what=what, error=str(error))
+        resident.send("kept", what=what, error=str(error), files=0)
         if what == "image":
             resident.save_again_us = now_us() + SAVE_AGAIN_US
 

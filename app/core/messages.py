@@ -346,6 +346,7 @@ class Answer:
     may be kept ahead.  `next` are those of `keep` that wait for a device, in the order in which
     they are expected to get one.  `rota` are the shares of those who take turns on it
     (`core.rota`), if several do; None: as before.  `given` is what residents lack and can have.
+    `wanted`: somebody in line could use it, as far as is known.
     """
 
     device: str
@@ -360,6 +361,7 @@ class Answer:
     next: list[str] = field(default_factory=list)  # tasks
     rota: list[JSON] | None = None
     given: list[Given] = field(default_factory=list)
+    wanted: bool = True
 
 
 def key(task: str, epoch: int) -> str:

@@ -232,6 +232,12 @@ class Party(NamedTuple):
     borrows: bool = True
 
 
+def is_wanted(board: Board, device: str) -> bool:
+    """Is anybody in line for devices like this one?"""
+    known = board.devices.get(device)
+    return known is None or board.tree.root.in_line(known.kind)
+
+
 def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
     """Those of these few that are in line, as they would be picked if they were alone in it.
 

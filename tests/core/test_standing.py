@@ -152,3 +152,13 @@ def test_the_first_of_a_few_is_the_one_that_is_picked_first(seed):
 def test_who_does_not_wait_is_in_no_order():
     drawn = board(tree_of(random.Random(0)))
     assert standing.soonest_first(drawn, ["nobody"]) == []
+
+
+def test_a_device_is_wanted_while_somebody_is_in_line_for_its_kind() -> None:
+    chance = random.Random(7)
+    drawn = board(tree_of(chance))
+    assert standing.is_wanted(drawn, "d0")
+    assert standing.is_wanted(drawn, "unknown")
+    for id in list(drawn.tasks):
+        drawn.drop_task(id)
+    assert not standing.is_wanted(drawn, "d0")

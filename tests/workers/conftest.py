@@ -90,6 +90,7 @@ class Ground:
         self.lease_s = lease_s
         self.deaf = False
         self.drop: list[list[Any]] = []
+        self.wanted = True
         self.reports: list[Alive] = []
         self.events: list[Event] = []
         self.lines: dict[str, list[list[str]]] = {}
@@ -133,6 +134,7 @@ class Ground:
                     [v.task, v.epoch] for v in alive.residents if [v.task, v.epoch] not in self.drop
                 ],
                 drop=self.drop,
+                wanted=self.wanted,
                 rota=[as_json(share) for share in self._shares(alive)],
             )
         )

@@ -117,6 +117,44 @@ def test_it_leaves_its_seat_when_it_has_waited_too_long(grounds: Callable[..., G
     assert was_told(ground, block, epoch=2)
 
 
+def test_it_stays_for_longer_while_nobody_else_wants_the_device(
+    grounds: Callable[..., Ground],
+) -> None:
+    ground = grounds(patience_s=0.2, at_rest_s=30.0)
+    ground.wanted = False
+    leg(ground, "maker", MAKER, outputs=["b0"])
+    block = ground.event(Finished, "maker").outputs["b0"]
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    asked_us = ground.reports[-1].sent_us
+    ground.until(lambda: ground.reports[-1].sent_us > asked_us + 1_000_000)
+    assert not ground.all(Paused, "t1")
+    give(ground, block)
+    assert is_right(ground)
+
+
+def test_it_leaves_for_who_comes_to_its_device(grounds: Callable[..., Ground]) -> None:
+    ground = grounds(patience_s=0.2, at_rest_s=30.0)
+    ground.wanted = False
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    ground.launch("t2", "nodes:start", outputs=["y"])
+    assert ground.event(Paused, "t1").lacks == "b0"
+    ground.event(Finished, "t2")
+
+
+def test_it_leaves_when_somebody_is_in_line(grounds: Callable[..., Ground]) -> None:
+    ground = grounds(patience_s=0.2, at_rest_s=30.0)
+    ground.wanted = False
+    leg(ground, "t1", TAKER)
+    ground.until(lambda: asks(ground))
+    asked_us = ground.reports[-1].sent_us
+    ground.until(lambda: ground.reports[-1].sent_us > asked_us + 400_000)
+    assert not ground.all(Paused, "t1")
+    ground.wanted = True
+    assert ground.event(Paused, "t1").lacks == "b0"
+
+
 def test_its_image_says_what_it_lacks(ground: Ground, block: dict[str, Any]) -> None:
     leg(ground, "t1", TAKER)
     ground.event(Started, "t1")
@@ -172,6 +210,41 @@ def test_what_it_made_is_given_again_after_a_restore(ground: Ground, block: dict
     assert ground.event(Stored, "t1", 2).kept == first  # though nothing can run before b0 is there
     give(ground, block, epoch=2)
     assert ground.event(Finished, "t1", 2).result == ran(WHOLE)
+
+
+LARGE = body(
+    node("start", "start", params={"seed": 3}),
+    node("noisy", "draw", "x=start.y"),
+    node("big", "start", params={"seed": 4, "size": 2 << 18}),
+    node("read", "lying", "x=big.y gate=noisy.y"),
+    big="big.y",
+    read="read.y",
+)
+GIVER = {
+    "nodes": ["big", "read"],
+    "takes": {"b0": "noisy.y"},
+    "gives": {"b1": "big.y", "read": "read.y"},
+    "after_ms": {"b1": 1.0},
+    "late": ["b0"],
+}
+
+
+def test_what_it_gave_lies_in_a_file_when_it_is_durable(
+    ground: Ground, block: dict[str, Any]
+) -> None:
+    """Else a leg would take new memory for each block that it gives; images are the same."""
+    launched(ground, "t1", LARGE, part=GIVER, outputs=["b1"])
+    first = ground.event(Stored, "t1").kept
+    images = paused_and_saved(ground, "t1", 1)
+    launched(ground, "t1", LARGE, 2, part=GIVER, outputs=["b1"], inputs={"b0": block})
+    ended = ground.event(Finished, "t1", 2)
+    assert ended.result == {"read": [True, 4.0 * (2 << 18)]}
+    assert ended.outputs["b1"] == first
+    launched(ground, "t1", LARGE, 3, part=GIVER, outputs=["b1"], images=images)
+    assert ground.event(Started, "t1", 3).resumed == "image"
+    assert ground.event(Stored, "t1", 3).kept == first
+    give(ground, block, epoch=3)
+    assert ground.event(Finished, "t1", 3).result == ended.result
 
 
 def test_only_what_may_come_late_can_be_lacking(ground: Ground) -> None:

@@ -79,6 +79,17 @@ def listed(ctx, x):
     return {"y": x.tolist()}
 
 
+def lying(ctx, x, gate):
+    """Is its memory that of a file?  And what is in it."""
+    at = x.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, *_, last = line.split()
+            begin, end = (int(n, 16) for n in span.split("-"))
+            if begin <= at < end:
+                return {"y": [last.startswith("/"), x.sum().item()]}
+
+
 def wrong(ctx, x):
     raise ValueError(f"no good: {x.sum().item()}")
 
