@@ -108,7 +108,7 @@ def places(session: Session, request_id: str) -> list[Place]:
 class Crossing:
     """A task's output that is taken on another island; once for each such island.
 
-    `planned_bytes` is None where nobody declared it, `moved_bytes` and `head_bytes` until it was
+    `planned_bytes` is None of what is no leg's, `moved_bytes` and `head_bytes` until it was
     taken there: what it is, and what its file says of it beside that.  `ways` are those by which it
     came: from "host" to host, from the "store", or neither, as it lay there.
     """

@@ -24,19 +24,21 @@ from app.core.legs import cut as legs_of
 from app.core.legs import order as order_of_leg
 from app.core.messages import JSON
 from app.core.spread import EVERYBODY, Copy, Spread, copies, spread
+from app.core.taskgraph import MAX_NODES as MAX_KNOWN
 from app.core.taskgraph import TaskGraph, timed
 from app.models import Device, Graph, Task
 from app.settings import settings
 from app.store import Store
 
-NEWS = 1.25  # times longer or shorter than known: else it is not written down again
+NEWS = 1.25  # times more or less than known: else it is not written down again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
     """A graph as it was sent, and as it was read; `is_new`: not yet known to be the tenant's.
 
-    `took_ms` is how long its nodes took when it ran before, on such devices.
+    `took_ms` is how long its nodes took when it ran before, on such devices; `made_bytes` is how
+    large their blocks were.
     """
 
     sha256: str
@@ -44,6 +46,7 @@ class Sent:
     graph: TaskGraph
     is_new: bool = True
     took_ms: Mapping[str, float] = field(default_factory=dict)
+    made_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def read(body: JSON, pointer: str = "") -> Sent:
@@ -85,7 +88,8 @@ def _of_task(session: Session, tenant_id: str, task: TaskDescriptor, pointer: st
     if row is None:
         return sent
     took_ms = row.took_ms.get(task.devices.kind, {})
-    return replace(sent, graph=timed(sent.graph, took_ms), is_new=False, took_ms=took_ms)
+    graph = replace(timed(sent.graph, took_ms), made_bytes=row.made_bytes)
+    return replace(sent, graph=graph, is_new=False, took_ms=took_ms, made_bytes=row.made_bytes)
 
 
 def unknown_functions(sent: Sent, entry_points: Mapping[str, str], listed: str) -> Iterator[Fault]:
@@ -229,28 +233,46 @@ def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
 
 
 def _run(run: Run, sent: Sent) -> Run:
-    """By its hash; how long its nodes took is part of it, so that all plan it alike."""
-    names = [node.name for node in sent.graph.nodes if node.name in sent.took_ms]
-    took_ms = {name: sent.took_ms[name] for name in names}
-    return replace(run, graph=f"sha256:{sent.sha256}", took_ms=took_ms)
+    """By its hash; what is known of its nodes is part of it, so that all plan it alike."""
+    nodes = sent.graph.nodes
+    took_ms = {node.name: sent.took_ms[node.name] for node in nodes if node.name in sent.took_ms}
+    blocks = [block for node in nodes for block in node.writes if block in sent.made_bytes]
+    made_bytes = {block: sent.made_bytes[block] for block in blocks}
+    return replace(run, graph=f"sha256:{sent.sha256}", took_ms=took_ms, made_bytes=made_bytes)
 
 
-def learn(session: Session, task: Task, took_ms: Mapping[str, float]) -> None:
-    """How long nodes of the graph of this task took, for its next plans.
+def learn(
+    session: Session, task: Task, took_ms: Mapping[str, float], made_bytes: Mapping[str, int]
+) -> None:
+    """How long nodes of the graph of this task took, and how large what they made was, for its
+    next plans.
 
     Not if somebody else has just learned something of it: the next time is soon enough.
     """
     sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
     mine = select(Graph).where(Graph.tenant_id == task.tenant_id, Graph.sha256 == sha256)
     row = session.scalar(mine.with_for_update(skip_locked=True))
-    known = {} if row is None else row.took_ms.get(task.kind, {})
-    new = {name: ms for name, ms in took_ms.items() if _is_news(known.get(name), ms)}
-    if row is not None and new:
-        row.took_ms = {**row.took_ms, task.kind: known | new}
+    if row is None:
+        return
+    known_ms = row.took_ms.get(task.kind, {})
+    if slower := _news(known_ms, took_ms):
+        row.took_ms = {**row.took_ms, task.kind: known_ms | slower}
+    if larger := _news(row.made_bytes, made_bytes):
+        row.made_bytes = row.made_bytes | larger
 
 
-def _is_news(known_ms: float | None, ms: float) -> bool:
-    return known_ms is None or not known_ms / NEWS <= ms <= known_ms * NEWS
+def _news(known: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
+    """What is not as known; the tenant's process says it, so names are not added without end."""
+    may_add = len(known) < MAX_KNOWN
+    return {
+        name: value
+        for name, value in told.items()
+        if (may_add if name not in known else _differs(known[name], value))
+    }
+
+
+def _differs(known: float, value: float) -> bool:
+    return not known / NEWS <= value <= known * NEWS
 
 
 def keep(session: Session, tenant_id: str, sent: Iterable[Sent]) -> bool:

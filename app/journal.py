@@ -1016,8 +1016,8 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     _move(session, task, Move.Finished)
     task.step, task.result, task.outputs = event.step, event.result, _kept(task, event.outputs)
     task.passed = event.passed if "graph" in task.descriptor["run"] else None
-    if event.took_ms and task.passed is not None:
-        graphs.learn(session, task, event.took_ms)
+    if (event.took_ms or event.made_bytes) and task.passed is not None:
+        graphs.learn(session, task, event.took_ms, event.made_bytes)
     task.cause = task.message = task.detail = None  # of an attempt before this one
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
     for output, name in sorted(publish.items()):

@@ -269,7 +269,8 @@ class Graph(Base):
     """A graph of small functions that a tenant sent; `body` is its JSON as it was sent.
 
     The bytes whose hash it is (`core.taskgraph.canonical`) lie in the store, for the devices.
-    `took_ms` is how long its nodes took when it last ran on devices of each kind.
+    `took_ms` is how long its nodes took when it last ran on devices of each kind, `made_bytes` how
+    large the blocks were that they made.
     """
 
     __tablename__ = "graphs"
@@ -278,6 +279,7 @@ class Graph(Base):
     nodes: Mapped[int]
     body: Mapped[dict[str, Any]] = mapped_column(JSON)
     took_ms: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default=text("'{}'"))
+    made_bytes: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default=text("'{}'"))
     created_at: Mapped[datetime] = _now()
 
 

@@ -783,9 +783,10 @@ def settle(work: Work) -> None:
     _report(work)
     passed = work.job.passed() if isinstance(work.job, LaneJob) else []
     took_ms = work.job.took_ms() if work.is_graph else {}
+    made_bytes = work.job.made_bytes() if work.is_graph else {}
     work.lingers = _lingers(work)
-    told = {"passed": passed, "took_ms": took_ms, "lingers": work.lingers}
-    raise Ending("finished", result=said, **told)
+    told = {"took_ms": took_ms, "made_bytes": made_bytes, "lingers": work.lingers}
+    raise Ending("finished", result=said, passed=passed, **told)
 
 
 def _lingers(work: Work) -> bool:

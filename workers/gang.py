@@ -34,6 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from app.core.taskgraph import worth_telling
 from workers import sandbox, turns
 from workers.ground import Ground, Handles
 from workers.layout import Extent, Layout
@@ -521,6 +522,9 @@ def _together(said: list[JSON]) -> JSON:
             for block, source, size in word.get("passed", ())
         ],
         "took_ms": {name: ms for word in said for name, ms in word["took_ms"].items()},
+        "made_bytes": worth_telling(
+            {block: size for word in said for block, size in word["made_bytes"].items()}
+        ),
     }
 
 

@@ -30,7 +30,7 @@ import numpy
 import torch
 
 from app.core import taskgraph
-from app.core.taskgraph import INPUT, TaskGraph, Tensor, Unit
+from app.core.taskgraph import INPUT, TaskGraph, Tensor, Unit, worth_telling
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
 from workers.spill import Piece, Room
@@ -40,7 +40,14 @@ JSON = dict[str, Any]
 ITEMS = 1 << 20  # places between two nodes, for the items of lists
 BURST_S = 0.002  # so long a step goes on to another node
 TIMED_LIMIT = 1000  # nodes whose times are told: the longest
+WEIGH_S = 1e-4  # the blocks of nodes that took so long are weighed each time
+PARTS = 8  # of a block that are weighed, however short its node was
+PART_S = 5e-6  # and one more for each so long that it took: weighing costs a twentieth of that
+WEIGHED_ITEMS = 32  # of a list that shards made
 _clock = time.perf_counter
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = (int, float, complex, str, bytes, types.NoneType)
+NUMBER_BYTES = 8
 _WROTE = (
     "it wrote to a tensor that it was given, and others may read: name the port in `inout` and"
     " `outputs`, or make a new tensor"
@@ -92,6 +99,7 @@ class Loaded:
     def order(self, names: Sequence[str]) -> None:
         self.program = taskgraph.program(self.graph, names)
         self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
+        self.weighed = dict[int, int | None]()  # blocks made here -> bytes; None: not soon seen
 
     def begin(self, inputs: JSON) -> GraphJob:
         """`inputs` by port; they belong to the graph from now on.  Those that are `late` come while
@@ -134,6 +142,7 @@ class GraphJob:
         self.lacks = {names[f"{INPUT}{port}"]: port for port in state.get("lacks", ())}
         self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
         self.ran_s = dict[str, tuple[float, int]]()  # node -> seconds here, and how often it ran
+        self.weighed = loaded.weighed
         self.told = 0  # so many units' outputs were told as they were made
         given = {*self.program.outputs.values()}
         units = enumerate(self.program.units, 1)
@@ -204,6 +213,15 @@ class GraphJob:
         mean = {name: round(1e3 * ran_s / n, 3) for name, (ran_s, n) in self.ran_s.items()}
         return dict(heapq.nlargest(TIMED_LIMIT, mean.items(), key=lambda one: one[1]))
 
+    def made_bytes(self) -> dict[str, int]:
+        """Of blocks that were made in this process and whose size is not declared: how large they
+        were.  Told are those that plans need most.
+        """
+        names, units = self.program.blocks, self.program.units
+        said = {n for unit in units for port, n in unit.outputs if _is_said(unit, port)}
+        found = self.weighed.items()
+        return worth_telling({names[n]: b for n, b in found if b is not None and n not in said})
+
     @property
     def spilled_bytes(self) -> int:
         """What its blocks take of host memory."""
@@ -270,7 +288,8 @@ class GraphJob:
         before, began_s = _versions(read), _clock()
         returned = self._returned(ctx, call, given, seed)
         ran_s, times = self.ran_s.get(call.name, (0.0, 0))
-        self.ran_s[call.name] = ran_s + _clock() - began_s, times + 1
+        took_s = _clock() - began_s
+        self.ran_s[call.name] = ran_s + took_s, times + 1
         for tensor, version in before:
             if tensor._version != version:
                 raise BadBlock(_WROTE)
@@ -283,6 +302,8 @@ class GraphJob:
             self._must_fit(call.tensors, returned)
         if self.room is not None:
             self.wrote[call.unit.function] = self.room.made(returned, given)
+        if (call.weighs or took_s > WEIGH_S) and not call.map:
+            self._weigh(call, returned, took_s)
         return returned  # type: ignore[no-any-return]
 
     def _returned(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> Any:
@@ -324,6 +345,7 @@ class GraphJob:
             self.count += 1
             if self.shards < total and not self._goes_on(ctx, until_s):
                 return False
+        self._weigh_lists(call)
         for n in call.frees:
             blocks[n] = None
         self.items, self.owned, self.shards = None, [], 0
@@ -357,6 +379,27 @@ class GraphJob:
             return False
         of_items = [parts_of(item) for item in lists[port]]
         return sum(map(len, of_items)) == len(frozenset().union(*of_items))
+
+    # --- how large ---
+
+    def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
+        """Of a short node that costs as much as it does, so it is done once: not if it is known."""
+        for name, n in call.gives:
+            self.weighed[n] = weigh(returned[name], PARTS + int(took_s / PART_S))
+        call.weighs = False
+
+    def _weigh_lists(self, call: Call) -> None:
+        """Each with the items of all, as if they were like the first ones that were made here."""
+        for _, n in call.gives:
+            items = self.blocks[n]
+            first = items[:WEIGHED_ITEMS]
+            found = weigh(first, PARTS * len(first) + 1)
+            if first and found is not None:
+                self.weighed[n] = found * self._in_all(len(items)) // len(first)
+
+    def _in_all(self, here: int) -> int:
+        """The items of a list of which so many were made here."""
+        return here
 
     # --- how much memory ---
 
@@ -436,12 +479,13 @@ class Call:
     """A unit, with everything that is the same each time looked up.
 
     `takes` are ports with a block, `lists` those with several.  `only_here` are blocks that one
-    port of this unit reads, and nobody after it.
+    port of this unit reads, and nobody after it.  `weighs`: it is not known how large
+    what it makes is.
     """
 
     __slots__ = (
         *("unit", "name", "function", "params", "takes", "lists", "gives", "names", "inout"),
-        *("only_read", "only_here", "frees", "map", "mapped", "tensors", "seed"),
+        *("only_read", "only_here", "frees", "map", "mapped", "tensors", "seed", "weighs"),
     )
 
     def __init__(self, unit: Unit, function: Callable[..., Any]) -> None:
@@ -457,6 +501,7 @@ class Call:
         self.map = unit.map
         self.mapped = {n for port, n in self.takes if port in unit.map}
         self.seed = seed_of(unit.name) if unit.draws else None
+        self.weighs = not unit.is_sized
 
 
 def items_of(port: str, value: object) -> list[Any]:
@@ -483,6 +528,34 @@ def _shown(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+# --- how large is it? -----------------------------------------------------------------------------
+
+
+def weigh(value: Any, most: int) -> int | None:
+    """The bytes of tensors, also within lists, tuples and dicts, beside numbers and texts.
+
+    None if there is anything else, or if it has more than so many parts.
+    """
+    found, ahead = 0, [value]
+    while ahead:
+        most -= 1
+        part = ahead.pop()
+        if (type(part) in _TENSORS and not part.is_sparse) or type(part) is numpy.ndarray:
+            found += part.nbytes
+        elif isinstance(part, _PLAIN):
+            found += len(part) if isinstance(part, str | bytes) else NUMBER_BYTES
+        elif not isinstance(part, dict | list | tuple) or len(part) > most - len(ahead):
+            return None
+        else:
+            ahead += dict.values(part) if isinstance(part, dict) else part
+    return found
+
+
+def _is_said(unit: Unit, port: str) -> bool:
+    """How large its block is, is declared; of a list only the items are."""
+    return not unit.map and port in unit.tensors and unit.tensors[port].bytes is not None
 
 
 # --- who holds what -------------------------------------------------------------------------------

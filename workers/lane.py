@@ -331,6 +331,9 @@ class LaneJob(GraphJob):
     def _part(self, total: int) -> range:
         return part(total, self.me, self.spread.executors)
 
+    def _in_all(self, here: int) -> int:
+        return self.total
+
     def _is_shared(self, n: int) -> bool:
         """Also if it lies in the land: others may read it there."""
         return any(

@@ -25,7 +25,7 @@ from typing import Any
 from app.core import messages
 from app.core.legs import another_follows, late
 from app.core.messages import Event, Launch, LogLines, Order, ResidentView, Resize
-from app.core.taskgraph import MAX_EST_MS, MAX_NODES
+from app.core.taskgraph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
 from workers import slab
 from workers.checkpoint import Known
 from workers.links import Sockets
@@ -689,6 +689,17 @@ def took_ms(message: JSON) -> dict[str, float]:
         if type(ms) is not float or not 0 <= ms <= MAX_EST_MS:
             raise Nonsense(f"a node took {ms!r:.100} ms")
     return {name[:200]: ms for name, ms in said.items()}
+
+
+def made_bytes(message: JSON) -> dict[str, int]:
+    """How large blocks of a graph were, as in core.messages.Finished."""
+    said = message.get("made_bytes", {})
+    if not isinstance(said, dict) or len(said) > SIZED_LIMIT:
+        raise Nonsense("made_bytes is no short table")
+    for size in said.values():
+        if type(size) is not int or not 0 <= size <= MAX_BYTES:
+            raise Nonsense(f"a block had {size!r:.100} bytes")
+    return {block[:200]: size for block, size in said.items()}
 
 
 def failed(message: JSON) -> JSON:

@@ -1346,8 +1346,13 @@ class Supervisor(threading.Thread):
             resident.verdict = {"is": messages.Stopped}
         else:
             result = residents.table(message, "result")
-            told = {"passed": residents.passed(message), "took_ms": residents.took_ms(message)}
-            resident.verdict = {"is": messages.Finished, "result": result, **told}
+            resident.verdict = {
+                "is": messages.Finished,
+                "result": result,
+                "passed": residents.passed(message),
+                "took_ms": residents.took_ms(message),
+                "made_bytes": residents.made_bytes(message),
+            }
             if message.get("lingers") is True:
                 self._linger(resident)
 

@@ -577,7 +577,9 @@ class CopyOut(Out):
     block: str
     source: int = Field(description="the executor that made it")
     target: int
-    planned_bytes: int | None = Field(description="null where no size is declared")
+    planned_bytes: int | None = Field(
+        description="as declared, else as it was when the graph ran before; null: not known"
+    )
     moved_bytes: int | None = Field(description="null until the task is done; heads included")
 
 
@@ -587,7 +589,7 @@ class GraphPlan(Out):
     executors: int
     nodes: list[NodePlace] = Field(description="in the order in which all executors run them")
     copies: list[CopyOut]
-    planned_bytes: int = Field(description="of the copies whose size is declared")
+    planned_bytes: int = Field(description="of the copies whose size is known")
     moved_bytes: int | None = Field(description="of all copies; null until the task is done")
 
 
@@ -606,7 +608,10 @@ class CrossingOut(Out):
     block: str
     source: str = Field(description="the island where it is made")
     target: str
-    planned_bytes: int | None = Field(description="null where nobody declared it")
+    planned_bytes: int | None = Field(
+        description="of a leg: as declared, else as it was when the graph ran before, else 1 MiB; "
+        "null: of no leg"
+    )
     moved_bytes: int | None = Field(description="null until it was taken; without its head")
     head_bytes: int | None = Field(
         description="what its file holds beside the block itself; null until it was taken"

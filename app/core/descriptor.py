@@ -76,8 +76,8 @@ class Run:
     """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
 
     `graph` is "sha256:<hex>" of one that the tenant has, or its JSON, as `core.taskgraph` reads it.
-    `part` is what a leg runs of it (`core.legs`), and `took_ms` how long its nodes took before;
-    nobody writes these, so `parse` knows none.
+    `part` is what a leg runs of it (`core.legs`), `took_ms` how long its nodes took before, and
+    `made_bytes` how large their blocks were; nobody writes these, so `parse` knows none.
     """
 
     kind: str
@@ -86,6 +86,7 @@ class Run:
     graph: str | JSON = ""
     part: JSON | None = None
     took_ms: Mapping[str, float] = field(default_factory=dict)
+    made_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,7 +444,8 @@ def as_json(task: TaskDescriptor) -> JSON:
     """The task in full, every default written out; `parse` reads the same task from it."""
     said = {"command": list(task.run.argv), "graph": task.run.graph}
     run: Any = said.get(task.run.kind, task.run.entry)
-    planned = {"part": task.run.part, "took_ms": dict(task.run.took_ms)}
+    before = {"took_ms": dict(task.run.took_ms), "made_bytes": dict(task.run.made_bytes)}
+    planned = {"part": task.run.part, **before}
     return {
         "name": task.name,
         "type": task.type,

@@ -49,7 +49,17 @@ from app.core.placement import Link
 from app.core.portions import Island, Room, apportion
 from app.core.repeats import original, repeated
 from app.core.search import Effort
-from app.core.taskgraph import INPUT, Binding, Node, TaskGraph, declared, timed, waits
+from app.core.taskgraph import (
+    INPUT,
+    USUAL_BYTES,
+    Binding,
+    Node,
+    TaskGraph,
+    declared,
+    known_bytes,
+    timed,
+    waits,
+)
 
 JSON = dict[str, Any]
 
@@ -61,7 +71,6 @@ GIVE_MS = 50.0  # from when a node has run until what it made lies in the store,
 PATIENCE_MS = 250.0  # so long a leg that runs waits for a block, as expected: launches are dear
 SHORT = 0.5  # of a launch: what takes no longer may be run by each portion that needs it
 USUAL_MS = 1.0  # as in core.spread
-USUAL_BYTES = 1 << 20
 EFFORT = Effort(guard=1050, search=60_000, exact=30_000)
 
 
@@ -72,7 +81,7 @@ class Leg:
     `ports` are the inputs of the task that they read, `takes` maps further inputs to the blocks of
     other legs that they are; those of `late` may come while it runs, from legs that need not have
     begun before it.  `gives` maps outputs to blocks that other legs take, `ends` those of the graph
-    that are made here.  `bytes` of these is what is declared, or usual.  It runs for `ms`, with
+    that are made here.  `bytes` of these is what is known, or usual.  It runs for `ms`, with
     what it waits within.  `after_ms` are those that other portions take while it runs on, and when
     they can.
     """
@@ -113,6 +122,7 @@ def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
         return replace(taken, sources=tuple(port.get(s, s) for s in taken.sources))
 
     known = {name: sizes[block] for name, block in said["takes"].items() if block in sizes}
+    made = graph.made_bytes
     return replace(
         graph,
         nodes=tuple(
@@ -125,12 +135,14 @@ def part(graph: TaskGraph, said: JSON | None) -> TaskGraph:
             **graph.inputs,
             **{n: tensor for n, (tensor, listed) in known.items() if not listed},
         },
+        made_bytes={**made, **{port[block]: made[block] for block in port if block in made}},
     )
 
 
 def of_run(graph: TaskGraph, run: JSON) -> TaskGraph:
     """What a launch runs of its graph, as `run` of a descriptor says it, to be planned."""
-    return timed(part(graph, run.get("part")), run.get("took_ms", {}))
+    known = replace(timed(graph, run.get("took_ms", {})), made_bytes=run.get("made_bytes", {}))
+    return part(known, run.get("part"))
 
 
 def another_follows(run: JSON) -> bool:
@@ -189,7 +201,7 @@ def _short(graph: TaskGraph, bytes_per_s: int, launch_ms: float) -> frozenset[st
     """Nodes that take, with the way of what they read, so much less than a launch that portions
     that need their blocks do better to run them too.
     """
-    sizes = declared(graph)
+    sizes = known_bytes(graph)
 
     def ms(node: Node) -> float:
         read = sum(_bytes(block, sizes) for block in node.reads if not block.startswith(INPUT))
@@ -200,7 +212,7 @@ def _short(graph: TaskGraph, bytes_per_s: int, launch_ms: float) -> frozenset[st
 
 def _to_place(graph: TaskGraph) -> placement.Graph:
     """What the task is given lies in the store, as near to one island as to the other."""
-    sizes = declared(graph)
+    sizes = known_bytes(graph)
     nodes = tuple(
         placement.Node(
             id=node.name,
@@ -222,10 +234,8 @@ def _ms(node: Node) -> float:
     return (node.est_ms or USUAL_MS) * max([1, *listed])
 
 
-def _bytes(block: str, sizes: Mapping[str, Any]) -> int:
-    tensor, is_list = sizes.get(block, (None, True))
-    size = None if is_list else tensor.bytes
-    return USUAL_BYTES if size is None else int(size)
+def _bytes(block: str, sizes: Mapping[str, int]) -> int:
+    return sizes.get(original(block), USUAL_BYTES)
 
 
 class _Legs:
@@ -244,7 +254,7 @@ class _Legs:
         self.graph, self.seats = graph, seats
         self.nodes = {node.name: node for node in graph.nodes}
         self.maker = {block: node.name for node in graph.nodes for block in node.writes}
-        self.sizes, self.needed = declared(graph), waits(graph)
+        self.sizes, self.needed = known_bytes(graph), waits(graph)
         self.level = self._levels()
         self.crossing = {
             block
@@ -416,8 +426,18 @@ def _pointed(
     return replace(task, inputs=inputs, start=replace(task.start, after=after))
 
 
-def _of(leg: Leg, took_ms: Mapping[str, float]) -> dict[str, float]:
-    return {name: took_ms[name] for name in leg.nodes if name in took_ms}
+def _took_ms(leg: Leg, known: Mapping[str, float]) -> dict[str, float]:
+    return {name: known[name] for name in leg.nodes if name in known}
+
+
+def _made_bytes(leg: Leg, known: Mapping[str, int]) -> dict[str, int]:
+    """Of the blocks that it makes, and that it takes from others."""
+    makers, taken = {*leg.nodes}, {*leg.takes.values()}
+    return {
+        block: size
+        for block, size in known.items()
+        if block in taken or block.rpartition(".")[0] in makers
+    }
 
 
 def _as_task(
@@ -426,10 +446,16 @@ def _as_task(
     taken = {
         port: Source(kind="task", name=giver[task.name, port], output=port) for port in leg.takes
     }
+    run = replace(
+        task.run,
+        part=part,
+        took_ms=_took_ms(leg, task.run.took_ms),
+        made_bytes=_made_bytes(leg, task.run.made_bytes),
+    )
     return replace(
         task,
         name=name,
-        run=replace(task.run, part=part, took_ms=_of(leg, task.run.took_ms)),
+        run=run,
         inputs={**{port: task.inputs[port] for port in leg.ports}, **taken},
         outputs=(*leg.gives, *(output for output in task.outputs if output in leg.ends)),
         publish={output: block for output, block in task.publish.items() if output in leg.ends},

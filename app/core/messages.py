@@ -201,13 +201,15 @@ class Finished(Event):
     """`outputs`: name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published; of
     a command also ARTIFACTS, if it left any.  `passed` are the copies of blocks between the
     executors of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each of its
-    nodes took, or each shard of one, where it was launched for the last time.
+    nodes took, or each shard of one, where it was launched for the last time, and `made_bytes` how
+    large blocks were that they made there, lists as a whole.
     """
 
     result: JSON
     outputs: JSON
     passed: list[JSON] = field(default_factory=list)
     took_ms: JSON = field(default_factory=dict)
+    made_bytes: JSON = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

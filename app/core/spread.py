@@ -22,10 +22,20 @@ from heapq import heappop, heappush
 from app.core import placement
 from app.core.placement import Block, Device, Link, Topology
 from app.core.search import Effort
-from app.core.taskgraph import INPUT, Node, Program, TaskGraph, Unit, declared, program, waits
+from app.core.taskgraph import (
+    INPUT,
+    USUAL_BYTES,
+    Node,
+    Program,
+    TaskGraph,
+    Unit,
+    declared,
+    known_bytes,
+    program,
+    waits,
+)
 
 USUAL_NS = 1_000_000  # what a node is thought to take that does not say so
-USUAL_BYTES = 1 << 20  # a block of which no size is declared
 RATE = 4 * 10**9  # bytes per second from one executor to another: one copy in host memory
 EFFORT = Effort(search=60_000, exact=30_000)
 EVERYBODY = -1  # runs a node that maps
@@ -45,7 +55,7 @@ class Spread:
 class Copy:
     """A block, or one executor's part of a list, that passes to another executor, once.
 
-    `bytes` is None where that is not declared.
+    `bytes` is None where that is not known; of a part of a list an even one of all its items.
     """
 
     block: str
@@ -131,19 +141,23 @@ def _topology(executors: int) -> Topology:
 
 def _to_place(graph: TaskGraph, executors: int) -> placement.Graph:
     """A node that maps as one for each executor, and its lists as their parts."""
-    sized, mapping = declared(graph), {node.name for node in graph.nodes if node.map}
+    known, items = known_bytes(graph), _declared_items(graph)
+    mapping = {node.name for node in graph.nodes if node.map}
     nodes, blocks = list[placement.Node](), dict[str, Block]()
     ends = set(graph.outputs.values())
     for port in graph.ports:
         name = f"{INPUT}{port}"
-        blocks[name] = Block(id=name, bytes=_bytes(sized.get(name)), at=(_HOST,))
+        blocks[name] = Block(id=name, bytes=known.get(name, USUAL_BYTES), at=(_HOST,))
     for node in graph.nodes:
         for e in range(executors) if node.map else (EVERYBODY,):
             suffix = f"#{e}" if node.map else ""
             writes = tuple(f"{block}{suffix}" for block in node.writes)
             for block, id in zip(node.writes, writes, strict=True):
                 to = ("0",) if block in ends else ()
-                blocks[id] = Block(id=id, bytes=_bytes(sized.get(block)), to=to)
+                size = known.get(block, USUAL_BYTES)
+                if node.map:
+                    size = known.get(block, items.get(block, USUAL_BYTES) * executors) // executors
+                blocks[id] = Block(id=id, bytes=size, to=to)
             nodes.append(
                 placement.Node(
                     id=f"{node.name}{suffix}",
@@ -172,9 +186,13 @@ def _time_ns(node: Node, executor: int, executors: int) -> int:
     return one_ns * max(1, len(part(listed[0], executor, executors))) if listed else one_ns
 
 
-def _bytes(said: tuple[object, bool] | None) -> int:
-    size = getattr(said[0], "bytes", None) if said is not None else None
-    return USUAL_BYTES if size is None else int(size)
+def _declared_items(graph: TaskGraph) -> dict[str, int]:
+    """By list, what is declared of one item."""
+    return {
+        block: tensor.bytes
+        for block, (tensor, is_list) in declared(graph).items()
+        if is_list and tensor.bytes is not None
+    }
 
 
 # --- what passes ----------------------------------------------------------------------------------
@@ -264,14 +282,15 @@ class _Lanes:
 
 def copies(graph: TaskGraph, spread: Spread) -> tuple[Copy, ...]:
     """Everything that passes between executors, by target and then in the order of the tickets."""
-    made, sized = program(graph, spread.order), declared(graph)
+    made, known = program(graph, spread.order), known_bytes(graph)
     found = list[Copy]()
     for lane in lanes(graph, spread, made):
         taken = dict.fromkeys((*(h for stop in lane.stops for h in stop.takes), *lane.takes))
         for n, source in taken:
             name = made.blocks[n]
-            tensor, is_list = sized.get(name, (None, False))
-            size = tensor.bytes if tensor is not None and not is_list else None
+            size = known.get(name)
+            if size is not None and spread.seats[_maker(name)] == EVERYBODY:
+                size //= spread.executors
             found.append(Copy(block=name, source=source, target=lane.executor, bytes=size))
     return tuple(found)
 

@@ -44,6 +44,8 @@ MAX_LISTED = 10_000  # blocks in a list that one port takes
 MAX_EST_MS = 1e9
 MAX_RANK = 64  # sizes in a shape
 MAX_BYTES = 2**50
+USUAL_BYTES = 1 << 20  # what is thought of a block of which nothing is known
+SIZED_LIMIT = 1000  # blocks whose sizes are told by who ran a graph
 INPUT = "input:"
 
 #: dtype -> bytes of an element, as torch names them
@@ -122,12 +124,14 @@ class TaskGraph:
     """`outputs` maps the graph's own outputs to blocks; `inputs` is what is declared of its own.
 
     `memory_bytes` is how much the blocks may take on the device at once, 0: as much as there is.
+    `made_bytes` is how large blocks were when it ran before; nobody writes that.
     """
 
     nodes: tuple[Node, ...]
     outputs: Mapping[str, str]
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     memory_bytes: int = 0
+    made_bytes: Mapping[str, int] = field(default_factory=dict)
     where: str = ""
 
     @property
@@ -438,6 +442,26 @@ def timed(graph: TaskGraph, took_ms: Mapping[str, float]) -> TaskGraph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def known_bytes(graph: TaskGraph) -> dict[str, int]:
+    """How large blocks are, as far as that is known: as declared, else as they were before.
+
+    Of a list it is all its items together, and so only what was measured: how many there are is
+    not declared.
+    """
+    said = {
+        block: tensor.bytes
+        for block, (tensor, is_list) in declared(graph).items()
+        if not is_list and tensor.bytes is not None
+    }
+    return {**graph.made_bytes, **said}
+
+
+def worth_telling(made_bytes: Mapping[str, int]) -> dict[str, int]:
+    """Of many blocks those that are farthest from what would be thought of them."""
+    far = heapq.nlargest(SIZED_LIMIT, made_bytes.items(), key=lambda one: abs(one[1] - USUAL_BYTES))
+    return dict(far)
+
+
 def waits(graph: TaskGraph) -> dict[str, set[str]]:
     """The nodes that each waits for."""
     maker = {block: node.name for node in graph.nodes for block in node.writes}
@@ -663,6 +687,7 @@ class Unit:
     """A node in the program: blocks are numbers.  `inputs` are (port, blocks, is it a list).
 
     `frees` are the blocks that nobody reads after it, `memory_bytes` what it takes beside them.
+    `is_sized`: how large its blocks are is known.
     """
 
     name: str
@@ -676,6 +701,7 @@ class Unit:
     tensors: Mapping[str, Tensor]
     memory_bytes: int
     draws: bool
+    is_sized: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -700,7 +726,7 @@ def program(graph: TaskGraph, names: Sequence[str] = ()) -> Program:
     blocks += [block for node in nodes for block in node.writes]
     number = {block: n for n, block in enumerate(blocks)}
     last = {block: node.name for node in nodes for block in (*node.writes, *node.reads)}
-    kept = set(graph.outputs.values())
+    kept, known = set(graph.outputs.values()), {*known_bytes(graph)}
     units = []
     for node in nodes:
         touched = dict.fromkeys((*node.reads, *node.writes))
@@ -721,6 +747,7 @@ def program(graph: TaskGraph, names: Sequence[str] = ()) -> Program:
                 tensors=node.tensors,
                 memory_bytes=node.memory_bytes,
                 draws=node.draws,
+                is_sized=known.issuperset(node.writes),
             )
         )
     outputs = {port: number[block] for port, block in graph.outputs.items()}

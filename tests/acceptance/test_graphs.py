@@ -93,6 +93,8 @@ def test_how_long_its_nodes_took_is_known_when_it_comes_again(system, undisturbe
     assert len(took_ms["cpu"]) == LENGTH + 4
     assert took_ms["cpu"]["noisy"] >= 30
     assert took_ms["cpu"]["train-1"] >= 30
+    [(made_bytes,)] = system.sql("select made_bytes from graphs where nodes = %s", LENGTH + 4)
+    assert made_bytes["merge.y"] > 0
 
 
 def test_a_graph_runs_by_its_name_once_it_was_sent(system, undisturbed):

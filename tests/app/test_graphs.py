@@ -117,7 +117,7 @@ class TestSubmit:
         ran = client.post("/v1/requests", json=request(GRAPH)).json()
         task = session.get(Task, ran["tasks"][1]["id"])
         for took_ms in ({"split": 2.0, "work": 30.0}, {"work": 36.0, "vote": 4.0}, {"vote": 9.0}):
-            graphs.learn(session, task, took_ms)
+            graphs.learn(session, task, took_ms, {})
         session.commit()
         sent = request(f"sha256:{named(GRAPH)}")
         again = client.post("/v1/requests", json=sent).json()
@@ -125,6 +125,36 @@ class TestSubmit:
         assert task.descriptor["run"]["took_ms"] == {"split": 2.0, "work": 30.0, "vote": 9.0}
         row = session.get(Graph, (task.tenant_id, named(GRAPH)))
         assert row.took_ms == {task.kind: task.descriptor["run"]["took_ms"]}
+
+    def test_the_next_one_is_planned_by_how_large_its_blocks_were(self, client, session):
+        """On several devices; what is about as large as it was known is not written down again."""
+        sent = request(GRAPH)
+        sent["tasks"][1]["devices"] = {"max": 2}
+        ran = client.post("/v1/requests", json=sent).json()
+        task = session.get(Task, ran["tasks"][1]["id"])
+        names = [f"{node['name']}.{node['outputs'][0]}" for node in GRAPH["nodes"]]
+        for sizes in ((800, 600), (810, 6000)):
+            graphs.learn(session, task, {}, dict(zip(names, sizes, strict=False)) | {"gone.y": 7})
+        session.commit()
+        known = {names[0]: 800, names[1]: 6000}
+
+        again = client.post("/v1/requests", json=sent).json()
+        task = session.get(Task, again["tasks"][1]["id"])
+        assert task.descriptor["run"]["made_bytes"] == known
+        (plan,) = client.get(f"/v1/requests/{again['id']}/plan").json()["graphs"]
+        shown = {copy["block"]: copy["planned_bytes"] for copy in plan["copies"]}
+        assert shown
+        assert shown.items() <= {names[0]: 800, names[1]: 6000 // 2, names[2]: None}.items()
+        (before,) = client.get(f"/v1/requests/{ran['id']}/plan").json()["graphs"]
+        assert {copy["planned_bytes"] for copy in before["copies"]} == {None}
+
+    def test_what_a_process_says_of_blocks_is_not_kept_without_end(self, client, session):
+        ran = client.post("/v1/requests", json=request(GRAPH)).json()
+        task = session.get(Task, ran["tasks"][1]["id"])
+        for n in range(12):
+            graphs.learn(session, task, {}, {f"n{n}.{k}": 1 for k in range(1000)})
+        row = session.get(Graph, (task.tenant_id, named(GRAPH)))
+        assert len(row.made_bytes) == graphs.MAX_KNOWN
 
     def test_validating_keeps_nothing(self, client):
         answer = client.post("/v1/requests:validate", json=request(GRAPH))

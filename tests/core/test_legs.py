@@ -18,11 +18,12 @@ from app.core import taskgraph
 from app.core.descriptor import BadDescriptor, Descriptor, Source, as_json, parse
 from app.core.legs import Leg, cut, expanded, of_run, part
 from app.core.repeats import repeated
-from app.core.taskgraph import INPUT, Node, TaskGraph
+from app.core.taskgraph import INPUT, Node, TaskGraph, known_bytes
 from benchmarks.two_islands import pipeline
 
 JSON = dict[str, Any]
 SPEED = 10**9
+MB = 1 << 20
 
 
 def node(name: str, *reads: str, ms: float = 1000.0, **more: Any) -> JSON:
@@ -361,6 +362,45 @@ def test_what_nodes_took_before_is_told_with_each_leg_and_planned_with() -> None
     said = graph(node("a", est={"ms": 3.0}), node("b", "a.o", est={}), y="b.o")
     planned = of_run(said, {"took_ms": {"a": 7.0, "b": 7.0, "gone": 7.0}})
     assert [node.est_ms for node in planned.nodes] == [3.0, 7.0]
+
+
+def test_how_large_blocks_were_is_told_with_each_leg_and_planned_with() -> None:
+    """Of what it makes, and of what it takes from others, by the names that these have there."""
+    sent = parse(request())
+    (wide,) = [task for task in sent.tasks if task.name == "wide"]
+    blocks = [block for node in two_chains().nodes for block in node.writes]
+    made_bytes = {block: 100 + n for n, block in enumerate(blocks)}
+    known = replace(wide, run=replace(wide.run, made_bytes=made_bytes))
+    legs = cut(replace(two_chains(), made_bytes=made_bytes), 2, 1, bytes_per_s=SPEED)
+    found, _ = expanded(
+        replace(sent, tasks=tuple(known if task is wide else task for task in sent.tasks)),
+        {"wide": legs},
+    )
+    runs = [as_json(task)["run"] for task in found.tasks if task.name.startswith("wide.")]
+    assert len(runs) > 1
+    assert any(run["part"]["takes"] for run in runs)
+    for run in runs:
+        made = {b for b in blocks if b.partition(".")[0] in run["part"]["nodes"]}
+        taken = run["part"]["takes"]
+        assert {*run["made_bytes"]} == made | {*taken.values()}
+        gives = run["part"]["gives"].items()
+        assert run["part"]["bytes"] == {port: made_bytes[block] for port, block in gives}
+        sizes = known_bytes(of_run(two_chains(), run))
+        assert {port: sizes[f"{INPUT}{port}"] for port in taken} == {
+            port: made_bytes[block] for port, block in taken.items()
+        }
+
+
+def test_where_a_graph_is_cut_follows_from_sizes_that_were_measured() -> None:
+    """What reads a large block and a small one stays with the large one."""
+    a = [node(f"a{n}", *([f"a{n - 1}.o"] if n else []), est={"ms": 2000}) for n in range(3)]
+    b = [node(f"b{n}", *([f"b{n - 1}.o"] if n else []), est={"ms": 2000}) for n in range(3)]
+    found = graph(*a, *b, node("x", "a2.o", "b2.o", ms=1), y="x.o")
+    for large, small in (("a2.o", "b2.o"), ("b2.o", "a2.o")):
+        known = replace(found, made_bytes={large: 300 * MB, small: 1000})
+        legs = cut(known, 2, 1, bytes_per_s=SPEED)
+        assert len({leg.portion for leg in legs}) == 2
+        assert {block for leg in legs for block in leg.takes.values()} == {small}
 
 
 def test_names_that_legs_would_take_are_told() -> None:

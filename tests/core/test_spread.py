@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,44 @@ def test_shards_are_dealt_out_and_stay_where_they_are() -> None:
     expected |= {("again.y", e, total) for e in range(3) if e != total}
     expected |= {("sum.y", total, 0)} if total else set()
     assert passing == expected
+
+
+def test_sizes_that_were_measured_decide_where_none_are_declared() -> None:
+    """What reads a large block and a small one runs where the large one is."""
+
+    def one(large: str, declared: int | None = None) -> tuple[str, list[tuple[str, int | None]]]:
+        said = {"tensors": {"y": {"dtype": "uint8", "shape": [declared]}}} if declared else {}
+        body = graph(
+            node("left", "x=input:u", est={"ms": 50}, **said),
+            node("right", "x=input:u", est={"ms": 50}),
+            node("both", "x=left.y z=right.y", est={"ms": 5}),
+        )
+        made = {"left.y": 1000, "right.y": 1000, "both.y": 8} | {large: 64 * MB}
+        known = replace(parse(body), made_bytes=made)
+        found = spread(known, 2)
+        assert found.seats["left"] != found.seats["right"]
+        (beside,) = [n for n in ("left", "right") if found.seats[n] == found.seats["both"]]
+        passed = [(c.block, c.bytes) for c in copies(known, found) if c.block != "both.y"]
+        return beside, passed
+
+    assert one("left.y") == ("left", [("right.y", 1000)])
+    assert one("right.y") == ("right", [("left.y", 1000)])
+    assert one("right.y", declared=99 * MB) == ("left", [("right.y", 64 * MB)])
+
+
+def test_a_list_that_was_measured_passes_in_even_parts() -> None:
+    item = {"tensors": {"y": {"dtype": "uint8", "shape": [7]}}}
+    body = graph(
+        node("cut", "x=input:u", "parts"),
+        node("each", "x=cut.parts", map="x", **item),
+        node("sum", "xs=each.y"),
+    )
+    known = replace(parse(body), made_bytes={"each.y": 3000, "cut.parts": 90})
+    found = copies(known, spread(known, 3))
+    assert {c.bytes for c in found if c.block == "each.y"} == {1000}
+    assert {c.bytes for c in found if c.block == "cut.parts"} == {90}
+    unknown = copies(parse(body), spread(parse(body), 3))
+    assert {c.bytes for c in unknown if c.block == "each.y"} == {None}
 
 
 def test_one_executor_needs_nothing_from_anybody() -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.workers.conftest import BUNDLE, PRESET, ROOT, Ground
 from workers import graph
 from workers.accelerator import Accelerator
 from workers.executor import Context
-from workers.graph import Loaded, NodeFailed
+from workers.graph import Loaded, NodeFailed, weigh
 
 spec = importlib.util.spec_from_file_location("nodes", BUNDLE / "nodes.py")
 assert spec is not None
@@ -80,6 +81,68 @@ def test_it_tells_how_long_its_longest_nodes_took(monkeypatch: pytest.MonkeyPatc
     assert job.took_ms() == dict.fromkeys("pdt", 1000.0)
     monkeypatch.setattr("workers.graph.TIMED_LIMIT", 2)
     assert len(job.took_ms()) == 2
+
+
+def sizes(graph_: Any) -> dict[str, int]:
+    job, ctx = loaded(graph_).begin({}), context()
+    while ctx.result is None:
+        job.step(ctx)
+    return job.made_bytes()
+
+
+def test_it_tells_how_large_the_blocks_were_that_are_not_declared() -> None:
+    """Lists as a whole, however many items; what is within a module is not looked for."""
+    starts = [node(f"s{n}", "start", params={"seed": n}) for n in range(2)]
+    one = ran(body(starts[0]))["y"]
+    pieces = node("p", "pieces", writes="parts", params={"count": 5})
+    each = ran(body(pieces, y="p.parts"))["y"]
+    shape = {"y": {"dtype": str(one.dtype).removeprefix("torch."), "shape": [*one.shape]}}
+    found = sizes(
+        body(
+            starts[0],
+            starts[1] | {"tensors": shape},
+            pieces,
+            node("d", "double", "x=p.parts", map="x"),
+            node("state", "begin_training", writes="state"),
+            node("l", "listed", "x=s0.y"),
+            y="d.y",
+        )
+    )
+    listed = ran(body(starts[0], node("l", "listed", "x=s0.y"), y="l.y"))["y"]
+    assert isinstance(listed, list)
+    whole = sum(x.nbytes for x in each)
+    assert found == {"s0.y": one.nbytes, "p.parts": whole, "d.y": whole, "l.y": 8 * len(listed)}
+
+
+def test_what_is_known_is_weighed_again_only_after_a_long_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node takes no time here, and then a second, by a clock that is ours."""
+    known = taskgraph.parse(body(node("a", "start"), node("b", "double", "x=a.y")))
+    known = replace(known, made_bytes={"a.y": 999})
+    monkeypatch.setattr("workers.graph._clock", lambda: 0.0)
+    assert sizes(known) == {"b.y": 16}
+    seconds = itertools.count()
+    monkeypatch.setattr("workers.graph._clock", lambda: next(seconds))
+    assert sizes(known) == {"a.y": 16, "b.y": 16}
+
+
+def test_weighing_ends_soon() -> None:
+    """With more parts than it may take, with what holds itself, and with what it does not know."""
+    many = [torch.zeros(3)] * 1000
+    assert weigh(many, 1001) == 12_000
+    assert weigh(many, 1000) is None
+    ring: list[Any] = []
+    ring.append(ring)
+    assert weigh(ring, 1000) is None
+    assert weigh({"a": [torch.zeros(2, 3), 1.5], "b": ("word", None)}, 10) == 24 + 8 + 4 + 8
+    assert weigh(torch.eye(3).to_sparse(), 10) is None
+    assert weigh(torch.nn.Linear(2, 2), 10) is None
+
+
+def test_a_node_may_make_what_does_not_say_how_large_it_is() -> None:
+    found = sizes(body(node("s", "sparse"), node("d", "dense", "x=s.y")))
+    assert found == {"d.y": 36}
 
 
 def test_blocks_go_from_node_to_node() -> None:

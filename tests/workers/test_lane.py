@@ -49,6 +49,15 @@ def test_it_gives_what_one_executor_gives(graph: Any, executors: int, ground: Gr
     assert ground.event(Finished, "t1").result == ran(graph)
 
 
+def test_it_tells_how_large_blocks_were_whoever_made_them(ground: Ground) -> None:
+    """Lists that were dealt out as a whole; all as one executor tells it."""
+    launched(ground, "t1", WIDE)
+    launched(ground, "t3", WIDE, world_size=3)
+    alone, told = (ground.event(Finished, task).made_bytes for task in ("t1", "t3"))
+    assert told == alone
+    assert {"parts.parts", "draws.y", "again.y", "d0.y", "listed.y", "last.y"} <= told.keys()
+
+
 def test_it_takes_as_many_seats_as_it_is_lent(ground: Ground) -> None:
     """The executors of one seat run one after another, those of three side by side."""
     launched(ground, "t1", SLOW, world_size=3)

@@ -90,6 +90,14 @@ def lying(ctx, x, gate):
                 return {"y": [last.startswith("/"), x.sum().item()]}
 
 
+def sparse(ctx):
+    return {"y": torch.eye(3).to_sparse()}
+
+
+def dense(ctx, x):
+    return {"y": x.to_dense()}
+
+
 def wrong(ctx, x):
     raise ValueError(f"no good: {x.sum().item()}")
 
