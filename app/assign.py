@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, func, literal, select, text
+from sqlalchemy import Integer, Row, Select, and_, cast, func, literal, select, text
 from sqlalchemy.orm import Session, aliased
 
 from app import forecast, journal, snapshot
@@ -226,6 +226,7 @@ class _Scene:
     up: dict[str, dict[str, Stock]]
     all: dict[str, dict[str, Stock]]
     largest: Mapping[tuple[str, str], int]  # (island, kind) -> the memory of its largest device
+    together: Mapping[tuple[str, str], int]  # -> how many lie on one host there at most
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     learned: forecast.Learned | None = None
     links: dict[tuple[str, ...], tuple[Link, ...]] = field(default_factory=dict)
@@ -236,18 +237,20 @@ class _Scene:
             defaultdict[str, dict[str, Stock]](dict),
             defaultdict[str, dict[str, Stock]](dict),
         )
-        largest = {}
-        for row in session.execute(_devices().where(Device.island != without)):
+        largest, together = {}, {}
+        for row in session.execute(_devices(without)):
             all_[row.island][row.kind] = Stock(kind=row.kind, devices=row.devices)
             if row.up:
                 up[row.island][row.kind] = Stock(kind=row.kind, devices=row.up)
             largest[row.island, row.kind] = row.memory_bytes
+            together[row.island, row.kind] = row.together
         if len(all_) < 2:  # nothing is weighed where there is no choice
-            return cls(up=up, all=all_, largest=largest)
+            return cls(up=up, all=all_, largest=largest, together=together)
         scene = cls(
             up=up,
             all=all_,
             largest=largest,
+            together=together,
             tenants=snapshot.tenants(session),
             learned=_learned.refreshed(session),
         )
@@ -321,11 +324,13 @@ class _Scene:
         return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
-        """The islands with a device that is large enough."""
+        """The islands with a device that is large enough, and as many on a host as it needs."""
         return tuple(
             name
             for name, of_kind in sorted(stocks.items())
-            if task.kind in of_kind and task.memory_bytes <= self.largest[name, task.kind]
+            if task.kind in of_kind
+            and task.memory_bytes <= self.largest[name, task.kind]
+            and (task.across_hosts or task.devices_min <= self.together[name, task.kind])
         )
 
     def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
@@ -516,7 +521,8 @@ _learned = forecast.Learned()  # how long tasks run
 def _tasks() -> Select[Any]:
     return select(
         Task.id, Task.request_id, Task.tenant_id, Task.user_id, Task.name, Task.island, Task.state,
-        Task.kind, Task.memory_bytes, Task.devices_min, Task.cancel_asked_at, Task.outputs,
+        Task.kind, Task.memory_bytes, Task.devices_min, Task.across_hosts,
+        Task.cancel_asked_at, Task.outputs,
         Task.descriptor["run"]["part"].label("leg"),
     )  # fmt: skip
 
@@ -585,15 +591,17 @@ _ASSIGN = text(
 )
 
 
-def _devices() -> Select[Any]:
-    """Of each island and kind: how many, how many of them can take work now, the largest."""
+def _devices(without: str) -> Select[Any]:
+    """Of each other island and kind: how many, how many of them can take work now, the largest, and
+    how many lie on one host at most.
+    """
     can = and_(
         IslandRow.leader_until > func.now(),
         Device.lease_until > func.now(),
         ~Device.cordoned,
         ~Host.cordoned,
     )
-    return (
+    on_hosts = (
         select(
             Device.island,
             Device.kind,
@@ -603,8 +611,19 @@ def _devices() -> Select[Any]:
         )
         .join(Host, Host.name == Device.host)
         .join(IslandRow, IslandRow.name == Device.island)
-        .group_by(Device.island, Device.kind)
+        .where(Device.island != without)
+        .group_by(Device.island, Device.kind, Device.host)
+        .subquery()
     )
+    of = on_hosts.c
+    return select(
+        of.island,
+        of.kind,
+        cast(func.sum(of.devices), Integer).label("devices"),
+        cast(func.sum(of.up), Integer).label("up"),
+        func.max(of.memory_bytes).label("memory_bytes"),
+        func.max(of.devices).label("together"),
+    ).group_by(of.island, of.kind)
 
 
 def _queued() -> Iterator[Select[Any]]:

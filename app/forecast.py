@@ -218,7 +218,7 @@ def _scene(
     slice_s = _slice_s(board, task, lines, usual_s=usual_s)
     pool = board.pools.get(task.kind)
     return Scene(
-        free=pool.fitting(task.memory_bytes) if pool is not None else 0,
+        free=pool.fitting(board.lane(task)) if pool is not None else 0,
         held=list(_held(board, task, on_devices, slice_s=slice_s)),
         lines=lines,
         slice_s=slice_s,

@@ -17,7 +17,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from app.core import taskgraph
-from app.core.descriptor import BadDescriptor, Descriptor, Fault, Run, TaskDescriptor
+from app.core.descriptor import BadDescriptor, Descriptor, Devices, Fault, Run, TaskDescriptor
 from app.core.graph import Offer
 from app.core.legs import MAX_NODES, Leg, expanded, of_run
 from app.core.legs import cut as legs_of
@@ -122,11 +122,12 @@ def cut(
 ) -> tuple[Descriptor, list[Fault]]:
     """The descriptor with the legs of each graph that may use several islands in its place.
 
-    Cut for no more islands than there are with such devices: on a single one all stays whole.
+    Cut for no more islands than there are with such devices, as many on a host as a leg needs at
+    once: on a single one all stays whole.
     """
     legs, faults = dict[str, tuple[Leg, ...]](), list[Fault]()
     for n, task in enumerate(descriptor.tasks):
-        islands = min(task.islands, _islands(session, task.devices.kind)) if task.islands > 1 else 1
+        islands = min(task.islands, _islands(session, task.devices)) if task.islands > 1 else 1
         if islands < 2:
             continue
         graph = sent[task.name].graph
@@ -144,9 +145,10 @@ def cut(
     return descriptor, [*faults, *more]
 
 
-def _islands(session: Session, kind: str) -> int:
-    query = select(func.count(distinct(Device.island))).where(Device.kind == kind)
-    return session.scalar(query) or 0
+def _islands(session: Session, wanted: Devices) -> int:
+    hosts = select(Device.island).where(Device.kind == wanted.kind)
+    able = hosts.group_by(Device.island, Device.host).having(func.count() >= wanted.min).subquery()
+    return session.scalar(select(func.count(distinct(able.c.island)))) or 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,12 +99,17 @@ _GROUND = text(
         on conflict do nothing returning 1
     ),
     offers as (
-        select kind, count(*) as devices, max(memory_bytes) as bytes from devices group by kind
+        select kind, sum(n) as devices, max(bytes) as bytes, max(n) as together
+        from (
+            select kind, count(*) as n, max(memory_bytes) as bytes
+            from devices group by kind, host
+        ) as of_hosts
+        group by kind
     )
     select now(),
         (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
         (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
-        (select json_agg(json_build_array(kind, devices, bytes)) from offers),
+        (select json_agg(json_build_array(kind, devices, bytes, together)) from offers),
         cast(:key as text) is null or exists (select from once)
     """
 )
@@ -126,7 +131,10 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
         now=now,
         path=[tree.OnPath(*row) for row in path],
         entry_points=entry_points,
-        offers={kind: graph.Offer(devices=n, memory_bytes=size) for kind, n, size in offers or ()},
+        offers={
+            kind: graph.Offer(devices=n, memory_bytes=size, together=together)
+            for kind, n, size, together in offers or ()
+        },
         is_first=is_first,
     )
 

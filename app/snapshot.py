@@ -247,6 +247,7 @@ def _task(
         width=row.devices_min,
         width_max=row.devices_max if elastic else 0,
         across_hosts=row.across_hosts,
+        one_host=row.devices_min > 1 and not row.across_hosts,
         tier=row.tier,
         movable=MOVABLE in row.capabilities,
         moves_to=_moves_to(row),

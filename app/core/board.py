@@ -92,6 +92,7 @@ class Pool:
     sizes: Counter[int] = field(default_factory=Counter)  # open ones by memory
     ends: list[tuple[float, str, int]] = field(default_factory=list)
     known: int = 0  # devices, open or not
+    hosts: dict[str, str] = field(default_factory=dict)  # of every device
     grown: int = 0  # devices that tasks hold beyond what they need
     costs: Counter[int] = field(default_factory=Counter)  # of open devices, in thousandths
 
@@ -106,22 +107,26 @@ class Pool:
         if self.free.pop(id, None) is not None:
             self.counts[self.open[id]] -= 1
 
-    def fitting(self, memory_bytes: int) -> int:
-        """How many free ones have so much memory."""
-        if not memory_bytes:
+    def fitting(self, lane: Lane) -> int:
+        """How many free ones have the memory, and lie on the host, if one is said."""
+        if lane.host is not None:
+            return sum(self.suits(id, lane) for id in self.free)
+        if not lane.memory_bytes:
             return len(self.free)
-        return sum(n for memory, n in self.counts.items() if memory >= memory_bytes)
+        return sum(n for memory, n in self.counts.items() if memory >= lane.memory_bytes)
 
     @property
     def whole(self) -> bool:
         """Do all its known devices take work?"""
         return len(self.open) == self.known
 
-    def size(self, memory_bytes: int = 0) -> int:
-        """How many take work and have so much memory, free or not."""
-        if not memory_bytes:
+    def size(self, lane: Lane | None = None) -> int:
+        """How many take work, free or not, and have the memory for a lane, on its host."""
+        if lane is not None and lane.host is not None:
+            return sum(self.suits(id, lane) for id in self.open)
+        if lane is None or not lane.memory_bytes:
             return len(self.open)
-        return sum(n for memory, n in self.sizes.items() if memory >= memory_bytes)
+        return sum(n for memory, n in self.sizes.items() if memory >= lane.memory_bytes)
 
     @property
     def all_cost(self) -> int:
@@ -135,8 +140,22 @@ class Pool:
             return 0
         return sum(memory * n for memory, n in self.sizes.items())
 
+    def home(self, width: int, memory_bytes: int) -> str:
+        """The host where so many devices at once are found first: it has enough of them, most of
+        them free, or else most of all; "" if there are none.
+        """
+        fits = [id for id, memory in self.open.items() if memory >= memory_bytes]
+        size = Counter(self.hosts[id] for id in fits)
+        free = Counter(self.hosts[id] for id in fits if id in self.free)
+
+        def place(host: str) -> tuple[int, int, int, str]:
+            return -min(size[host], width), -min(free[host], width), -size[host], host
+
+        return min(size, key=place, default="")
+
     def suits(self, id: str, lane: Lane) -> bool:
-        return self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
+        fits = self.open.get(id, -1) >= lane.memory_bytes and lane.pin in (None, id)
+        return fits and lane.host in (None, self.hosts[id])
 
     def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
         """The seats for a task of this lane; empty if there are too few.
@@ -146,7 +165,7 @@ class Pool:
         """
         if lane.pin is not None:
             return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
-        if self.fitting(lane.memory_bytes) < lane.width:
+        if self.fitting(lane) < lane.width:
             return []
         if lane.width == 1 and image_on is not None and self._first_choice(image_on, lane):
             return [image_on]
@@ -184,7 +203,7 @@ class Pool:
                     if self.free.get(id) is not leaving or (seen and seen[-1] == id):
                         continue
                     seen.append(id)
-                    if wanted(id):
+                    if wanted(id) and lane.host in (None, self.hosts[id]):
                         yield id
             finally:
                 for id in seen:
@@ -245,6 +264,7 @@ class Board:
         self._due: dict[str, float] = {}  # who is urgent, and since when
         self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
+        self._bound: dict[str, str] = {}  # who is in line and stays on one host -> which that is
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved there
         self.landing: dict[str, None] = {}  # of these tasks, those that wait to be launched there
 
@@ -396,6 +416,7 @@ class Board:
         """Put it among those that can be given away, or take it out."""
         pool = self.pools.setdefault(device.kind, Pool(device.kind))
         pool.known += old is None
+        pool.hosts[device.id] = device.host
         was_open, is_open = device.id in pool.open, self.open(device)
         pool.remove(device.id)
         if was_open and old is not None:
@@ -533,7 +554,25 @@ class Board:
         return on if stays or not task.saved else None
 
     def lane(self, task: Task) -> Lane:
-        return lane(task.kind, task.width, task.memory_bytes, self.pin(task))
+        host = self._bound[task.id] if task.id in self._bound else self._home(task)
+        return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host)
+
+    def _home(self, task: Task) -> str | None:
+        """The host where it has to find all that it needs; None: anywhere."""
+        if not task.one_host:
+            return None
+        pool = self.pools.get(task.kind)
+        return "" if pool is None else pool.home(task.width, task.memory_bytes)
+
+    def bind(self) -> None:
+        """Who stays on one host waits where it finds its devices first, as things are now."""
+        homes = dict[Lane, str | None]()
+        for id, host in sorted(self._bound.items()):
+            here = alike(task := self.tasks[id])
+            if here not in homes:
+                homes[here] = self._home(task)
+            if homes[here] != host:
+                self.set_task(task)
 
     def _line_up(self, task: Task, *, returns: bool) -> None:
         self.unline(task.id)
@@ -542,6 +581,8 @@ class Board:
         if task.retry_at_s > self.now_s:
             heappush(self._wake, (task.retry_at_s, task.id))
         elif task.state == State.waiting and not self._is_away(task):
+            if (home := self._home(task)) is not None:
+                self._bound[task.id] = home
             self.tree.push(
                 (*self.path_of(task.tenant), task.user),
                 task,
@@ -570,6 +611,7 @@ class Board:
 
     def unline(self, id: str) -> None:
         task = self.tree.drop(id)
+        self._bound.pop(id, None)
         if task is None:
             return
         if task.epoch:
@@ -578,8 +620,12 @@ class Board:
             self._pinned[task.image_on].discard(id)
         if self.longer:
             leaf, here = self.leaf(task), alike(task)
-            if (leaf, here) in self.longer and self.tree.first_below(leaf, (here,)) is None:
-                self.short.add((leaf, here))
+            if (leaf, here) in self.longer:
+                lanes = (
+                    [on for on in leaf.lines if _anywhere(on) is here] if task.one_host else [here]
+                )
+                if self.tree.first_below(leaf, lanes) is None:
+                    self.short.add((leaf, here))
 
     def pinned(self) -> list[str]:
         """Devices that somebody in line can go on only from."""
@@ -1037,6 +1083,11 @@ def been_away(
 def alike(task: Task) -> Lane:
     """The lane of its line: as if any device with enough memory would do."""
     return lane(task.kind, task.width, task.memory_bytes)
+
+
+def _anywhere(here: Lane) -> Lane:
+    """The lane of the line of who is in this one."""
+    return lane(here.kind, here.width, here.memory_bytes)
 
 
 def place_in_line(task: Task) -> tuple[int, float, str]:

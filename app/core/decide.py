@@ -58,6 +58,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         credit.welcome(board)
     if _nothing_moved(paper):
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
+    board.bind()
     # 5. Seat those who must not wait longer,
     urgent = _seat_urgent(paper)
     # then graphs that can take turns with those that run,
@@ -321,13 +322,13 @@ def _land(paper: _Paper) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Rule F7: devices of one kind with so much memory are kept for a gang.
+    """Rule F7: devices of one kind that would do for the `lane` of a gang are kept for it.
 
     It is expected to have enough by `at_s`; `spare` more will be free by then.
     """
 
     gang: str
-    memory_bytes: int
+    lane: Lane
     at_s: float
     spare: int
 
@@ -365,14 +366,16 @@ def _urgent_by(board: Board, task: Task) -> str | None:
 def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
     """When enough devices are expected to be free: by ends, or with `turns` by ends of turns."""
     pool, lane = board.pools[task.kind], board.lane(task)
-    have = pool.fitting(lane.memory_bytes)
+    have = pool.fitting(lane)
     have += sum(offer.suits for offer in elastic.offers(board, task, urgent=turns))
     ends = reclaim.turns_end(board, task) if turns else pool.ends
-    for at_s, _, devices in ends:
+    for at_s, id, devices in ends:
+        if lane.host is not None and not turns:
+            devices = sum(pool.suits(one, lane) for one in board.stays[id].devices)
         have += devices
         if have >= lane.width:
-            return _Kept(task.id, lane.memory_bytes, max(at_s, board.now_s), have - lane.width)
-    return _Kept(task.id, lane.memory_bytes, NEVER, 0)
+            return _Kept(task.id, lane, max(at_s, board.now_s), have - lane.width)
+    return _Kept(task.id, lane, NEVER, 0)
 
 
 # --- graphs that share a device -----------------------------------------------------------------
@@ -478,7 +481,7 @@ def _nothing_free(board: Board, lane: Lane) -> bool:
 def _free(board: Board, lane: Lane) -> int:
     """So many devices at most would do, with those that others hold beyond their need."""
     pool = board.pools.get(lane.kind)
-    return 0 if pool is None else pool.fitting(lane.memory_bytes) + pool.grown
+    return 0 if pool is None else pool.fitting(lane) + pool.grown
 
 
 def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
@@ -487,10 +490,10 @@ def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
     if ends_s <= kept.at_s:
         return 0
     pool = board.pools.get(lane.kind)
-    if pool is None or not kept.memory_bytes:
+    if pool is None or not (kept.lane.memory_bytes or kept.lane.host):
         return lane.width
     devices = pool.best(lane, task.image_on, board.pinned())
-    return sum(pool.open[id] >= kept.memory_bytes for id in devices) if devices else lane.width
+    return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
 
 
 def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:

@@ -217,7 +217,7 @@ def _free(pool: Pool | None, board: Board, task: Task) -> int:
     here = board.lane(task)
     if pool is None:
         return 0
-    return int(here.pin in pool.free) if here.pin is not None else pool.fitting(here.memory_bytes)
+    return int(here.pin in pool.free) if here.pin is not None else pool.fitting(here)
 
 
 def _by_stay(chosen: Iterable[Offer]) -> list[Resize]:

@@ -114,7 +114,8 @@ class Obstacles:
     `devices` are those of its kind with enough memory that are known, `up` and not `cordoned`
     counted of those; `busy` is how many are held or promised, `turn_s` how long a turn lasts there
     at least.  `tenant` and `user` are set if a holder there does not give way; `own` counts devices
-    held by the same user's tasks of the same or a higher priority.  `free` devices, and those that
+    held by the same user's tasks of the same or a higher priority.  All are those of a `host`, if
+    it is a gang that may not part, and finds them there first.  `free` devices, and those that
     are `lent` to tasks that hold more than they need, are too few for a gang, or `kept` for one
     that waited longer, or about to be given away (`offered`).  Of holders
     that are better served, `guaranteed` hold no more than they are guaranteed, and `protected` may
@@ -131,6 +132,7 @@ class Obstacles:
     kept: bool = False
     offered: bool = False
     shut: tuple[Shut, ...] = ()
+    host: str | None = None
     pinned_to: str | None = None
     pin_is_free: bool = False
     tenant: Standing | None = None
@@ -312,16 +314,16 @@ def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
 
 
 def _gang(task: Task, seen: Obstacles) -> Iterator[Reason]:
-    what = _what(task)
+    what, once = _what(task), f"of {seen.host} at once" if seen.host else "at once"
     if 0 < seen.open < task.width:
         there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
-        told = f"It needs {task.width} devices at once; {there}."
+        told = f"It needs {task.width} devices {once}; {there}."
         until = f"{task.width} of them take work, or it asks for devices: min {seen.open}"
         change = Change(action="set_devices_min", value=seen.open, of=task.kind)
         yield _reason("TOO_FEW_DEVICES", told, until, change)
     elif task.width > 1 and (have := seen.free + seen.lent) < task.width and seen.open:
         free = f"{seen.free} of {seen.open} are free{_lent(seen)}"
-        told = f"It needs {task.width} devices at once; {free}."
+        told = f"It needs {task.width} devices {once}; {free}."
         until = f"{task.width} are free, or give way"
         change = Change(action="free_devices", value=task.width - have, of=task.kind)
         if have:

@@ -110,7 +110,8 @@ ALL = "*"  # in a limit: devices of every kind together
 class Lane:
     """All tasks that need the same: whoever of them comes first, the same devices would do.
 
-    `width` devices of `kind` with `memory_bytes` each; `pin` is the only device that will do.
+    `width` devices of `kind` with `memory_bytes` each; `pin` is the only device that will do, and
+    only those of `host` will, if it is said.
     Made by `lane`, so that equal ones are one object and hash fast.
     """
 
@@ -118,10 +119,17 @@ class Lane:
     width: int = 1
     memory_bytes: int = 0
     pin: str | None = None
+    host: str | None = None
 
 
-def lane(kind: str, width: int = 1, memory_bytes: int = 0, pin: str | None = None) -> Lane:
-    return _lane(kind, width, memory_bytes, pin)  # one key, however it was called
+def lane(
+    kind: str,
+    width: int = 1,
+    memory_bytes: int = 0,
+    pin: str | None = None,
+    host: str | None = None,
+) -> Lane:
+    return _lane(kind, width, memory_bytes, pin, host)  # one key, however it was called
 
 
 _lane = cache(Lane)

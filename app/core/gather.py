@@ -1,6 +1,6 @@
 """Moves that bring free devices together: who needs little gives up a device for who needs more.
 
-Any devices of a kind make a gang, wherever they are, so free ones are scattered only by memory:
+Any devices of a kind make a gang that may part, so for it free ones are scattered only by memory:
 large devices held by tasks for which a small one, that is free, would do.  If the first in line of
 those who find too few large ones could be launched after such moves, they are made: all that are
 needed, or none.
@@ -41,14 +41,15 @@ def _first_without_room(board: Board, pool: Pool) -> Task | None:
         for lane in board.tree.lanes
         if lane.kind == pool.kind
         and lane.pin is None
-        and pool.fitting(lane.memory_bytes) < lane.width <= len(pool.free)
+        and lane.host is None
+        and pool.fitting(lane) < lane.width <= len(pool.free)
     )
     found = board.tree.first(dict.fromkeys(islice(lanes, LANES)))
     return None if found is None else found[2]
 
 
 def _for(board: Board, pool: Pool, lane: Lane) -> list[tuple[str, str]]:
-    lacking = lane.width - pool.fitting(lane.memory_bytes)
+    lacking = lane.width - pool.fitting(lane)
     small = sorted(
         (pool.open[id], id)
         for id, leaving in pool.free.items()

@@ -29,10 +29,13 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a deployment has of one device kind: how many, and the memory of the largest."""
+    """What a deployment has of one device kind: how many, the memory of the largest, and how many
+    lie on one host at most.
+    """
 
     devices: int
     memory_bytes: int
+    together: int
 
 
 def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
@@ -143,10 +146,13 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
     if wanted.min > offer.devices:
         told = f"there are {offer.devices} {wanted.kind} devices here, {wanted.min} are wanted"
         yield "devices/min", told
+    elif wanted.min > offer.together and not wanted.across_hosts and task.run.kind == "graph":
+        told = f"a graph stays on one host, and none has more than {offer.together}"
+        yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"
 
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
-    if task.devices.min > 1 and not task.devices.across_hosts:
+    if task.devices.min > 1 and not task.devices.across_hosts and task.run.kind != "graph":
         told = "several devices at once may lie on several hosts: say `across_hosts: true`"
         yield "devices/min", told
     if task.devices.across_hosts and task.run.kind != "job":

@@ -123,9 +123,10 @@ class Task:
     and not begun); it `stops` when only the last difference is left.
 
     An elastic task needs `width` devices and can use `width_max`, all on one host but if it may
-    live `across_hosts`.  What it holds beyond `width` is lent to it, and counts as free for who
-    waits (`core.elastic`).  While it is made smaller it still holds what it `leaves`.  `accrued_us`
-    and `held_us` are since it was resized, if it was.
+    live `across_hosts`.  Who needs several of `one_host` waits until one has so many free.  What it
+    holds beyond `width` is lent to it, and counts as free for who waits (`core.elastic`).  While it
+    is made smaller it still holds what it `leaves`.  `accrued_us` and `held_us` are since it was
+    resized, if it was.
 
     A `graph` of one executor can take turns with others on a device; if it `shares` one, or did so
     in this epoch, it is charged for what the device says that it held, and not before it says so.
@@ -142,6 +143,7 @@ class Task:
     width: int = 1  # devices it needs at once
     width_max: int = 0  # and can use; 0: no more than it needs
     across_hosts: bool = False
+    one_host: bool = False
     tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0

@@ -150,7 +150,7 @@ class _Claim:
         self.lane, self.leaf = board.lane(task), board.leaf(task)
         self.pool = board.pools.get(task.kind)
         self.need = self.over = 0  # so many devices; and so many within its limits
-        if self.pool is not None and self.pool.size(self.lane.memory_bytes) >= self.lane.width:
+        if self.pool is not None and self.pool.size(self.lane) >= self.lane.width:
             self.need = max(0, self.lane.width - self._free() - sum(offered.values()))
             self.over = _over(self.leaf, self.lane)
         self.turn_us = slice_us(board.policy, task)
@@ -164,7 +164,7 @@ class _Claim:
         assert self.pool is not None
         if self.lane.pin is not None:
             return int(self.lane.pin in self.pool.free)
-        return self.pool.fitting(self.lane.memory_bytes)
+        return self.pool.fitting(self.lane)
 
     def side(self, leaf: Branch, within: Branch | None) -> _Side | None:
         """How a leaf compares; None if nobody there gives way."""
@@ -331,7 +331,8 @@ class _Claim:
     def _gain(self, stay: Stay) -> int:
         assert self.pool is not None
         lane = self.lane
-        if not lane.memory_bytes and lane.pin is None and self.pool.whole:
+        anywhere = lane.pin is None and lane.host is None
+        if anywhere and not lane.memory_bytes and self.pool.whole:
             return len(stay.devices)
         return sum(self.pool.suits(id, lane) for id in stay.devices)
 
@@ -412,11 +413,7 @@ class _Claim:
         """
         tree, kind, parent = self.board.tree, self.lane.kind, _parent(branch)
         pool, last = self.board.pools[kind], (True, tree.score(branch, kind=kind))
-        lanes = [
-            lane
-            for lane in tree.lanes
-            if lane.kind == kind and pool.size(lane.memory_bytes) >= lane.width
-        ]
+        lanes = [lane for lane in tree.lanes if lane.kind == kind and pool.size(lane) >= lane.width]
         for borrows, score, side in self._on_their_way_out(branch):
             if (borrows, score) < last and side is not branch:
                 return True

@@ -75,10 +75,12 @@ def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
 
 def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacles:
     """`gangs`: does any gang wait for this kind?  If not given, by who is in the board's line."""
+    host = board.lane(task).host
     fitting = [
         device
         for device in board.devices.values()
         if device.kind == task.kind and device.memory_bytes >= task.memory_bytes
+        if not host or device.host == host
     ]
     open_ = [device.id for device in fitting if board.open(device)]
     holders = {id: board.on(id) for id in open_}
@@ -101,6 +103,7 @@ def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacl
         offered=(could and not kept) or (pin_is_free and not shut),
         shut=shut,
         turn_s=slice_us(board.policy, task) / 1e6,
+        host=host,
         pinned_to=pin,
         pin_is_free=pin_is_free,
         shed=_shed(board, task),

@@ -211,6 +211,28 @@ def test_a_graph_is_lent_a_second_device_and_gives_the_same_bits(system, undistu
     system.check_ledger()
 
 
+def test_a_graph_that_needs_two_devices_begins_on_both_at_once(system, undisturbed):
+    """It waits until both are free, and ends with the same bits."""
+    client, other = system.client("beta"), system.client("alpha")
+    first = other.submit_job("train:Train", name="before", params={"steps": 40})
+    system.wait_running(other, first)
+    id = submit(client, "graph-two", graph(), devices={"min": 2, "max": 2})
+    client.wait_until(id, lambda request: request["tasks"][1]["state"] == "running", timeout_s=60)
+    task_id = client.request(id)["tasks"][1]["id"]
+    task = client.get(f"/v1/tasks/{task_id}")
+    assert len({task["seat"], *task["lent"]}) == 2, task
+    task = done(client, id)
+    assert task["result"] == undisturbed["result"]
+    assert task["step"] == COUNT
+    stays = [*client.items(f"/v1/tasks/{task_id}/placements")]
+    assert len({stay["device_id"] for stay in stays if stay["epoch"] == 1}) == 2, stays
+    (plan,) = client.get(f"/v1/requests/{id}/plan")["graphs"]
+    assert plan["executors"] == 2
+    assert plan["moved_bytes"] > 0
+    assert other.wait(first, timeout_s=60)["state"] == "done"
+    system.check_ledger()
+
+
 def test_a_killed_executor_costs_what_ran_since_the_last_checkpoint(system, undisturbed):
     client = system.client("gamma")
     more = {"devices": {"max": 2}, "retry": {"max": 1}}

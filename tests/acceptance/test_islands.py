@@ -209,8 +209,30 @@ def fork(nap_s):
     return {"nodes": [first, *sides, end], "outputs": {"parameters": "end.parameters"}}
 
 
-def submit_graph(client, name, *, islands=2, nap_s=0.6, graph=pipeline, hold=False, **more):
+def broad(nap_s, est_ms=1200):
+    """Four chains that have nothing to do with each other until the end."""
+    nodes = []
+    for lane in "abcd":
+        for n in range(2):
+            given = {"x": f"{lane}{n - 1}.h"} if n else {}
+            made = {"inputs": given, "params": {"nap_s": nap_s, "n": "abcd".index(lane) + n}}
+            node = {"name": f"{lane}{n}", "function": "ops:stage", "outputs": ["h"]}
+            nodes.append({**node, **made, "est": {"ms": est_ms}})
+    join = {"function": "ops:stage", "outputs": ["h"], "params": {"nap_s": 0}}
+    nodes += [
+        {"name": "ab", **join, "inputs": {"x": "a1.h", "y": "b1.h"}},
+        {"name": "cd", **join, "inputs": {"x": "c1.h", "y": "d1.h"}},
+    ]
+    ends = {"a": "ab.h", "b": "cd.h"}
+    end = {"name": "end", "function": "ops:summed", "inputs": ends, "outputs": ["parameters"]}
+    return {"nodes": [*nodes, end], "outputs": {"parameters": "end.parameters"}}
+
+
+def submit_graph(
+    client, name, *, islands=2, nap_s=0.6, graph=pipeline, hold=False, devices=None, **more
+):
     task = {
+        "devices": devices or {},
         **{"name": "pipe", "run": {"graph": graph(nap_s, **more)}, "islands": islands},
         **{"retry": {"max": 1}, "checkpoint": {"every_s": 0.5, "keep": 2}},
         "start": {"hold": hold},
@@ -386,3 +408,38 @@ def client_waits(system, client, ids):
 
 def task_id(client, id):
     return client.request(id)["tasks"][0]["id"]
+
+
+@pytest.fixture(scope="module")
+def wide_islands():
+    """`local` of two devices, and `east` of two."""
+    with (
+        temporary_home() as home,
+        running(home, devices=2, env=SETTINGS) as handle,
+        contextlib.closing(System(handle)) as system,
+    ):
+        east = Processes(handle, "east")
+        east.start("leader", "device.0", "device.1")
+        client = system.client("alpha")
+        try:
+            assert system.until(lambda: is_up(client, "east.0") and is_up(client, "east.1"))
+            yield system
+        finally:
+            east.kill()
+
+
+def test_legs_of_a_graph_that_needs_two_devices_begin_on_two_each(wide_islands):
+    """On both islands; and give the bits that one executor gives."""
+    system, client = wide_islands, wide_islands.client("alpha")
+    alone = ended(client, submit_graph(client, "narrow", islands=1, nap_s=0.01, graph=broad))
+    id = submit_graph(client, "broad", graph=broad, devices={"min": 2, "max": 2})
+    assert ended(client, id) == alone
+    places = client.get(f"/v1/requests/{id}/plan")
+    assert {place["island"] for place in places["tasks"]} == {"local", "east"}
+    assert {plan["executors"] for plan in places["graphs"]} == {2}
+    for task in client.request(id)["tasks"]:
+        stays = [*client.items(f"/v1/tasks/{task['id']}/placements")]
+        held = {stay["device_id"] for stay in stays if stay["epoch"] == 1}
+        assert len(held) == 2, stays
+        assert len({device.partition(".")[0] for device in held}) == 1, stays
+    system.check_ledger()

@@ -177,7 +177,7 @@ class TestSubmit:
             ({"outputs": ["y", "z"]}, "/tasks/1/outputs/1", "unbound"),
             ({"run": {"graph": {}}}, "/tasks/1/run/graph/nodes", "missing"),
             ({"run": {"graph": "sha256:0"}}, "/tasks/1/run/graph", "invalid"),
-            ({"devices": {"min": 2, "max": 2}}, "/tasks/1/devices/min", "unsatisfiable"),
+            ({"devices": {"min": 3, "max": 3}}, "/tasks/1/devices/min", "unsatisfiable"),
         ],
     )
     def test_what_does_not_fit_its_task_is_refused(self, change, pointer, code, client):
@@ -209,8 +209,8 @@ class TestSubmit:
         problem(client.post("/v1/requests", json=body), 422, "validation-error", "/bundle")
 
 
-def wide(length=2):
-    """Two chains of nodes that take long, and one that joins them."""
+def wide(length=2, sides="lr"):
+    """Chains of nodes that take long, and one that joins them."""
     est = {"function": "ops:work", "outputs": ["r"], "est": {"ms": 5000}}
     nodes = [
         {
@@ -218,10 +218,10 @@ def wide(length=2):
             "inputs": {"part": f"{side}{n - 1}.r" if n else "input:raw"},
             **est,
         }
-        for side in "lr"
+        for side in sides
         for n in range(length)
     ]
-    ends = {"parts": [f"l{length - 1}.r", f"r{length - 1}.r"]}
+    ends = {"parts": [f"{side}{length - 1}.r" for side in sides]}
     vote = {"name": "vote", "function": "ops:vote", "inputs": ends, "outputs": ["y"]}
     return {"nodes": [*nodes, vote], "outputs": {"y": "vote.y"}}
 
@@ -255,6 +255,30 @@ class TestSeveralIslands:
         assert ran == ["l0", "l1", "r0", "r1", "vote"]
         plan = client.get(f"/v1/requests/{answer.json()['id']}/plan").json()
         assert sorted(p["node"] for g in plan["graphs"] for p in g["nodes"]) == ran
+
+    def test_it_is_not_cut_for_an_island_without_a_host_of_as_many_devices_as_it_needs(
+        self, west, client, session
+    ):
+        sent = request(wide(sides="klmr"), islands=2, devices={"min": 2, "max": 2})
+        tasks = client.post("/v1/requests", json=sent).json()["tasks"]
+        assert [task["name"] for task in tasks] == ["make", "whole"]
+        session.add(Device(id="w.1", host="w", island="west", kind="cpu", memory_bytes=2**30))
+        session.commit()
+        sent = request(wide(sides="klmr"), islands=2, devices={"min": 2, "max": 2})
+        tasks = client.post("/v1/requests", json=sent).json()["tasks"]
+        legs = [task for task in tasks if task["name"].startswith("whole.")]
+        assert len({task["name"].split(".")[1] for task in legs}) == 2
+
+    def test_one_that_needs_more_devices_than_a_host_has_is_refused(self, west, client, session):
+        """There are four in all, and at most three lie on one host."""
+        for n in (1, 2):
+            session.add(Device(id=f"w.{n}", host="w", island="west", kind="cpu"))
+        session.commit()
+        sent = request(wide(), devices={"min": 4, "max": 4})
+        answer = client.post("/v1/requests", json=sent)
+        problem(answer, 422, "unsatisfiable", "/tasks/1/devices/min")
+        sent = request(wide(), devices={"min": 3, "max": 3})
+        assert client.post("/v1/requests", json=sent).status_code == 202
 
     def test_on_the_only_island_it_stays_whole(self, client):
         tasks = client.post("/v1/requests", json=request(wide(), islands=2)).json()["tasks"]

@@ -21,7 +21,7 @@ from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant, User
 from app.core.lifecycle import Move
 from app.core.record import as_json, from_json, seen_by
 from app.core.simulate import Arrival, Costs, Report, simulate
-from benchmarks.no_cycles import ELASTIC, Shop, judge
+from benchmarks.no_cycles import BOUND, ELASTIC, Shop, judge
 from benchmarks.no_cycles import island as random_island
 
 NOW_S = 1000.0
@@ -258,6 +258,65 @@ def test_if_its_ranks_may_part_it_grows_onto_other_hosts_but_first_onto_its_own(
     assert told(decide(at_home(parts, far="d0 d2 d3"), now_s=NOW_S)) == ["a: d1 d0 d2"]
 
 
+def waits_for_two(**more: Any) -> Task:
+    return task("g", width=2, width_max=4, one_host=True, **more)
+
+
+def test_a_gang_that_may_not_part_begins_where_enough_devices_are_free_on_one_host() -> None:
+    begins = decide(at_home(waits_for_two(), far="d1 d3"), now_s=NOW_S)
+    assert told(begins) in (["g: d1 d3"], ["g: d0 d2"])
+    busy = at_home(waits_for_two(), task("a", "d0"), far="d1 d3")
+    assert told(decide(busy, now_s=NOW_S)) == ["g: d1 d3"]
+    busy = at_home(waits_for_two(), task("a", "d1"), far="d1 d3")
+    assert told(decide(busy, now_s=NOW_S)) == ["g: d0 d2"]
+    parts = at_home(task("g", width=2, width_max=4), task("a", "d0"), task("b", "d1"), far="d1 d3")
+    assert told(decide(parts, now_s=NOW_S)) == ["g: d2 d3"]
+
+
+def test_it_waits_while_free_ones_lie_on_two_hosts_and_says_so() -> None:
+    drawn = at_home(
+        waits_for_two(), task("a", "d0", held_s=0.5), task("b", "d1", held_s=0.5), far="d1 d3"
+    )
+    plan = decide(drawn, now_s=NOW_S)
+    assert told(plan) == []
+    (gang,) = [r for r in plan.reasons["g"] if r.code == "GANG_NEEDS_MORE_DEVICES"]
+    assert gang.message == "It needs 2 devices of far at once; 1 of 2 are free."
+
+
+def test_who_gives_way_to_it_is_of_the_host_that_it_goes_to() -> None:
+    """On the other host nobody is paused for it, however much it had."""
+    tenants = {
+        id: Tenant(id=id, name=id, weight=1000, guarantee={"cpu": 2} if id == "a" else {})
+        for id in ("a", "b")
+    }
+    others = [
+        replace(task(id, device), tenant="b", user="b1")
+        for id, device in (("x", "d0"), ("y", "d1"), ("z", "d3"))
+    ]
+    drawn = at_home(
+        replace(waits_for_two(), tenant="a", user="a1"), *others, tenants=tenants, far="d1 d3"
+    )
+    plan = decide(drawn, now_s=NOW_S)
+    assert told(plan) == ["x: -", "g: d2 d0"]
+
+
+def test_on_a_host_with_too_few_it_never_begins() -> None:
+    drawn = at_home(waits_for_two(), far="d1", devices=2)
+    plan = decide(drawn, now_s=NOW_S)
+    assert told(plan) == []
+    (gang,) = [r for r in plan.reasons["g"] if r.code == "TOO_FEW_DEVICES"]
+    assert "of far at once; 1 cpu device takes work" in gang.message
+
+
+def test_a_device_that_comes_lets_it_begin() -> None:
+    """It waits for whichever host has enough first."""
+    drawn = at_home(waits_for_two(), task("a", "d0", held_s=0.5), far="d1 d3", devices=3)
+    board = Board.of(drawn, now_s=NOW_S)
+    assert told(cycle(board)) == []
+    board.set_device(replace(board.devices["d1"], id="d3", host="far"))
+    assert told(cycle(board)) == ["g: d1 d3"]
+
+
 def test_it_never_gives_its_home_back() -> None:
     drawn = at_home(grown("a", "d0 d1"), task("b", memory_bytes=8), devices=2)
     sizes = {"d0": 8, "d1": 4}
@@ -491,6 +550,15 @@ def test_random_elastic_islands_come_to_a_standstill_by_the_rules(first: int) ->
     assert count["islands"] == 300
     assert count["grown"] > 10
     assert count["made smaller"] > 30
+
+
+@pytest.mark.parametrize("first", range(0, 900, 300))
+def test_random_islands_of_two_hosts_come_to_a_standstill_by_the_rules(first: int) -> None:
+    """Their gangs stay on one host."""
+    count = sum((judge(BOUND + seed) for seed in range(first, first + 300)), start=Counter())
+    assert count["islands"] == 300
+    assert count["grown"] > 10
+    assert count["made smaller"] > 20
 
 
 def _plain(drawn: Snapshot) -> Snapshot:

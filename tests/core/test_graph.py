@@ -12,7 +12,7 @@ from app.core import graph
 from app.core.descriptor import Descriptor, parse
 from app.core.graph import Need, Offer
 
-HERE = {"cpu": Offer(devices=2, memory_bytes=4_000_000_000)}
+HERE = {"cpu": Offer(devices=2, memory_bytes=4_000_000_000, together=2)}
 
 
 def tasks(*tasks: dict[str, Any], **request: Any) -> Descriptor:
@@ -158,6 +158,8 @@ def test_what_can_never_run_here_is_told_with_what_to_do(
     [
         ({"job": "m:C"}, {"min": 2}, "devices/min"),
         ({"job": "m:C"}, {"min": 2, "across_hosts": True}, None),
+        ({"graph": "sha256:" + "0" * 64}, {"min": 2}, None),
+        ({"graph": "sha256:" + "0" * 64}, {"min": 2, "across_hosts": True}, "devices/across_hosts"),
         ({"job": "m:C"}, {"max": 2, "across_hosts": True}, None),
         ({"command": ["x"]}, {"across_hosts": True}, "devices/across_hosts"),
         ({"function": "m:f"}, {"across_hosts": True}, "devices/across_hosts"),
@@ -169,6 +171,20 @@ def test_only_the_ranks_of_a_job_may_part(
     body = {"name": "t", "run": run, "world_size": 2, "devices": devices}
     faults = graph.unsatisfiable(tasks(body), HERE)
     assert [fault.pointer for fault in faults] == ([f"/tasks/0/{pointer}"] if pointer else [])
+
+
+def test_a_graph_that_needs_more_devices_than_any_host_has_is_told() -> None:
+    run = {"graph": "sha256:" + "0" * 64}
+    apart = {"cpu": Offer(devices=4, memory_bytes=1, together=2)}
+    two, three = (
+        graph.unsatisfiable(
+            tasks({"name": "t", "run": run, "devices": {"min": n, "max": 4}}), apart
+        )
+        for n in (2, 3)
+    )
+    assert two == ()
+    assert [fault.pointer for fault in three] == ["/tasks/0/devices/min"]
+    assert "none has more than 2" in three[0].detail
 
 
 def test_more_devices_than_there_are_is_told() -> None:
