@@ -83,6 +83,7 @@ class Cache:
             sha256, size_bytes = store.put(draft.copied(pieces))
             with _only_told():
                 draft.keep(sha256)
+                _let_pages_go(store, sha256)
         return sha256, size_bytes
 
     def _is_beside(self, store: Store) -> bool:
@@ -102,6 +103,12 @@ class Cache:
                     self._take_in(sha256, file)
             file.seek(0)
             return os.dup(file.fileno())
+
+    def take_in(self, sha256: str, fd: int) -> None:
+        """A file that hashes to that, if it is not too large; closes it.  Raises OSError."""
+        with os.fdopen(fd, "rb") as file:
+            if os.fstat(fd).st_size <= self.limit_bytes:
+                self._take_in(sha256, file)
 
     def _take_in(self, sha256: str, file: IO[bytes]) -> None:
         draft = self.folder / f".{uuid.uuid4().hex}"
@@ -203,6 +210,13 @@ def _only_told() -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("something is not kept on this host: %s", error)
+
+
+def _let_pages_go(store: Store, sha256: str) -> None:
+    """It is durable there, and read here: its memory is better used for what is written next."""
+    if isinstance(store.place, Folder):
+        with store.place.open(blob(sha256)) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _open(path: Path) -> int | None:

@@ -222,6 +222,8 @@ class Line:
 class Taker:
     """Takes what others bring straight: `came` is called with the name of the input, its file,
     read only and at its beginning, and its hash.
+
+    The file has no name: its memory is free, and is used again, when the task lets go of it.
     """
 
     def __init__(self, cache: Cache, secret: str, came: Callable[[str, int, str], None]) -> None:
@@ -243,7 +245,6 @@ class Taker:
                 links.wait_for(sock, STALL_S)
                 (size,) = _SIZE.unpack(links.read(sock, _SIZE.size))
                 sha256 = _received(sock, size, draft)
-                draft.keep(sha256)
                 fd = draft.opened()
             except OSError as error:
                 log.warning("an input did not come straight: %s", error)

@@ -1051,8 +1051,16 @@ class Supervisor(threading.Thread):
                     stay.unsure[port] = Straight(sha256=sha256, since_us=now_us())
                     self._brought(able, port, (fd, "host"))
                     return
-        self.lookout.came[sha256] = "host"  # and so it did, whoever takes it then
-        os.close(fd)
+        self._aside(
+            lambda: self.house.cache.take_in(sha256, fd),
+            lambda kept: self._came_for_later(sha256, kept),
+        )
+
+    def _came_for_later(self, sha256: str, kept: BaseException | None) -> None:
+        if kept is None:
+            self.lookout.came[sha256] = "host"  # and so it did, whoever takes it then
+        else:
+            log.warning("what came straight is not kept for later: %r", kept)
 
     def _wanted(self, wanted: Wanted) -> None:
         if (stay := self.stays.get((wanted.task, wanted.epoch))) is not None:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import queue
+import shutil
 import socket
 import threading
 import time
@@ -401,8 +402,12 @@ class TestWhatGoesStraight:
         for _ in range(2):  # in memory that is used again
             assert self.sent(giver, taking.as_told()) == BODY
             name, fd, sha256 = taking.came.get(timeout=10)
-            assert (name, sha256, read(fd)) == (self.NAME, SHA256, BODY)
-        assert read(mine.held(SHA256)) == BODY
+            assert (name, sha256, read(os.dup(fd))) == (self.NAME, SHA256, BODY)
+            assert not any(mine.folder.iterdir())  # its memory goes with the last who has it open
+            os.lseek(fd, 0, os.SEEK_SET)
+            mine.take_in(SHA256, fd)  # unless nobody takes it yet
+            assert read(mine.held(SHA256)) == BODY
+            shutil.rmtree(mine.folder)
 
     def test_who_has_another_key_gets_nothing_through(self, taking, giver):
         assert self.sent(giver, taking.as_told("cd" * 32)) == BODY
