@@ -566,7 +566,7 @@ class _Answer:
         """Of a branch that is not among those in line: it just came, or a limit keeps it out."""
         fee = self.picture.unit(task.kind) * task.width
         usage = self.board.tree.usage(branch) + branch.lifts.get(task.kind, 0)
-        borrows = branch.borrows(self.board.lane(task))
+        borrows = branch.borrows(self.board.lane_in_line(task))
         return Party(branch.name, usage, branch.weight, fee, 1, borrows)
 
     def _ranks(self, tasks: Sequence[Task]) -> dict[str, tuple[int, int, int | None]]:

@@ -486,7 +486,7 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
         if decision.move == Move.Pause:
             gains = before.tasks[decision.against or ""]
             yield from _wronged(tables, task, gains, decision.rule)
-            yield from _not_needed(tables, holding, task, gains)
+            yield from _not_needed(tables, holding, task, gains, asked)
             asked.append(holding[task.id])
             tables.hold(holding.pop(task.id), -1)
         elif decision.move == Move.Splice:
@@ -594,17 +594,22 @@ def _spare(tables: Tables, tenants: list[str], kind: str) -> int:
 
 
 def _not_needed(
-    tables: Tables, holding: dict[str, Task], victim: Task, gains: Task
+    tables: Tables, holding: dict[str, Task], victim: Task, gains: Task, asked: list[Task]
 ) -> Iterator[str]:
     """Nobody is paused where those who hold more than they need could have given enough.
 
     Looked at one elastic task after the other, and of it at what is lent; so a little less is seen
-    than is there.  A gang that stays on one host may go where others are paused.
+    than is there.  Of a gang that stays on one host it is only looked at what was free before.
     """
-    if gains.one_host:
-        return
     devices = tables.snapshot.devices
     held = {id for other in holding.values() for id in other.seats}
+    if gains.one_host and asked:
+        return
+    if gains.one_host:
+        free = [id for id in devices if id not in held and fits(devices[id], gains)]
+        if _most(tables.snapshot, gains, free) >= gains.width and tables.over(gains) is None:
+            yield f"{victim.id} was paused for {gains.id}, who could have had {free}"
+        return
     have = sum(fits(device, gains) for id, device in devices.items() if id not in held)
     after = [task for task in holding.values() if beyond(task) and task.kind == gains.kind]
     best, cut = 0, list[tuple[Task, Task]]()

@@ -140,16 +140,24 @@ class Pool:
             return 0
         return sum(memory * n for memory, n in self.sizes.items())
 
-    def home(self, width: int, memory_bytes: int) -> str:
-        """The host where so many devices at once are found first: it has enough of them, most of
-        them free, or else most of all; "" if there are none.
+    def home(self, width: int, memory_bytes: int, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
+        """The host where so many devices at once are found first: it has enough of them, all free,
+        or most of them free or `lent`, or else most of all; "" if there are none.
+
+        Of each group of `lent` devices so many may be had.
         """
         fits = [id for id, memory in self.open.items() if memory >= memory_bytes]
         size = Counter(self.hosts[id] for id in fits)
         free = Counter(self.hosts[id] for id in fits if id in self.free)
+        could = free.copy()
+        for most, devices in lent:
+            suit = (id for id in devices if self.open.get(id, -1) >= memory_bytes)
+            for host, n in Counter(self.hosts[id] for id in suit).items():
+                could[host] += min(most, n)
 
-        def place(host: str) -> tuple[int, int, int, str]:
-            return -min(size[host], width), -min(free[host], width), -size[host], host
+        def place(host: str) -> tuple[int, bool, int, int, int, str]:
+            enough, has = min(size[host], width), min(free[host], width)
+            return -enough, has < width, -min(could[host], width), -has, -size[host], host
 
         return min(size, key=place, default="")
 
@@ -264,7 +272,6 @@ class Board:
         self._due: dict[str, float] = {}  # who is urgent, and since when
         self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
-        self._bound: dict[str, str] = {}  # who is in line and stays on one host -> which that is
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved there
         self.landing: dict[str, None] = {}  # of these tasks, those that wait to be launched there
 
@@ -553,26 +560,33 @@ class Board:
         stays = task.restarts and not self.devices[on].cordoned
         return on if stays or not task.saved else None
 
-    def lane(self, task: Task) -> Lane:
-        host = self._bound[task.id] if task.id in self._bound else self._home(task)
+    def lane_in_line(self, task: Task) -> Lane:
+        """The one that it waits in, whichever host it finds its devices on."""
+        host = "" if task.one_host else None
         return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host)
 
-    def _home(self, task: Task) -> str | None:
-        """The host where it has to find all that it needs; None: anywhere."""
-        if not task.one_host:
-            return None
-        pool = self.pools.get(task.kind)
-        return "" if pool is None else pool.home(task.width, task.memory_bytes)
+    def lane(self, task: Task) -> Lane:
+        """What will do for it, as things are now."""
+        return self.bound(self.lane_in_line(task))
 
-    def bind(self) -> None:
-        """Who stays on one host waits where it finds its devices first, as things are now."""
-        homes = dict[Lane, str | None]()
-        for id, host in sorted(self._bound.items()):
-            here = alike(task := self.tasks[id])
-            if here not in homes:
-                homes[here] = self._home(task)
-            if homes[here] != host:
-                self.set_task(task)
+    def bound(self, here: Lane) -> Lane:
+        """A lane of the line, with the host where its devices are found first, if that is one."""
+        pool = self.pools.get(here.kind)
+        if here.host is None or pool is None:
+            return here
+        host = pool.home(here.width, here.memory_bytes, self._lent())
+        return lane(here.kind, here.width, here.memory_bytes, here.pin, host)
+
+    def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Of each task that holds more than it needs, and more than is guaranteed above it: how
+        many it can give back now, and which.
+        """
+        stays = [
+            stay
+            for stay in (self.elastic.values() if self.grown else ())
+            if stay.grown and stay.task.state == State.running and _is_lent(stay)
+        ]
+        return [(stay.grown, stay.devices[self.policy.homebound :]) for stay in stays]
 
     def _line_up(self, task: Task, *, returns: bool) -> None:
         self.unline(task.id)
@@ -581,12 +595,10 @@ class Board:
         if task.retry_at_s > self.now_s:
             heappush(self._wake, (task.retry_at_s, task.id))
         elif task.state == State.waiting and not self._is_away(task):
-            if (home := self._home(task)) is not None:
-                self._bound[task.id] = home
             self.tree.push(
                 (*self.path_of(task.tenant), task.user),
                 task,
-                lane=self.lane(task),
+                lane=self.lane_in_line(task),
                 id=task.id,
                 priority=task.priority,
                 submitted_s=task.submitted_s,
@@ -611,7 +623,6 @@ class Board:
 
     def unline(self, id: str) -> None:
         task = self.tree.drop(id)
-        self._bound.pop(id, None)
         if task is None:
             return
         if task.epoch:
@@ -621,10 +632,8 @@ class Board:
         if self.longer:
             leaf, here = self.leaf(task), alike(task)
             if (leaf, here) in self.longer:
-                lanes = (
-                    [on for on in leaf.lines if _anywhere(on) is here] if task.one_host else [here]
-                )
-                if self.tree.first_below(leaf, lanes) is None:
+                on_one = lane(here.kind, here.width, here.memory_bytes, host="")
+                if self.tree.first_below(leaf, (here, on_one)) is None:
                     self.short.add((leaf, here))
 
     def pinned(self) -> list[str]:
@@ -847,7 +856,7 @@ class Board:
 
     def _seat(self, task: Task) -> Stay:
         """Rule F1: it holds its devices, and is charged a full turn at once."""
-        leaf, here = self.leaf(task), self.lane(task)
+        leaf, here = self.leaf(task), self.lane_in_line(task)
         rate = 0 if task.shares else self.rate_of(task)  # its device says what it holds of the time
         stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
@@ -1085,9 +1094,15 @@ def alike(task: Task) -> Lane:
     return lane(task.kind, task.width, task.memory_bytes)
 
 
-def _anywhere(here: Lane) -> Lane:
-    """The lane of the line of who is in this one."""
-    return lane(here.kind, here.width, here.memory_bytes)
+def _is_lent(stay: Stay) -> bool:
+    """Is no branch within its guarantee with what it holds?"""
+    branch, kind = stay.leaf, stay.lane.kind
+    while branch.parent is not None:
+        holds = branch.held[kind] + branch.grown.get(kind, 0)
+        if branch.guarantee and holds <= branch.guarantee.get(kind, 0):
+            return False
+        branch = branch.parent
+    return True
 
 
 def place_in_line(task: Task) -> tuple[int, float, str]:

@@ -58,7 +58,6 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         credit.welcome(board)
     if _nothing_moved(paper):
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
-    board.bind()
     # 5. Seat those who must not wait longer,
     urgent = _seat_urgent(paper)
     # then graphs that can take turns with those that run,
@@ -481,7 +480,7 @@ def _nothing_free(board: Board, lane: Lane) -> bool:
 def _free(board: Board, lane: Lane) -> int:
     """So many devices at most would do, with those that others hold beyond their need."""
     pool = board.pools.get(lane.kind)
-    return 0 if pool is None else pool.fitting(lane) + pool.grown
+    return 0 if pool is None else pool.fitting(board.bound(lane)) + pool.grown
 
 
 def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
@@ -492,7 +491,7 @@ def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
     pool = board.pools.get(lane.kind)
     if pool is None or not (kept.lane.memory_bytes or kept.lane.host):
         return lane.width
-    devices = pool.best(lane, task.image_on, board.pinned())
+    devices = pool.best(board.lane(task), task.image_on, board.pinned())
     return sum(pool.suits(id, kept.lane) for id in devices) if devices else lane.width
 
 
@@ -502,7 +501,7 @@ def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
     pool = board.pools.get(task.kind)
     if pool is None:
         return False
-    against = None
+    against, lane = None, board.lane(task)
     if board.grown:
         offered = elastic.offers(board, task, urgent=rule != "F3")
         back = elastic.given_back(board, task, offered)
@@ -510,7 +509,7 @@ def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
             return False
         _give_back(paper, back, task, rule)
         against = back[0].stay.id if back else None
-    devices = pool.best(board.lane(task), task.image_on, board.pinned())
+    devices = pool.best(lane, task.image_on, board.pinned())
     if not devices:
         return False
     because = {
@@ -565,6 +564,7 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
     board = paper.board
     if not board.policy.turns:
         return False
+    lane = board.lane(task)  # as long as nobody gives way it finds its devices on that host
     urgent = rule in ("F7", "F9")
     offered = elastic.offers(board, task, urgent=urgent) if board.grown else []
     counts = Counter(offer.stay.id for offer in offered if offer.suits) if offered else {}
@@ -592,7 +592,6 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
             against=task.id,
         )
     pool = board.pools[task.kind]
-    lane = board.lane(task)
     devices = pool.best(lane, task.image_on, board.pinned())
     first = victims[0]
     because = {

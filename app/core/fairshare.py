@@ -111,7 +111,7 @@ class Lane:
     """All tasks that need the same: whoever of them comes first, the same devices would do.
 
     `width` devices of `kind` with `memory_bytes` each; `pin` is the only device that will do, and
-    only those of `host` will, if it is said.
+    only those of `host` will, if it is said; "" in line: of any one host.
     Made by `lane`, so that equal ones are one object and hash fast.
     """
 

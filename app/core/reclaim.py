@@ -111,7 +111,7 @@ def hopeless(board: Board, task: Task) -> bool:
 
     Who is below the same branch at the top is asked when that branch's turns are taken.
     """
-    leaf, lane, kind = board.leaf(task), board.lane(task), task.kind
+    leaf, lane, kind = board.leaf(task), board.lane_in_line(task), task.kind
     top = leaf.top
     if not top.borrows(lane):
         return False
@@ -413,7 +413,11 @@ class _Claim:
         """
         tree, kind, parent = self.board.tree, self.lane.kind, _parent(branch)
         pool, last = self.board.pools[kind], (True, tree.score(branch, kind=kind))
-        lanes = [lane for lane in tree.lanes if lane.kind == kind and pool.size(lane) >= lane.width]
+        lanes = [
+            lane
+            for lane in tree.lanes
+            if lane.kind == kind and pool.size(self.board.bound(lane)) >= lane.width
+        ]
         for borrows, score, side in self._on_their_way_out(branch):
             if (borrows, score) < last and side is not branch:
                 return True
@@ -457,7 +461,7 @@ def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
 
 def shut_by(board: Board, task: Task) -> Branch | None:
     """The lowest branch above a task whose limits leave no room for it; None if all do."""
-    leaf, lane = board.leaf(task), board.lane(task)
+    leaf, lane = board.leaf(task), board.lane_in_line(task)
     return next((branch for branch in above(leaf) if not branch.room(lane)), None)
 
 

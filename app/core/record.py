@@ -64,7 +64,7 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
     """Who waited and was not picked, and changed what others got."""
     tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
     for id in board.tried.keys() & tasks.keys():
-        tried[board.lane(tasks[id])].append(id)
+        tried[board.lane_in_line(tasks[id])].append(id)
     ids = (board.in_the_way | set(_pinned(board))) & tasks.keys()
     found, new = dict[str, Task](), [*moved, *(tasks[id] for id in ids)]
     while new:
@@ -72,7 +72,7 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
         if task.id not in found:
             found[task.id] = task
             # Who went first in its lane, and in vain, shut it to those behind.
-            others = (*tried.pop(board.lane(task), ()), *board.tried.get(task.id, ()))
+            others = (*tried.pop(board.lane_in_line(task), ()), *board.tried.get(task.id, ()))
             new += [tasks[id] for id in others if id in tasks]
     return [found[id] for id in sorted(found)]
 

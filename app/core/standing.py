@@ -37,7 +37,7 @@ def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
 def alike(board: Board, task: Task) -> tuple[Lane, Branch, int, str]:
     """Tasks for which this is equal have the same obstacles, but for what time does to each."""
     shed = task.id if task.epoch else ""
-    return board.lane(task), board.leaf(task), task.priority, shed
+    return board.lane_in_line(task), board.leaf(task), task.priority, shed
 
 
 def _order(board: Board) -> list[Task]:
@@ -158,7 +158,7 @@ def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
     if mine is theirs:
         return _Held(stay.task.priority >= task.priority, False, False)
     lent = all(_lent(branch, task.kind) for branch in below(stay.leaf, theirs))
-    owed = not mine.borrows(board.lane(task))
+    owed = not mine.borrows(board.lane_in_line(task))
     score, kind = board.tree.score, task.kind
     better = score(theirs, kind=kind) > score(mine, _fee(board, stay, task), kind=kind)
     if (owed and (lent or better)) or (lent and better):
@@ -263,7 +263,7 @@ def _in_leaf(task: Task) -> tuple[int, float, str]:
 
 def _of_branch(board: Board, branch: Branch, task: Task) -> tuple[bool, int, str]:
     """Who stays within a guarantee first, then who is served worst."""
-    borrows = branch.borrows(board.lane(task))
+    borrows = branch.borrows(board.lane_in_line(task))
     return borrows, board.tree.score(branch, kind=task.kind), branch.name
 
 
@@ -330,7 +330,7 @@ class _Crowd:
         self.lanes: dict[Path, Counter[Lane]] = defaultdict(Counter)
         for task in tasks:
             for branch in above(board.leaf(task)):
-                self.lanes[branch.path][board.lane(task)] += 1
+                self.lanes[branch.path][board.lane_in_line(task)] += 1
 
     def siblings(self, branch: Branch) -> Iterator[Party]:
         branches = self.board.tree.branches

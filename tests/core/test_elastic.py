@@ -300,6 +300,23 @@ def test_who_gives_way_to_it_is_of_the_host_that_it_goes_to() -> None:
     assert told(plan) == ["x: -", "g: d2 d0"]
 
 
+def test_what_is_lent_on_any_host_lets_it_begin() -> None:
+    """Also where another host is as large, and nobody there gives way."""
+    others = [task(id, device, held_s=0.5) for id, device in (("x", "d1"), ("y", "d3"))]
+    drawn = at_home(
+        waits_for_two(), *others, task("w", "d5", held_s=0.5), grown("z", "d0 d2 d4"),
+        far="d1 d3 d5", devices=6,
+    )  # fmt: skip
+    assert told(decide(drawn, now_s=NOW_S)) == ["z: d0", "g: d2 d4"]
+
+
+def test_several_begin_in_one_round_each_on_its_host_and_nobody_is_paused_for_them() -> None:
+    others = [task(f"n{n}", f"d{n}") for n in (4, 5, 6)]
+    gangs = [replace(waits_for_two(), id=id) for id in ("g", "k")]
+    drawn = at_home(*gangs, *others, far="d1 d3 d5", devices=7)
+    assert told(decide(drawn, now_s=NOW_S)) == ["g: d0 d2", "k: d1 d3"]
+
+
 def test_on_a_host_with_too_few_it_never_begins() -> None:
     drawn = at_home(waits_for_two(), far="d1", devices=2)
     plan = decide(drawn, now_s=NOW_S)
