@@ -30,7 +30,7 @@ import numpy
 import torch
 
 from app.core import taskgraph
-from app.core.taskgraph import INPUT, TaskGraph, Tensor, Unit, worth_telling
+from app.core.taskgraph import INPUT, MAX_BYTES, TaskGraph, Tensor, Unit, worth_telling
 from workers.accelerator import Accelerator
 from workers.chance import Chance, seed_of
 from workers.spill import Piece, Room
@@ -219,8 +219,9 @@ class GraphJob:
         """
         names, units = self.program.blocks, self.program.units
         said = {n for unit in units for port, n in unit.outputs if _is_said(unit, port)}
-        found = self.weighed.items()
-        return worth_telling({names[n]: b for n, b in found if b is not None and n not in said})
+        found = {n: b for n, b in self.weighed.items() if b is not None and n not in said}
+        # What was expanded may be thought larger than any memory is.
+        return worth_telling({names[n]: b for n, b in found.items() if b <= MAX_BYTES})
 
     @property
     def spilled_bytes(self) -> int:

@@ -22,7 +22,7 @@ from app.core import taskgraph
 from app.core.descriptor import BadDescriptor
 from app.core.messages import Failed, Finished, Paused, Saved, Started
 from tests.workers.conftest import BUNDLE, PRESET, ROOT, Ground
-from workers import graph
+from workers import graph, resident
 from workers.accelerator import Accelerator
 from workers.executor import Context
 from workers.graph import Loaded, NodeFailed, weigh
@@ -112,6 +112,12 @@ def test_it_tells_how_large_the_blocks_were_that_are_not_declared() -> None:
     assert isinstance(listed, list)
     whole = sum(x.nbytes for x in each)
     assert found == {"s0.y": one.nbytes, "p.parts": whole, "d.y": whole, "l.y": 8 * len(listed)}
+
+
+def test_what_is_larger_than_any_memory_is_told_of_no_block() -> None:
+    """Whoever hears of it would think that the process lies, and end it."""
+    said = {"made_bytes": sizes(body(node("e", "expanded"), node("f", "first", "x=e.y")))}
+    assert resident.made_bytes(said) == said["made_bytes"] == {"f.y": 4}
 
 
 def test_what_is_known_is_weighed_again_only_after_a_long_node(
