@@ -215,7 +215,9 @@ _TASK = _object(
                 "min": _whole(
                     "devices it needs at once; more than 1 of a graph, or with `across_hosts`", 1
                 ),
-                "max": _whole("devices it can use; default: of a job as many as ranks, else 1", 1),
+                "max": _whole(
+                    "devices it can use; default: of a job as many as ranks, else `min`", 1
+                ),
                 "memory_bytes": _whole("that each device must have", 0),
                 "across_hosts": {
                     "type": "boolean",

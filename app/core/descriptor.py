@@ -376,7 +376,8 @@ def _start(fields: Fields) -> Start:
 def _executors(body: JSON) -> int:
     """Of a graph that says no more: as many as the devices that it may have."""
     devices = body.get("devices")
-    most = devices.get("max") if isinstance(devices, dict) else None
+    said = devices if isinstance(devices, dict) else {}
+    most = said.get("min") if said.get("max") is None else said["max"]
     return most if isinstance(most, int) and 1 <= most <= 100_000 else 1
 
 

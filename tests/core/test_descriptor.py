@@ -124,6 +124,14 @@ def test_only_ranks_that_have_steps_may_have_a_device_each() -> None:
     assert [most(run) for run in runs] == [4, 1, 1]
 
 
+def test_a_graph_that_says_how_many_devices_it_needs_may_have_as_many() -> None:
+    graph = {"graph": "sha256:" + "0" * 64}
+    task = parse(one(run=graph, devices={"min": 2})).tasks[0]
+    assert (task.world_size, task.devices) == (2, Devices(min=2, max=2))
+    with pytest.raises(BadDescriptor):
+        parse(one(run=graph, devices={"min": 2, "max": 1}))
+
+
 def test_null_means_not_given() -> None:
     body = one(start=None, devices=None, params=None, outputs=None)
     assert parse({**body, "name": None, "labels": None, "notify": None}) == parse(one())
