@@ -272,6 +272,9 @@ class Board:
         self._due: dict[str, float] = {}  # who is urgent, and since when
         self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
+        self.sought: dict[
+            str, str
+        ] = {}  # who stays on one host -> where else room is sought for it
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved there
         self.landing: dict[str, None] = {}  # of these tasks, those that wait to be launched there
 
@@ -567,7 +570,19 @@ class Board:
 
     def lane(self, task: Task) -> Lane:
         """What will do for it, as things are now."""
-        return self.bound(self.lane_in_line(task))
+        here = self.lane_in_line(task)
+        if task.id in self.sought:
+            return lane(here.kind, here.width, here.memory_bytes, here.pin, self.sought[task.id])
+        return self.bound(here)
+
+    def others(self, task: Task) -> list[str]:
+        """The hosts with enough devices for who stays on one, but the one that it finds first."""
+        pool = self.pools.get(task.kind)
+        if pool is None or not task.one_host:
+            return []
+        size = Counter(pool.hosts[id] for id, mb in pool.open.items() if mb >= task.memory_bytes)
+        first = self.lane(task).host
+        return sorted(host for host, n in size.items() if n >= task.width and host != first)
 
     def bound(self, here: Lane) -> Lane:
         """A lane of the line, with the host where its devices are found first, if that is one."""

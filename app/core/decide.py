@@ -560,7 +560,22 @@ def _launch(
 
 
 def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = None) -> bool:
-    """Launch it in the place of those who had more, or borrowed; False if too few give way."""
+    """Launch it in the place of those who had more, or borrowed; False if too few give way, on
+    whichever host.
+    """
+    if _make_room_there(paper, task, rule, within):
+        return True
+    board = paper.board
+    for host in board.others(task) if board.policy.turns else ():
+        board.sought[task.id] = host
+        has_room = _make_room_there(paper, task, rule, within)
+        del board.sought[task.id]
+        if has_room:
+            return True
+    return False
+
+
+def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None) -> bool:
     board = paper.board
     if not board.policy.turns:
         return False

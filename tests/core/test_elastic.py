@@ -317,6 +317,18 @@ def test_several_begin_in_one_round_each_on_its_host_and_nobody_is_paused_for_th
     assert told(decide(drawn, now_s=NOW_S)) == ["g: d0 d2", "k: d1 d3"]
 
 
+def test_where_nobody_gives_way_it_goes_to_another_host() -> None:
+    """On the first by name two run that are more urgent, of the same user."""
+    owed = {"g": Tenant(id="g", name="g", weight=1000, guarantee={"cpu": 4})}
+    urgent = [
+        replace(task(id, on), tenant="g", user="g1", priority=50)
+        for id, on in (("x", "d1"), ("y", "d3"))
+    ]
+    others = [replace(task(id, on), tenant="b", user="b1") for id, on in (("v", "d0"), ("w", "d2"))]
+    drawn = at_home(waits_for_two(), *urgent, *others, tenants=owed, far="d1 d3")
+    assert told(decide(drawn, now_s=NOW_S)) == ["v: -", "w: -", "g: d0 d2"]
+
+
 def test_on_a_host_with_too_few_it_never_begins() -> None:
     drawn = at_home(waits_for_two(), far="d1", devices=2)
     plan = decide(drawn, now_s=NOW_S)
