@@ -370,7 +370,8 @@ def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
     ends = reclaim.turns_end(board, task) if turns else pool.ends
     for at_s, id, devices in ends:
         if lane.host is not None and not turns:
-            devices = sum(pool.suits(one, lane) for one in board.stays[id].devices)
+            stay = board.stays[id]  # what it holds beyond its need is offered already
+            devices = max(0, sum(pool.suits(one, lane) for one in stay.devices) - stay.grown)
         have += devices
         if have >= lane.width:
             return _Kept(task.id, lane, max(at_s, board.now_s), have - lane.width)
