@@ -688,7 +688,7 @@ def took_ms(message: JSON) -> dict[str, float]:
     for ms in said.values():
         if type(ms) is not float or not 0 <= ms <= MAX_EST_MS:
             raise Nonsense(f"a node took {ms!r:.100} ms")
-    return {name[:200]: ms for name, ms in said.items()}
+    return {clean(name[:200]): ms for name, ms in said.items()}
 
 
 def made_bytes(message: JSON) -> dict[str, int]:
@@ -699,7 +699,7 @@ def made_bytes(message: JSON) -> dict[str, int]:
     for size in said.values():
         if type(size) is not int or not 0 <= size <= MAX_BYTES:
             raise Nonsense(f"a block had {size!r:.100} bytes")
-    return {block[:200]: size for block, size in said.items()}
+    return {clean(block[:200]): size for block, size in said.items()}
 
 
 def failed(message: JSON) -> JSON:

@@ -236,9 +236,16 @@ class Party(NamedTuple):
 
 
 def is_wanted(board: Board, device: str) -> bool:
-    """Is anybody in line for devices like this one?"""
-    known = board.devices.get(device)
-    return known is None or board.tree.root.in_line(known.kind)
+    """Is anybody in line for devices like this one, or beyond a limit that its holder is below?"""
+    known, holder = board.devices.get(device), board.stays.get(board.seated.get(device, ""))
+    if known is None or board.tree.root.in_line(known.kind):
+        return True
+    branch = None if holder is None else holder.leaf
+    while branch is not None:
+        if not all(branch.room(lane) for lane in branch.lines):
+            return True
+        branch = branch.parent
+    return False
 
 
 def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:

@@ -162,3 +162,13 @@ def test_a_device_is_wanted_while_somebody_is_in_line_for_its_kind() -> None:
     for id in list(drawn.tasks):
         drawn.drop_task(id)
     assert not standing.is_wanted(drawn, "d0")
+
+
+@pytest.mark.parametrize(("limit", "is_wanted"), [({}, False), ({"*": 1}, True), ({"*": 2}, False)])
+def test_a_device_is_wanted_by_who_may_have_no_other_beside_it(
+    limit: dict[str, int], is_wanted: bool
+) -> None:
+    drawn = island("a .", queue="a", tasks={"a.2": {"kind": "gpu"}})
+    drawn.devices["d1"] = replace(drawn.devices["d1"], kind="gpu")
+    drawn.tenants["a"] = replace(drawn.tenants["a"], limit=limit)
+    assert standing.is_wanted(board(drawn), "d0") is is_wanted
