@@ -146,7 +146,8 @@ def cut(
 
 
 def _islands(session: Session, wanted: Devices) -> int:
-    hosts = select(Device.island).where(Device.kind == wanted.kind)
+    fits = (Device.kind == wanted.kind, Device.memory_bytes >= wanted.memory_bytes)
+    hosts = select(Device.island).where(*fits)
     able = hosts.group_by(Device.island, Device.host).having(func.count() >= wanted.min).subquery()
     return session.scalar(select(func.count(distinct(able.c.island)))) or 0
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from app import graphs, housekeeping
 from app.core import taskgraph
@@ -268,6 +268,17 @@ class TestSeveralIslands:
         tasks = client.post("/v1/requests", json=sent).json()["tasks"]
         legs = [task for task in tasks if task["name"].startswith("whole.")]
         assert len({task["name"].split(".")[1] for task in legs}) == 2
+
+    def test_it_is_not_cut_for_an_island_whose_devices_are_too_small(self, west, client, session):
+        session.get(Device, "w.0").memory_bytes = 1000
+        session.execute(update(Device).where(Device.island != "west").values(memory_bytes=2000))
+        session.commit()
+        legs = {}
+        for needed in (1001, 1000):
+            sent = request(wide(), islands=2, devices={"memory_bytes": needed})
+            tasks = client.post("/v1/requests", json=sent).json()["tasks"]
+            legs[needed] = [task["name"] for task in tasks if task["name"].startswith("whole.")]
+        assert (len(legs[1001]), len(legs[1000])) == (0, 2)
 
     def test_one_that_needs_more_devices_than_a_host_has_is_refused(self, west, client, session):
         """There are four in all, and at most three lie on one host."""
