@@ -682,24 +682,23 @@ def passed(message: JSON) -> list[JSON]:
 
 def took_ms(message: JSON) -> dict[str, float]:
     """How long the nodes of a graph took, as in core.messages.Finished."""
-    said = message.get("took_ms", {})
-    if not isinstance(said, dict) or len(said) > MAX_NODES:
-        raise Nonsense("took_ms is no short table")
-    for ms in said.values():
-        if type(ms) is not float or not 0 <= ms <= MAX_EST_MS:
-            raise Nonsense(f"a node took {ms!r:.100} ms")
-    return {clean(name[:200]): ms for name, ms in said.items()}
+    return _measured(message, "took_ms", float, rows=MAX_NODES, most=MAX_EST_MS)
 
 
 def made_bytes(message: JSON) -> dict[str, int]:
     """How large blocks of a graph were, as in core.messages.Finished."""
-    said = message.get("made_bytes", {})
-    if not isinstance(said, dict) or len(said) > SIZED_LIMIT:
-        raise Nonsense("made_bytes is no short table")
-    for size in said.values():
-        if type(size) is not int or not 0 <= size <= MAX_BYTES:
-            raise Nonsense(f"a block had {size!r:.100} bytes")
-    return {clean(block[:200]): size for block, size in said.items()}
+    return _measured(message, "made_bytes", int, rows=SIZED_LIMIT, most=MAX_BYTES)
+
+
+def _measured(message: JSON, what: str, kind: type, *, rows: int, most: float) -> JSON:
+    """Numbers of one kind by name, from 0 to `most`."""
+    said = message.get(what, {})
+    if not isinstance(said, dict) or len(said) > rows:
+        raise Nonsense(f"{what} is no short table")
+    for value in said.values():
+        if type(value) is not kind or not 0 <= value <= most:
+            raise Nonsense(f"{what} of {value!r:.100}")
+    return {clean(name[:200]): value for name, value in said.items()}
 
 
 def failed(message: JSON) -> JSON:

@@ -21,7 +21,7 @@ from itertools import islice
 from operator import itemgetter
 
 from app.core.dominant import dominant_cost
-from app.core.fairshare import Branch, FairTree, Lane, Path, lane
+from app.core.fairshare import Branch, FairTree, Lane, Path, lane, on_host
 from app.core.island import TIERS, Device, Lift, Policy, Snapshot, Task, Tenant, User, changed
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 
@@ -140,19 +140,22 @@ class Pool:
             return 0
         return sum(memory * n for memory, n in self.sizes.items())
 
+    def by_host(self, ids: Iterable[str], memory_bytes: int) -> Counter[str]:
+        """How many of these take work and have so much memory, by host."""
+        fits = (id for id in ids if self.open.get(id, -1) >= memory_bytes)
+        return Counter(self.hosts[id] for id in fits)
+
     def home(self, width: int, memory_bytes: int, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
         """The host where so many devices at once are found first: it has enough of them, all free,
         or most of them free or `lent`, or else most of all; "" if there are none.
 
         Of each group of `lent` devices so many may be had.
         """
-        fits = [id for id, memory in self.open.items() if memory >= memory_bytes]
-        size = Counter(self.hosts[id] for id in fits)
-        free = Counter(self.hosts[id] for id in fits if id in self.free)
+        size = self.by_host(self.open, memory_bytes)
+        free = self.by_host(self.free, memory_bytes)
         could = free.copy()
         for most, devices in lent:
-            suit = (id for id in devices if self.open.get(id, -1) >= memory_bytes)
-            for host, n in Counter(self.hosts[id] for id in suit).items():
+            for host, n in self.by_host(devices, memory_bytes).items():
                 could[host] += min(most, n)
 
         def place(host: str) -> tuple[int, bool, int, int, int, str]:
@@ -272,9 +275,7 @@ class Board:
         self._due: dict[str, float] = {}  # who is urgent, and since when
         self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
-        self.sought: dict[
-            str, str
-        ] = {}  # who stays on one host -> where else room is sought for it
+        self.sought: dict[str, str] = {}  # task -> the host where room is sought for it just now
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved there
         self.landing: dict[str, None] = {}  # of these tasks, those that wait to be launched there
 
@@ -572,7 +573,7 @@ class Board:
         """What will do for it, as things are now."""
         here = self.lane_in_line(task)
         if task.id in self.sought:
-            return lane(here.kind, here.width, here.memory_bytes, here.pin, self.sought[task.id])
+            return on_host(here, self.sought[task.id])
         return self.bound(here)
 
     def others(self, task: Task) -> list[str]:
@@ -580,8 +581,7 @@ class Board:
         pool = self.pools.get(task.kind)
         if pool is None or not task.one_host:
             return []
-        size = Counter(pool.hosts[id] for id, mb in pool.open.items() if mb >= task.memory_bytes)
-        first = self.lane(task).host
+        size, first = pool.by_host(pool.open, task.memory_bytes), self.lane(task).host
         return sorted(host for host, n in size.items() if n >= task.width and host != first)
 
     def bound(self, here: Lane) -> Lane:
@@ -589,8 +589,7 @@ class Board:
         pool = self.pools.get(here.kind)
         if here.host is None or pool is None:
             return here
-        host = pool.home(here.width, here.memory_bytes, self._lent())
-        return lane(here.kind, here.width, here.memory_bytes, here.pin, host)
+        return on_host(here, pool.home(here.width, here.memory_bytes, self._lent()))
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
         """Of each task that holds more than it needs, and more than is guaranteed above it: how
@@ -646,10 +645,9 @@ class Board:
             self._pinned[task.image_on].discard(id)
         if self.longer:
             leaf, here = self.leaf(task), alike(task)
-            if (leaf, here) in self.longer:
-                on_one = lane(here.kind, here.width, here.memory_bytes, host="")
-                if self.tree.first_below(leaf, (here, on_one)) is None:
-                    self.short.add((leaf, here))
+            lanes = (here, on_host(here, ""))
+            if (leaf, here) in self.longer and self.tree.first_below(leaf, lanes) is None:
+                self.short.add((leaf, here))
 
     def pinned(self) -> list[str]:
         """Devices that somebody in line can go on only from."""

@@ -132,6 +132,10 @@ def lane(
     return _lane(kind, width, memory_bytes, pin, host)  # one key, however it was called
 
 
+def on_host(here: Lane, host: str) -> Lane:
+    return _lane(here.kind, here.width, here.memory_bytes, here.pin, host)
+
+
 _lane = cache(Lane)
 
 

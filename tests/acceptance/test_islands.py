@@ -76,23 +76,34 @@ class Processes:
             process.wait()
 
 
-@pytest.fixture(scope="module")
-def islands():
-    """The island `local` of one device, and `east` of one."""
+@contextlib.contextmanager
+def two_islands(*, devices):
+    """`local` and `east`, of so many devices each; the system, and the processes of `east`."""
     with (
         temporary_home() as home,
-        running(home, devices=1, env=SETTINGS) as handle,
+        running(home, devices=devices, env=SETTINGS) as handle,
         contextlib.closing(System(handle)) as system,
     ):
-        local, east = Processes(handle, "local"), Processes(handle, "east")
-        local.start("standby")
-        east.start("leader", "standby", "device.0")
-        client = system.client("alpha")
+        east, client = Processes(handle, "east"), system.client("alpha")
         try:
-            assert system.until(lambda: is_up(client, "east.0"))
+            east.start("leader", *(f"device.{n}" for n in range(devices)))
+            for n in range(devices):
+                assert system.until(lambda n=n: is_up(client, f"east.{n}"))
             yield system, east
         finally:
             east.kill()
+
+
+@pytest.fixture(scope="module")
+def islands():
+    """Of one device each, and each with a standby."""
+    with two_islands(devices=1) as (system, east):
+        local = Processes(system.handle, "local")
+        try:
+            local.start("standby")
+            east.start("standby")
+            yield system, east
+        finally:
             local.kill()
 
 
@@ -412,20 +423,8 @@ def task_id(client, id):
 
 @pytest.fixture(scope="module")
 def wide_islands():
-    """`local` of two devices, and `east` of two."""
-    with (
-        temporary_home() as home,
-        running(home, devices=2, env=SETTINGS) as handle,
-        contextlib.closing(System(handle)) as system,
-    ):
-        east = Processes(handle, "east")
-        east.start("leader", "device.0", "device.1")
-        client = system.client("alpha")
-        try:
-            assert system.until(lambda: is_up(client, "east.0") and is_up(client, "east.1"))
-            yield system
-        finally:
-            east.kill()
+    with two_islands(devices=2) as (system, _):
+        yield system
 
 
 def test_legs_of_a_graph_that_needs_two_devices_begin_on_two_each(wide_islands):
