@@ -23,7 +23,8 @@ from typing import Any
 from sqlalchemy import Integer, Row, Select, and_, cast, func, literal, select, text
 from sqlalchemy.orm import Session, aliased
 
-from app import forecast, journal, snapshot
+from app import forecast, journal, snapshot, span
+from app.core import span as spans
 from app.core.island import Tenant
 from app.core.legs import LAUNCH_MS
 from app.core.lifecycle import ENDED
@@ -48,11 +49,21 @@ PAGE = 100  # requests of a lost island that one transaction takes over
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """One request: its tasks, what each of them needs, and how long they are expected to take."""
+    """One request: its tasks, what each of them needs, and how long they are expected to take.
+
+    `parted` are gangs that are too wide for any island: how many of their seats lie on each, the
+    last of which is their home.
+    """
 
     tasks: Sequence[Row[Any]]
     needs: Mapping[str, Sequence[Row[Any]]]
     time_ns: Mapping[str, int]
+    parted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def width(self, task: Row[Any]) -> int:
+        """How many devices it needs at once, on its island."""
+        of = self.parted.get(task.id)
+        return task.devices_min if of is None else of[max(of)]
 
     @property
     def tenant(self) -> str:
@@ -65,7 +76,7 @@ def assign_new(session: Session) -> set[str]:
     if not rows:
         return set()
     scene = _Scene.of(session)
-    assigned = list[tuple[str, str, JSON, bool]]()
+    assigned, parted = list[tuple[str, str, JSON, bool]](), dict[str, Mapping[str, int]]()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work)
         if found is None and any(task.cancel_asked_at for task in work.tasks):
@@ -75,8 +86,10 @@ def assign_new(session: Session) -> set[str]:
         scene.add(work, found)
         abroad = _needed_abroad(work, found)
         assigned += [(id, island, why, id in abroad) for id, (island, why) in found.items()]
+        parted |= {id: why["tickets"] for id, (_, why) in found.items() if "tickets" in why}
     _write(session, assigned)
-    return {island for _, island, _, _ in assigned}
+    span.issue(session, parted)
+    return {island for _, island, _, _ in assigned}.union(*parted.values())
 
 
 # --- why, for people ------------------------------------------------------------------------------
@@ -181,12 +194,12 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     session.execute(row.with_for_update(key_share=True))
     if lost not in dark(session):
         return set(), None
-    query = select(Task.request_id).where(
-        Task.island == lost, Task.state.not_in(ENDED), Task.request_id > after
-    )
+    # Members of gangs that span islands stay: none of the others has room for all of it.
+    mine = (Task.island == lost, Task.state.not_in(ENDED), Task.gang_id.is_(None))
+    query = select(Task.request_id).where(*mine, Task.request_id > after)
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
-    mine = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
-    session.execute(mine.order_by(Task.id).with_for_update(key_share=True))  # as wishes lock them
+    theirs = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
+    session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as wishes lock them
     scene = _Scene.of(session, without=lost)
     touched = set[str]()
     rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
@@ -289,10 +302,11 @@ class _Scene:
                 self._queue(island, kind, tenant, count * width * usual_ns)
 
     def _decided(self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]], lost: str) -> Seats:
+        work = replace(work, parted=self._parted(work, stocks))
         needed = Counter[str]()
         for task in work.tasks:
             if task.state not in ENDED and task.island in (None, lost):
-                needed[task.kind] += work.time_ns[task.id] * task.devices_min
+                needed[task.kind] += work.time_ns[task.id] * work.width(task)
         islands = [
             Island(
                 id=name,
@@ -305,6 +319,7 @@ class _Scene:
             for name, of_kind in sorted(stocks.items())
         ]
         able = {task.id: self._able(task, stocks) for task in work.tasks}
+        able |= {id: (max(of),) for id, of in work.parted.items()}
         graph = _graph(work, able, all_=[island.id for island in islands])
         found = self._portions(work, graph, islands)
         reads = {node.id: frozenset(node.reads) for node in graph.nodes}
@@ -312,7 +327,7 @@ class _Scene:
         return {
             task.id: (
                 found.seats[task.id],
-                _why(found, task, able[task.id], reads[task.id], late[task.id]),
+                _why(found, work, task, able[task.id], reads[task.id], late[task.id]),
             )
             for task in work.tasks
             if task.island in (None, lost) and task.id in found.seats
@@ -332,6 +347,20 @@ class _Scene:
             and task.memory_bytes <= self.largest[name, task.kind]
             and (task.across_hosts or task.devices_min <= self.together[name, task.kind])
         )
+
+    def _parted(
+        self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]]
+    ) -> dict[str, dict[str, int]]:
+        """Gangs that are too wide for any island, and may lie on several."""
+        parted = {}
+        for task in work.tasks:
+            able = self._able(task, stocks)
+            devices = {name: stocks[name][task.kind].devices for name in able}
+            if not task.may_span or task.devices_min <= max(devices.values(), default=0):
+                continue
+            if of := spans.divided(task.devices_min, devices, task.islands):
+                parted[task.id] = of
+        return parted
 
     def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
         names = tuple(island.id for island in islands)
@@ -378,7 +407,7 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
             time_ns={task.kind: work.time_ns[task.id]},
             reads=tuple(reads),
             after=tuple(_spell(id, last) for id, last in after.items()),
-            width=task.devices_min,
+            width=work.width(task),
             devices=() if len(able[task.id]) == len(all_) else able[task.id],
         )
         nodes += _in_turn(whole, spells[task.id])
@@ -487,18 +516,29 @@ def _late_bytes(work: _Work, found: Portions, id: str) -> int:
 
 
 def _why(
-    found: Portions, task: Row[Any], able: Sequence[str], reads: frozenset[str], late_bytes: int
+    found: Portions,
+    work: _Work,
+    task: Row[Any],
+    able: Sequence[str],
+    reads: frozenset[str],
+    late_bytes: int,
 ) -> JSON:
     island = found.seats[task.id]
     early = sum(c.bytes for c in found.crossings if c.target == island and c.block in reads)
     across = early + late_bytes
     ends_s = round(found.makespan_ns / 1e9, 3)
+    why = {"ends_s": ends_s, "crossing_bytes": across}
+    if task.id in work.parted:
+        of = work.parted[task.id]
+        seats = " and ".join(f"{n} of {name}" for name, n in of.items())
+        told = f"No island has {task.devices_min} such devices: its gang spans {seats}."
+        return {"because": told, **why, "tickets": of}
     if len(able) == 1:
         told = f"Only {island} has such devices."
     else:
         told = f"{len(able)} islands can run it; so the request is expected to end soonest, in "
         told += f"{ends_s:.0f} s." if ends_s >= 1 else "less than a second."
-    return {"because": told, "ends_s": ends_s, "crossing_bytes": across}
+    return {"because": told, **why}
 
 
 def _needed_abroad(work: _Work, found: Seats) -> set[str]:
@@ -524,6 +564,9 @@ def _tasks() -> Select[Any]:
         Task.kind, Task.memory_bytes, Task.devices_min, Task.across_hosts,
         Task.cancel_asked_at, Task.outputs,
         Task.descriptor["run"]["part"].label("leg"),
+        Task.descriptor["islands"].as_integer().label("islands"),
+        (Task.descriptor["run"].has_key("job") & Task.across_hosts & Task.gang_id.is_(None))
+        .label("may_span"),
     )  # fmt: skip
 
 

@@ -56,9 +56,9 @@ class News:
 
     `horizon` is the oldest transaction that may still bring more.  `abroad` are tasks of other
     islands that have ended, and that tasks here may wait for; `given` are outputs of tasks of any
-    island that run on.  `due` are blocked tasks whose
-    time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save, and
-    `moves` moves that are under way or asked for.
+    island that run on, and `gangs` members of gangs that span islands.  `due` are blocked tasks
+    whose time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save,
+    and `moves` moves that are under way or asked for.
     """
 
     horizon: int
@@ -67,6 +67,7 @@ class News:
     tasks: bool
     abroad: bool
     given: bool
+    gangs: bool
     users: bool
     due: bool
     saves: bool
@@ -210,12 +211,7 @@ class Follower:
         cut_short = self.after is not None
         changed = self._take_in(session, board, self._changed()) if news.tasks or cut_short else ()
         ended = [row.id for row in changed if row.is_needed and row.state in ENDED]
-        if news.abroad:
-            ended += session.scalars(self._ended_abroad())
-        if ended:
-            self._take_in(session, board, self._dependents(Need.needs_id == func.any(ended)))
-        if news.given:
-            self._take_in(session, board, self._dependents(Need.given >= _xid(self.since)))
+        self._changed_around(session, board, news, ended)
         if self.locked:
             self._unlock(session, board)
         elif news.due:
@@ -228,6 +224,17 @@ class Follower:
         else:
             self.since, self.after = news.horizon, None
         return True
+
+    def _changed_around(self, session: Session, board: Board, news: News, ended: list[str]) -> None:
+        """Tasks that have not changed, but what they wait for has."""
+        if news.abroad:
+            ended = [*ended, *session.scalars(self._ended_abroad())]
+        if ended:
+            self._take_in(session, board, self._dependents(Need.needs_id == func.any(ended)))
+        if news.given:
+            self._take_in(session, board, self._dependents(Need.given >= _xid(self.since)))
+        if news.gangs:
+            self._take_in(session, board, self._of_gangs())
 
     def _changed(self) -> Select[Any]:
         needed = select(Need.task_id).where(Need.needs_id == TaskRow.id).exists()
@@ -272,6 +279,18 @@ class Follower:
         ids = select(Need.task_id).where(which)
         return snapshot.tasks().where(
             TaskRow.id.in_(ids), TaskRow.island == self.island, TaskRow.state.not_in(ENDED)
+        )
+
+    def _of_gangs(self) -> Select[Any]:
+        """Who is here of gangs of which something has changed, wherever that is."""
+        other = aliased(TaskRow)
+        changed = select(other.gang_id).where(
+            other.gang_id.is_not(None), other.txid >= _xid(self.since)
+        )
+        return snapshot.tasks().where(
+            TaskRow.gang_id.in_(changed),
+            TaskRow.island == self.island,
+            TaskRow.state.not_in(ENDED),
         )
 
     def _tenants(self, session: Session, board: Board) -> bool:
@@ -367,6 +386,8 @@ _NEWS = text(
             order by txid desc limit 1) >= since, false) as abroad,
         coalesce((select given from needs where given is not null
             order by given desc limit 1) >= since, false) as given,
+        coalesce((select txid from tasks where gang_id is not null
+            order by txid desc limit 1) >= since, false) as gangs,
         coalesce((select txid from users order by txid desc limit 1) >= since, false)
             or coalesce((select txid from accounts order by txid desc limit 1) >= since, false)
             as users,

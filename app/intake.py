@@ -99,17 +99,22 @@ _GROUND = text(
         on conflict do nothing returning 1
     ),
     offers as (
-        select kind, sum(n) as devices, max(bytes) as bytes, max(n) as together
+        select kind, json_agg(n order by n desc) as islands, max(bytes) as bytes,
+            max(together) as together
         from (
-            select kind, count(*) as n, max(memory_bytes) as bytes
-            from devices group by kind, host
-        ) as of_hosts
+            select kind, sum(n) as n, max(bytes) as bytes, max(n) as together
+            from (
+                select kind, island, count(*) as n, max(memory_bytes) as bytes
+                from devices group by kind, island, host
+            ) as of_hosts
+            group by kind, island
+        ) as of_islands
         group by kind
     )
     select now(),
         (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
         (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
-        (select json_agg(json_build_array(kind, devices, bytes, together)) from offers),
+        (select json_agg(json_build_array(kind, islands, bytes, together)) from offers),
         cast(:key as text) is null or exists (select from once)
     """
 )
@@ -132,8 +137,8 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
         path=[tree.OnPath(*row) for row in path],
         entry_points=entry_points,
         offers={
-            kind: graph.Offer(devices=n, memory_bytes=size, together=together)
-            for kind, n, size, together in offers or ()
+            kind: graph.Offer(islands=tuple(islands), memory_bytes=size, together=together)
+            for kind, islands, size, together in offers or ()
         },
         is_first=is_first,
     )

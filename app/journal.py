@@ -38,7 +38,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, defer
 
-from app import datablocks, db, graphs, launch, ledger, lending, outbox, webhooks
+from app import datablocks, db, graphs, launch, ledger, lending, outbox, span, webhooks
 from app.core import legs, lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
@@ -118,8 +118,10 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
     wanted = {decision.task for decision in plan.decisions}
     if not wanted:
         return _Desk()
-    tasks = _locked(session, Task.id.in_(wanted), wait=False)
-    if len(tasks) < len(wanted):
+    gangs = {task.gang for task in plan.before.values() if task.gang}
+    which = Task.id.in_(wanted)
+    tasks = _locked(session, or_(which, Task.gang_id.in_(gangs)) if gangs else which, wait=False)
+    if not wanted <= tasks.keys() or not _are_as_seen(session, plan, gangs, tasks):
         return None
     seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
     seats = {each.task: str(each.device) for each in plan.decisions if each.move == Move.Launch}
@@ -141,6 +143,22 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
         lent={row.id for row, is_lent in found if is_lent},
         devices=devices,
         shelf=launch.look_up(session, launches),
+    )
+
+
+def _are_as_seen(
+    session: Session, plan: Plan, gangs: Collection[str], tasks: Mapping[str, Task]
+) -> bool:
+    """Do gangs that span islands, and their tickets, still let each other do what was decided?
+
+    All of each gang are locked, so that no other island decides about it meanwhile.
+    """
+    members = {row.id for row in span.of_gangs(session, gangs)}
+    if not members <= tasks.keys():
+        return False
+    terms = span.terms_among(tasks[id] for id in members)
+    return all(
+        task.conditions.terms == terms[id] for id, task in plan.before.items() if id in terms
     )
 
 
@@ -207,11 +225,54 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     if more := devices[1:]:
         lending.lend(session, task, more, all_cost - placement.cost_milli)
         task.resized_at = db.now(session)  # it has guests; since when it is charged, when it starts
+    if span.is_ticket(task):
+        _keep_seats(session, desk, task, placement, decision)
+        return
+    if task.gang_id:
+        devices += span.kept(session, task)
     body = {**desk.shelf.body(task, device), "beside": decision.shares}
     if device.id in desk.lent:
         body["surely_until_us"] = 0  # it may get ready; the seat it has when an answer says so
     _order_hosts(session, desk, task, "Launch", lending.by_host(devices), **body)
     tell(session, task, "task.launched", decision.because, device=device.id, rule=decision.rule)
+
+
+def _keep_seats(
+    session: Session, desk: _Desk, ticket: Task, placement: Placement, decision: Decision
+) -> None:
+    """Nobody has to say that it runs: its seats are its gang's from now on."""
+    ticket.good_for = desk.tasks[str(ticket.gang_id)].epoch + 1
+    _move(session, ticket, Move.Started)
+    now = ticket.started_at = placement.started_at = db.now(session)
+    ticket.first_started_at = ticket.first_started_at or now
+    if ticket.resized_at is not None:
+        session.flush()
+        lending.seated(session, lending.of_task(session, ticket))
+    seats = ", ".join(decision.devices)
+    told = f"{decision.because} It keeps {seats} for its gang."
+    tell(session, ticket, "task.launched", told, device=ticket.seat, rule=decision.rule)
+
+
+def _let_go(session: Session, desk: _Desk, ticket: Task, decision: Decision) -> None:
+    """No ranks of its gang are there any more."""
+    placement = desk.open[ticket.id]
+    _charge_kept(session, ticket, placement)
+    _close(session, ticket, placement, "finished" if decision.move == Move.Finished else "paused")
+    _move(session, ticket, decision.move)
+    if ticket.state in ENDED:
+        _end(session, ticket, "task.done", decision.because)
+    else:
+        tell(session, ticket, "task.paused", decision.because)
+
+
+def _charge_kept(session: Session, ticket: Task, placement: Placement) -> None:
+    """What a ticket keeps is held by our clock: there is no home that measures it."""
+    assert placement.started_at is not None, "a ticket's seats are kept from its launch on"
+    before_us = placement.held_us
+    held_us = round((db.now(session) - placement.started_at).total_seconds() * 1e6)
+    ledger.note(session, placement, held_us)
+    lending.charge(session, ticket, lending.of_task(session, ticket), placement.held_us - before_us)
+    ticket.held_us = placement.held_us
 
 
 def _share(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
@@ -223,6 +284,9 @@ def _share(session: Session, desk: _Desk, task: Task, decision: Decision) -> Non
 def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     _move(session, task, Move.Pause)
     _leaves(desk, task)
+    if span.is_ticket(task):
+        tell(session, task, "task.pausing", decision.because, rule=decision.rule)
+        return
     moves, successor = decision.rule == "move", decision.against or ""
     if desk.seats.get(successor) != task.seat:
         successor = ""  # it takes another seat of those that are let go
@@ -282,6 +346,8 @@ _DECIDED = {
     Move.Splice: _splice,
     Move.Share: _share,
     Move.Pause: _pause,
+    Move.Paused: _let_go,
+    Move.Finished: _let_go,
     Move.Cancel: _cancel,
     Move.GaveUp: _give_up,
     Move.Lost: _lose,
@@ -398,22 +464,22 @@ class Believed:
 class _House:
     """What we believe of one device while its heartbeat is taken in.
 
-    `open` are its placements that have not ended, by (task, epoch); `guests` are those of tasks
-    with another home, of which the first has to let go before the next.
+    `open` are its placements that have not ended, by (task, epoch); `lent_to` are (task, epoch) of
+    those with another home, of which the first has to let go before the next: a gang's for which a
+    ticket keeps the device among them.
     """
 
     device: Device
     tasks: dict[str, Task]
     open: dict[tuple[str, int], Placement]
-    guests: list[Placement]
+    lent_to: list[tuple[str, int]]
     unanswered: list[Order]
 
     def is_lent_to(self, view: ResidentView) -> bool:
-        return any((one.task_id, one.epoch) == (view.task, view.epoch) for one in self.guests)
+        return (view.task, view.epoch) in self.lent_to
 
     def may_sit(self, view: ResidentView) -> bool:
-        first = self.guests[0] if self.guests else None
-        return first is None or (first.task_id, first.epoch) == (view.task, view.epoch)
+        return not self.lent_to or self.lent_to[0] == (view.task, view.epoch)
 
     def placement(self, task: Task) -> Placement:
         return self.open[task.id, task.epoch]
@@ -477,6 +543,7 @@ def _record(
             if here and not house.may_sit(view):
                 continue  # it stays, and has the seat when who was lent it has let go
             (keep if here else drop).append([view.task, view.epoch])
+        _charge_tickets(session, house)
         changed |= _miss(session, house, alive)
         changed |= _look_ahead(house, alive)
         answer = Answer(
@@ -509,7 +576,9 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     named = {view.task for alive in alives for view in alive.residents}
     named |= {event.task for alive in alives for event in alive.events}
     named |= {image["task"] for alive in alives for image in alive.ahead}
-    named |= {placement.task_id for placements in open_.values() for placement in placements}
+    named |= {
+        placement.task_id for of in (open_, lent) for each in of.values() for placement in each
+    }
     here = or_(Task.id.in_(named), Task.image_on.in_(ids), Task.move_to.in_(ids))
     tasks = _locked(session, here)
     _shelve(session, tasks, alives)
@@ -545,13 +614,27 @@ def _lock_needs(session: Session, alives: Sequence[Alive]) -> None:
 
 
 def _house(device: Device, believed: Believed) -> _House:
+    tasks = believed.tasks
+    open_, lent = believed.open.get(device.id, ()), believed.lent.get(device.id, ())
     return _House(
         device=device,
-        tasks=believed.tasks,
-        open={(row.task_id, row.epoch): row for row in believed.open.get(device.id, ())},
-        guests=believed.lent.get(device.id, []),
+        tasks=tasks,
+        open={(row.task_id, row.epoch): row for row in open_},
+        lent_to=[
+            to
+            for row in sorted((*lent, *open_), key=lambda row: row.id)
+            if (to := _lent_to(row, tasks))
+        ],
         unanswered=believed.unanswered.get(device.id, []),
     )
+
+
+def _lent_to(placement: Placement, tasks: Mapping[str, Task]) -> tuple[str, int] | None:
+    """Of which epoch of which task there may be ranks, whose home is elsewhere."""
+    task = tasks.get(placement.task_id)
+    if task is not None and span.is_ticket(task):
+        return str(task.gang_id), task.good_for
+    return (placement.task_id, placement.epoch) if placement.guest else None
 
 
 def _heard(session: Session, alive: Alive, believed: Believed) -> Device | None:
@@ -1145,6 +1228,14 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
     return True
 
 
+def _charge_tickets(session: Session, house: _House) -> None:
+    """As often as the device is heard that they keep."""
+    for (id, _), placement in house.open.items():
+        task = house.tasks[id]
+        if span.is_ticket(task) and placement.ended_at is None:
+            _charge_kept(session, task, placement)
+
+
 def _stands_by(task: Task) -> bool:
     """May its home, from which alone it can go on, lack parts of the image that outposts have?"""
     return not task.saved and task.image_on is not None and task.seat in (None, task.image_on)
@@ -1182,7 +1273,8 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
     }
     gone = set()
     for place, placement in house.open.items():
-        if placement.ended_at is None and place not in held | told | on_the_way:
+        of_ticket = span.is_ticket(house.tasks[place[0]])
+        if placement.ended_at is None and place not in held | told | on_the_way and not of_ticket:
             told_us = f"{house.device.id} holds it no longer."
             lose(session, house.tasks[place[0]], placement, told_us)
             gone.add(place)
@@ -1315,8 +1407,11 @@ def _move(session: Session, task: Task, move: str) -> None:
     before, task.state = task.state, lifecycle.after(task.id, task.state, move)
     if "waiting" in (before, task.state) and before != task.state:
         _wait(session, task, begins=task.state == "waiting")
-    session.info.setdefault("moved", set()).add(task.request_id)
+    if not span.is_ticket(task):  # what its request is, its gang says
+        session.info.setdefault("moved", set()).add(task.request_id)
     _changed(session, task)
+    if task.gang_id:
+        span.nudge_others(session, task)
 
 
 def _wait(session: Session, task: Task, *, begins: bool) -> None:
@@ -1451,7 +1546,7 @@ _STATES = text(
         bool_or(t.first_started_at is not null) as started,
         count(distinct t.island) > 1 as spread
     from requests r join tasks t on t.request_id = r.id
-    where r.id = any(:ids) group by r.id order by r.id
+    where r.id = any(:ids) and (t.gang_id is null or t.gang_id = t.id) group by r.id order by r.id
     """
 )
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from app import db, ledger
+from app import db, ledger, span
 from app.models import Device, Placement, Task
 
 
@@ -38,9 +38,10 @@ def of_task(session: Session, task: Task) -> Sequence[Placement]:
 
 
 def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnElement[bool]:
-    """Whether a guest sits on the device that a column names."""
-    there = Placement.guest & Placement.ended_at.is_(None)
-    return select(Placement.id).where(there, Placement.device_id == device).exists()
+    """Whether a guest sits on the device that a column names, or it is kept for a gang."""
+    lent = or_(Placement.guest, span.is_of_ticket())
+    there = (Placement.device_id == device, Placement.ended_at.is_(None), lent)
+    return select(Placement.id).where(*there).exists()
 
 
 def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:

@@ -401,6 +401,9 @@ class Task(Base):
     `assigned` says why it is on its island (`app.assign`), and `abroad` that tasks of other islands
     wait for its end.
 
+    `gang_id` names the gang that spans islands which it is, or of which it is a ticket
+    (`app.span`); a ticket keeps its seats for the epoch `good_for` of that.
+
     `cost_milli` is what a second in this epoch costs, if it is
     charged by its memory and not by its device.  `waited_us` is the sum of all waits that ended;
     `away` those [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
@@ -414,6 +417,7 @@ class Task(Base):
     island: Mapped[str | None] = mapped_column(ForeignKey("islands.name"))
     assigned: Mapped[dict[str, Any] | None] = mapped_column(JSONB(none_as_null=True))
     abroad: Mapped[bool] = mapped_column(server_default=text("false"))
+    gang_id: Mapped[str | None] = mapped_column(ForeignKey("tasks.id"))
     ordinal: Mapped[int]
     name: Mapped[str]
     type: Mapped[str]
@@ -437,6 +441,7 @@ class Task(Base):
     epoch: Mapped[int] = mapped_column(server_default="0")
     event_seq: Mapped[int] = mapped_column(server_default="0")
     order_seq: Mapped[int] = mapped_column(server_default="0")
+    good_for: Mapped[int] = mapped_column(server_default="0")
     saved: Mapped[bool] = mapped_column(server_default=text("true"))
     seat: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
     image_on: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
@@ -492,6 +497,8 @@ class Task(Base):
             postgresql_where=text("state not in ('done', 'failed', 'cancelled')"),
         ),
         Index("ix_tasks_island_txid", "island", "txid"),
+        Index("ix_tasks_gang_id", "gang_id", postgresql_where=text("gang_id is not null")),
+        Index("ix_tasks_gang_txid", "txid", postgresql_where=text("gang_id is not null")),
         Index(
             "ix_tasks_line",
             "island",

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, Select, Text, and_, cast, func, select
 from sqlalchemy.orm import Session, aliased
 
-from app import ledger, lending
+from app import ledger, lending, span
 from app.core.board import LEAVES_A_SEAT
 from app.core.island import (
     RESTARTS,
@@ -27,6 +27,7 @@ from app.core.island import (
     Snapshot,
     Task,
     Tenant,
+    Terms,
     User,
 )
 from app.core.lifecycle import ENDED, ON_A_DEVICE
@@ -155,7 +156,7 @@ _COLUMNS = (
     TaskRow.attempts, TaskRow.retry_max, TaskRow.retry_at, TaskRow.tier, TaskRow.devices_min,
     TaskRow.devices_max, TaskRow.across_hosts, TaskRow.island,
     TaskRow.waiting_since, TaskRow.waited_us, TaskRow.cost_milli, TaskRow.move_to, TaskRow.moving,
-    cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares,
+    cast(TaskRow.away, Text).label("away"), TaskRow.capabilities, TaskRow.shares, TaskRow.gang_id,
     and_(
         TaskRow.descriptor["run"].has_key("graph"),
         func.coalesce(TaskRow.descriptor["world_size"].as_integer(), 1) == 1,
@@ -178,6 +179,7 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
     splicing = _splicing(session, rows)
     spread = [row.id for row in rows if row.resized_at is not None]
     guests = lending.guests(session, spread)
+    terms = span.terms(session, rows)
     return {
         row.id: _task(
             row,
@@ -185,6 +187,7 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
             broken.get(row.id, ()),
             elastic=(row.island, row.kind) in splicing,
             guests=guests.get(row.id, ()),
+            terms=terms.get(row.id, span.NO_TERMS),
             now_s=now_s,
         )
         for row in rows
@@ -213,6 +216,7 @@ def _task(
     *,
     elastic: bool,
     guests: Sequence[Placement],
+    terms: Terms,
     now_s: float,
 ) -> Task:
     started_s = _seconds(row.started_at) if row.state in ON_A_DEVICE else None
@@ -240,7 +244,7 @@ def _task(
         memory_bytes=row.memory_bytes,
         priority=row.priority,
         submitted_s=_seconds(row.submitted_at) or 0.0,
-        conditions=_conditions(row, waits_for, broken),
+        conditions=_conditions(row, waits_for, broken, terms),
         waiting_since_s=_seconds(row.waiting_since),
         waited_s=row.waited_us / 1e6,
         away=() if row.away == "[]" else tuple(tuple(one) for one in json.loads(row.away)),
@@ -264,6 +268,8 @@ def _task(
         restarts=RESTARTS in row.capabilities,
         switch_us=row.switch_us,
         graph=row.graph,
+        gang=row.gang_id or "",
+        ticket=span.is_ticket(row),
         shares=row.shares,
         cost=row.cost_milli,
         cancel_asked=row.cancel_asked_at is not None,
@@ -282,14 +288,17 @@ def _moves_to(row: Row[Any]) -> str | None:
 _FREE = Conditions()
 
 
-def _conditions(row: Row[Any], waits_for: Sequence[str], broken: Sequence[str]) -> Conditions:
-    if not (waits_for or broken or row.hold or row.not_before):
+def _conditions(
+    row: Row[Any], waits_for: Sequence[str], broken: Sequence[str], terms: Terms
+) -> Conditions:
+    if not (waits_for or broken or row.hold or row.not_before or row.gang_id):
         return _FREE
     return Conditions(
         waits_for=tuple(waits_for),
         broken=tuple(broken),
         not_before_s=_seconds(row.not_before),
         hold=row.hold,
+        terms=terms,
     )
 
 

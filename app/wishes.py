@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import outbox
+from app import outbox, span
 from app.changes import changes
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.migration import ANYWHERE, MOVABLE
@@ -73,6 +73,9 @@ def change_request(
 
 
 def cancel_task(session: Session, task: Task, *, by: str) -> None:
+    """Raises Conflict for a ticket: it ends with its gang."""
+    if span.is_ticket(task):
+        raise Conflict(f"it keeps seats for the task {task.gang_id}, and ends with that: cancel it")
     if _one(session, task, _wish_cancel):
         _tell(session, task, task, "task.cancel_asked", f"{by} asked to cancel it.")
 
@@ -95,6 +98,8 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
     _check_live(task)
     if task.state not in ON_A_DEVICE:
         raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
+    if span.is_ticket(task):
+        raise Conflict(f"it keeps seats for the task {task.gang_id}, and has no state of its own")
     if _one(session, task, lambda task: _set(task, "save_asked", True)):
         _tell(session, task, task, "task.save_asked", f"{by} asked for a checkpoint.")
 
@@ -104,7 +109,7 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
     _check_live(task)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         raise Conflict(f"it is {task.state}; only a task on a device can be moved")
-    if task.devices_min > 1:
+    if task.devices_min > 1 or task.gang_id:
         raise Conflict("it needs several devices at once, and only one can be moved")
     if task.state == State.running and MOVABLE not in task.capabilities:
         raise Conflict("its state cannot be captured, so it cannot be moved")
@@ -121,6 +126,8 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
         raise Conflict("it has one rank, which sits on one device; see `world_size`")
     if "job" not in task.descriptor["run"]:
         raise Conflict("ranks change seats between steps, and only a job has steps")
+    if task.gang_id:
+        raise Conflict("its gang spans islands, and keeps the seats that it has there")
     if not task.devices_min <= most <= ranks:
         told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
         raise BadInput.at("/devices_max", told, "range")
@@ -132,7 +139,8 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
 def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
     """What is on them is to be moved elsewhere.  Who cannot be is paused by the island."""
     on_them = Task.seat.in_(list(devices)) & Task.state.in_([State.starting, State.running])
-    query = select(Task).where(on_them, Task.devices_min == 1).order_by(Task.id)
+    alone = (Task.devices_min == 1, Task.gang_id.is_(None))
+    query = select(Task).where(on_them, *alone).order_by(Task.id)
     fresh = query.with_for_update().execution_options(populate_existing=True)
     for task in session.scalars(fresh).all():
         if _wish(session, [task], lambda task: _wish_move(task, ANYWHERE)):

@@ -227,7 +227,9 @@ _TASK = _object(
             }
         ),
         "islands": _whole(
-            "of a graph: it may be cut into portions, one for each of so many islands", 1
+            "of a graph: it may be cut into portions, one for each of so many islands; of a job"
+            " whose ranks may lie `across_hosts`: of so many islands",
+            1,
         ),
         "checkpoint": _object(
             {

@@ -1147,11 +1147,18 @@ def _conditional(task: Task) -> bool:
         or conditions.broken
         or conditions.hold
         or conditions.not_before_s is not None
+        or task.gang
     )
 
 
 def slice_us(policy: Policy, *tasks: Task) -> int:
-    """Rule F8: a turn is so long that taking turns costs no more than its share of the time."""
+    """Rule F8: a turn is so long that taking turns costs no more than its share of the time.
+
+    That of a ticket is as long as any: its gang cannot begin before others, on other islands, have
+    had theirs.
+    """
+    if any(task.ticket for task in tasks):
+        return int(1e6 * policy.slice_max_s)
     switch_us = tasks[0].switch_us if len(tasks) == 1 else max(task.switch_us for task in tasks)
     turn_s = switch_us / 1e6 / policy.switch_share
     return int(1e6 * min(max(turn_s, policy.slice_min_s), policy.slice_max_s))

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from app.core import credit, elastic, explain, lifecycle, reclaim, sharing, standing
 from app.core.board import NEVER, Board, slice_us
 from app.core.fairshare import Branch, Lane
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
 from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
+from app.core.span import OVER
 
 BACKFILL_DEPTH = 16  # so many are looked at behind a gang for which devices are kept
 
@@ -206,6 +208,8 @@ def _end(paper: _Paper, task: Task) -> None:
     broken = task.conditions.broken
     if task.cancel_asked:
         paper.move(task, Move.Cancel, "cancel", "It was cancelled while it held no device.")
+    elif task.conditions.terms.lets_go:
+        paper.move(task, Move.Cancel, "tickets", "Its gang has ended.")
     elif broken:
         because = f"It needs {', '.join(broken)}, which did not succeed."
         paper.move(task, Move.GaveUp, "needs", because)
@@ -224,17 +228,24 @@ def _unlock_or_lock(paper: _Paper, task: Task) -> None:
 def _obey(paper: _Paper, task: Task) -> None:
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         return
-    devices = [paper.board.devices[id] for id in task.seats]
-    drained = [device.id for device in devices if device.cordoned]
-    if task.cancel_asked:
+    if task.ticket:
+        _keep_for_its_gang(paper, task)
+    elif task.cancel_asked:
         held = task.holds
         because = "It was cancelled."
         paper.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
-    elif task.state != State.running:
-        return  # it is paused when it has come so far
-    elif task.conditions.hold:
+    elif task.state == State.running:  # else it is paused when it has come so far
+        _obey_while_it_runs(paper, task)
+
+
+def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
+    drained = _drained(paper, task)
+    if task.conditions.hold:
         because = "It is held: paused, to go on when released."
         paper.move(task, Move.Pause, "hold", because, devices=task.seats)
+    elif island := task.conditions.terms.lets_go:
+        because = f"It spans islands, and {island} wants its seats back."
+        paper.move(task, Move.Pause, "tickets", because, devices=task.seats)
     elif task.moves_to is not None:
         if len(task.seats) > task.width:
             because = "It is to move, with no more devices than it needs."
@@ -247,6 +258,34 @@ def _obey(paper: _Paper, task: Task) -> None:
     elif len(task.seats) > (most := max(task.width, task.width_max)):
         because = f"It may hold {most} at most."
         _make_smaller(paper, task, task.seats[:most], "wish", because)
+
+
+def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
+    """Seats that a ticket keeps are let go when no ranks of its gang are there, and at once.
+
+    Until then its gang is asked for them by its being paused.
+    """
+    why = ticket.conditions.terms.lets_go
+    nothing: dict[str, Any] = dict(
+        seats=(), leaves=(), resized_s=None, held_us=0, accrued_us=0, started_s=None
+    )
+    if why == OVER:
+        paper.move(ticket, Move.Finished, "tickets", "Its gang has ended.", **nothing)
+    elif why:
+        because = "Its gang does not go on with these seats now."
+        paper.move(ticket, Move.Paused, "tickets", because, **nothing)
+        _unlock_or_lock(paper, paper.board.tasks[ticket.id])
+    elif ticket.state == State.running and ticket.conditions.hold:
+        because = "It is held: its gang is paused, to go on when it is released."
+        paper.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
+    elif ticket.state == State.running and _drained(paper, ticket):
+        because = "A device of it is being drained."
+        paper.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
+
+
+def _drained(paper: _Paper, task: Task) -> list[str]:
+    devices = paper.board.devices
+    return [id for id in task.seats if devices[id].cordoned]
 
 
 def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:

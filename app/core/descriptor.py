@@ -150,7 +150,7 @@ class TaskDescriptor:
 
     `publish` maps an output to the datablock of which it becomes a new version; `from_checkpoint`
     is the id of a checkpoint of another task, to go on from instead of beginning.  A graph may be
-    cut into portions for as many as `islands`.
+    cut into portions for as many as `islands`, and a gang that may lie across hosts span so many.
     """
 
     name: str
@@ -252,9 +252,9 @@ def _task(fields: Fields) -> TaskDescriptor:
     )
     if task.run.kind == "command":
         _check_command(fields, task)
-    if task.islands > 1 and task.run.kind != "graph":
-        told = f"only a graph is cut into portions for several islands, not a {task.run.kind}"
-        fields.fault("islands", f"{told}; leave it at 1")
+    if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
+        told = "only a graph is cut into portions for several islands, and only a job's ranks that"
+        fields.fault("islands", f"{told} may lie `across_hosts` span them; leave it at 1")
     if task.from_checkpoint is not None and task.run.kind != "job":
         fields.fault("from_checkpoint", f"only a job goes on from one, not a {task.run.kind}")
     fields.close()

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from app.core.island import Change, Reason, Task
+from app.core.island import Change, Reason, Task, Terms
 
 #: Every code, and whose move it is: "wait", "change_request" or "ask_admin".  In the order in which
 #: they have to fall: what comes first here is what to end first (`nearest`).
@@ -23,6 +23,8 @@ CODES = {
     "HELD_BY_USER": "change_request",
     "DEPENDENCY": "wait",
     "NOT_BEFORE": "wait",
+    "TICKETS": "wait",
+    "GANG_WANTS_NONE": "wait",
     "RETRY_BACKOFF": "wait",
     "NOT_LOOKED_AT": "wait",
     "NO_SCHEDULER": "ask_admin",
@@ -51,6 +53,7 @@ CODES = {
 ACTIONS = {
     "release": "somebody who may lets it go",
     "wait_for_tasks": "the tasks in `value` are done",
+    "wait_for_tickets": "its gang has tickets on the islands in `value`",
     "wait_until": "it is `value`, seconds since 1970",
     "wait_for_round": "the island's scheduler makes its next round",
     "start_scheduler": "an island scheduler leads the island `of`",
@@ -72,7 +75,12 @@ ACTIONS = {
     "wait_for_own": "one's own tasks on devices end",
 }
 
-START = frozenset({"HELD_BY_ADMIN", "HELD_BY_USER", "DEPENDENCY", "NOT_BEFORE", "RETRY_BACKOFF"})
+START = frozenset(
+    {
+        "HELD_BY_ADMIN", "HELD_BY_USER", "DEPENDENCY", "NOT_BEFORE", "TICKETS", "GANG_WANTS_NONE",
+        "RETRY_BACKOFF",
+    }
+)  # fmt: skip
 #: Reasons that do not end by others letting go of devices: no estimate is made while one lasts.
 CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
     "NOT_LOOKED_AT",
@@ -193,6 +201,19 @@ def _unmet(task: Task, now_s: float) -> Iterator[Reason]:
             f"It is not to start before {clock(conditions.not_before_s)}.",
             conditions.not_before_s,
         )
+    yield from _by_terms(conditions.terms)
+
+
+def _by_terms(terms: Terms) -> Iterator[Reason]:
+    if terms.tickets:
+        names = " and ".join(terms.tickets)
+        told = "Its gang spans islands, and takes seats in the order of their names: first it needs"
+        change = Change(action="wait_for_tickets", value=terms.tickets)
+        yield _reason("TICKETS", f"{told} those on {names}.", f"{names}: its turn comes", change)
+    if terms.idle:
+        told = "It keeps seats for its gang, which wants none now: it runs, is held or has ended."
+        change = Change(action="wait_for_gang")
+        yield _reason("GANG_WANTS_NONE", told, "its gang waits for seats again", change)
 
 
 def start(task: Task, *, now_s: float) -> tuple[Reason, ...]:

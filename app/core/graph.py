@@ -29,11 +29,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a deployment has of one device kind: how many, the memory of the largest, and how many
-    lie on one host at most.
+    """What a deployment has of one device kind: how many on each of its islands, the largest first,
+    the memory of the largest device, and how many lie on one host at most.
     """
 
-    devices: int
+    islands: tuple[int, ...]
     memory_bytes: int
     together: int
 
@@ -143,12 +143,18 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
         yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are wanted, {told}"
-    if wanted.min > offer.devices:
-        told = f"there are {offer.devices} {wanted.kind} devices here, {wanted.min} are wanted"
+    spans = task.islands if task.run.kind == "job" else 1
+    if wanted.min > (most := sum(offer.islands[:spans])):
+        where = "here" if len(offer.islands) == 1 else f"on the largest {_islands(spans)}"
+        told = f"there are {most} {wanted.kind} devices {where}, {wanted.min} are wanted"
         yield "devices/min", told
     elif wanted.min > offer.together and not wanted.across_hosts and task.run.kind == "graph":
         told = f"a graph stays on one host, and none has more than {offer.together}"
         yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"
+
+
+def _islands(n: int) -> str:
+    return "island" if n == 1 else f"{n} islands"
 
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:

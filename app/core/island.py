@@ -99,6 +99,20 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a gang that spans islands and its tickets let each other do (`core.span`).
+
+    `tickets` are the islands on which tickets must be held before it may have seats; an `idle`
+    ticket's gang wants none now.  Who sits and `lets_go` must leave: a ticket because its gang is
+    "over" or it is to go "back", a gang because the island of that name wants its seats back.
+    """
+
+    tickets: tuple[str, ...] = ()
+    idle: bool = False
+    lets_go: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """The start conditions of a task, as they stand now."""
 
@@ -106,6 +120,7 @@ class Conditions:
     broken: tuple[str, ...] = ()  # of those, the ones that failed or were cancelled
     not_before_s: float | None = None
     hold: str = ""  # "" or who holds it: "user", "admin"; holding a running task pauses it
+    terms: Terms = field(default_factory=Terms)
 
 
 RESTARTS = "restart"  # the capability of what cannot move: elsewhere it begins again
@@ -127,6 +142,9 @@ class Task:
     holds beyond `width` is lent to it, and counts as free for who waits (`core.elastic`).  While it
     is made smaller it still holds what it `leaves`.  `accrued_us` and `held_us` are since it was
     resized, if it was.
+
+    A gang that spans islands, and each of its tickets, name the `gang`; a `ticket` keeps seats for
+    it and runs nothing.
 
     A `graph` of one executor can take turns with others on a device; if it `shares` one, or did so
     in this epoch, it is charged for what the device says that it held, and not before it says so.
@@ -167,6 +185,8 @@ class Task:
     restarts: bool = False  # a command: it goes on only there, and anywhere else begins again
     switch_us: int = 0  # what seating it cost the last time
     graph: bool = False
+    gang: str = ""
+    ticket: bool = False
     shares: bool = False
     cost: int = 0  # of a second in this epoch, if it is charged by its memory (`core.dominant`)
     cancel_asked: bool = False

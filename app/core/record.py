@@ -28,6 +28,7 @@ from app.core.island import (
     Snapshot,
     Task,
     Tenant,
+    Terms,
     User,
     changed,
 )
@@ -236,7 +237,9 @@ def _value(kind: type, item: JSON) -> Any:
             values[name] = int(values[name])
     if "conditions" in values:
         conditions: JSON = values["conditions"]
-        as_tuples: JSON = {k: tuple(v) if isinstance(v, list) else v for k, v in conditions.items()}
+        as_tuples = _with_tuples(conditions)
+        if "terms" in as_tuples:
+            as_tuples["terms"] = Terms(**_with_tuples(as_tuples["terms"]))
         values["conditions"] = Conditions(**as_tuples)
     for name in ("seats", "leaves"):
         if name in values:
@@ -244,3 +247,7 @@ def _value(kind: type, item: JSON) -> Any:
     if "away" in values:
         values["away"] = tuple((a, b) for a, b in values["away"])
     return kind(**values)
+
+
+def _with_tuples(values: JSON) -> JSON:
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}

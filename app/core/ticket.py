@@ -9,7 +9,8 @@ A gang over several islands takes its tickets in two phases: in the order of the
 desk reserves memory and is *held* (it issues nothing to anybody else), then each issues; if one
 refuses, all are let go.  Holding is not for show: were a desk to number the gang and go on, a local
 gang behind it could be waited for by one before it on the next island.  Who decides, and writes
-down that it did, is not here; a desk stays held until it is told.
+down that it did, is not here; a desk stays held until it is told.  Live gangs that span islands
+hold seats, and those for themselves alone (`core.span`).
 
 Why nothing gets stuck: a ticket is issued after those of all that the gang waits for, and later
 than every ticket before it in any of its queues.  So the gang whose ticket was issued first among

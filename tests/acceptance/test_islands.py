@@ -33,8 +33,8 @@ SETTINGS = {
 class Processes:
     """Celery workers of an island, started by us: nobody starts them again."""
 
-    def __init__(self, handle, island):
-        self.handle, self.island = handle, island
+    def __init__(self, handle, island, **more):
+        self.handle, self.island, self.more = handle, island, more
         self.running = {}
 
     def start(self, *names):
@@ -58,7 +58,7 @@ class Processes:
 
     def _env(self, name):
         facts = self.handle.facts
-        env = {**os.environ, **SETTINGS, "ROUNDHOUSE_ISLAND": self.island}
+        env = {**os.environ, **SETTINGS, **self.more, "ROUNDHOUSE_ISLAND": self.island}
         env |= {"ROUNDHOUSE_HOME": facts["home"], "REDIS_URL": facts["redis_url"]}
         if name.startswith("device"):
             env.pop("DATABASE_URL", None)
@@ -77,14 +77,16 @@ class Processes:
 
 
 @contextlib.contextmanager
-def two_islands(*, devices):
-    """`local` and `east`, of so many devices each; the system, and the processes of `east`."""
+def two_islands(*, devices, **more):
+    """`local` and `east`, of so many devices each, and with `more` settings; the system, and the
+    processes of `east`.
+    """
     with (
         temporary_home() as home,
-        running(home, devices=devices, env=SETTINGS) as handle,
+        running(home, devices=devices, env={**SETTINGS, **more}) as handle,
         contextlib.closing(System(handle)) as system,
     ):
-        east, client = Processes(handle, "east"), system.client("alpha")
+        east, client = Processes(handle, "east", **more), system.client("alpha")
         try:
             east.start("leader", *(f"device.{n}" for n in range(devices)))
             for n in range(devices):

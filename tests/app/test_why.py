@@ -101,6 +101,29 @@ class Scene:
 
         return task, do
 
+    def gang_that_spans(self):
+        """Its home is isle; its ticket is on another island."""
+        self.scenery.add(Island(name="east"))
+        gang = self.scenery.task(self.a, "blocked")
+        gang.gang_id = gang.id
+        ticket = self.scenery.task(self.a, "blocked", gang_id=gang.id)
+        ticket.island = "east"
+        return gang, ticket
+
+    def tickets(self):
+        gang, ticket = self.gang_that_spans()
+
+        def do(change):
+            assert change["value"] == ["east"]
+            ticket.state, ticket.good_for = "running", gang.epoch + 1
+
+        return gang, do
+
+    def gang_wants_none(self):
+        gang, ticket = self.gang_that_spans()
+        gang.hold = "user"
+        return ticket, lambda _: setattr(gang, "hold", "")
+
     def retry_backoff(self):
         at = datetime.now(UTC) + timedelta(hours=1)
         task = self.scenery.task(self.a, retry_at=at, attempts=1, retry_max=2)

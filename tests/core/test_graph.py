@@ -12,7 +12,7 @@ from app.core import graph
 from app.core.descriptor import Descriptor, parse
 from app.core.graph import Need, Offer
 
-HERE = {"cpu": Offer(devices=2, memory_bytes=4_000_000_000, together=2)}
+HERE = {"cpu": Offer(islands=(2,), memory_bytes=4_000_000_000, together=2)}
 
 
 def tasks(*tasks: dict[str, Any], **request: Any) -> Descriptor:
@@ -175,7 +175,7 @@ def test_only_the_ranks_of_a_job_may_part(
 
 def test_a_graph_that_needs_more_devices_than_any_host_has_is_told() -> None:
     run = {"graph": "sha256:" + "0" * 64}
-    apart = {"cpu": Offer(devices=4, memory_bytes=1, together=2)}
+    apart = {"cpu": Offer(islands=(4,), memory_bytes=1, together=2)}
     two, three = (
         graph.unsatisfiable(
             tasks({"name": "t", "run": run, "devices": {"min": n, "max": 4}}), apart

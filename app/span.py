@@ -1,0 +1,142 @@
+"""Rows of gangs that span islands, and of their tickets there; what they mean is `core.span`'s.
+
+A gang's `gang_id` is its own id, that of its tickets names it.  All members of a gang are in one
+request, on an island each.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import uuid_utils
+from sqlalchemy import ColumnElement, Row, select, text
+from sqlalchemy.orm import Session
+
+from app import db, outbox
+from app.core import span
+from app.core.island import Terms
+from app.core.span import Member
+from app.models import Device, Placement, Task
+
+NO_TERMS = Terms()
+
+Rows = Iterable[Task | Row[Any]]
+
+
+def is_ticket(task: Task | Row[Any]) -> bool:
+    return task.gang_id is not None and task.gang_id != task.id
+
+
+def is_of_ticket() -> ColumnElement[bool]:
+    """Whether the seat of a placement is kept for a gang."""
+    of = (Task.id == Placement.task_id, Task.gang_id != Task.id)
+    return select(Task.id).where(*of).exists()
+
+
+def terms(session: Session, rows: Rows) -> dict[str, Terms]:
+    """Of those of these tasks that are of gangs, as all of each gang are now."""
+    return terms_among(of_gangs(session, {row.gang_id for row in rows if row.gang_id}))
+
+
+def of_gangs(session: Session, gangs: Collection[str]) -> Sequence[Row[Any]]:
+    if not gangs:
+        return ()
+    columns = (Task.id, Task.gang_id, Task.island, Task.state, Task.epoch, Task.good_for)
+    query = select(*columns, Task.hold, Task.cancel_asked_at)
+    return session.execute(query.where(Task.gang_id.in_(gangs))).all()
+
+
+def terms_among(rows: Rows) -> dict[str, Terms]:
+    """All members of each gang are among `rows`."""
+    gangs = defaultdict[str, list[Any]](list)
+    for row in rows:
+        gangs[str(row.gang_id)].append(row)
+    found = dict[str, Terms]()
+    for id, members in gangs.items():
+        gang = next(_member(row) for row in members if row.id == id)
+        tickets = sorted((row for row in members if row.id != id), key=lambda row: row.island)
+        said = [_member(row) for row in tickets]
+        found[id] = span.of_gang(gang, said)
+        found |= {row.id: span.of_ticket(n, gang, said) for n, row in enumerate(tickets)}
+    return found
+
+
+def _member(row: Task | Row[Any]) -> Member:
+    return Member(
+        island=str(row.island),
+        state=row.state,
+        epoch=row.epoch,
+        good_for=row.good_for,
+        willing=not row.hold and row.cancel_asked_at is None,
+    )
+
+
+def kept(session: Session, gang: Task) -> list[Device]:
+    """The devices on which tickets keep seats for it, those of an island beside each other."""
+    there = (Task.gang_id == gang.id, Task.id != gang.id, Placement.ended_at.is_(None))
+    query = select(Device).join(Placement, Placement.device_id == Device.id)
+    query = query.join(Task, Task.id == Placement.task_id).where(*there)
+    return list(session.scalars(query.order_by(Task.island, Placement.id)))
+
+
+def nudge_others(session: Session, task: Task) -> None:
+    """The islands of its gang's other members are to look again, after the commit."""
+    db.after_commit(session, partial(_nudge, str(task.gang_id), task.island))
+
+
+def _nudge(gang: str, island: str | None) -> None:
+    with db.transaction() as session:
+        others = select(Task.island).where(Task.gang_id == gang, Task.island != island)
+        found = session.scalars(others.distinct()).all()
+    for other in found:
+        outbox.nudge_island(str(other))
+
+
+def issue(session: Session, parts: Mapping[str, Mapping[str, int]]) -> None:
+    """Tickets of gangs, which become gangs that span islands: (gang -> (island -> its seats)).
+
+    Each gang has been assigned to the last of its islands.  A ticket starts when its gang may.
+    """
+    given = [
+        {"gang": gang, "island": island, "width": width, "home": island == max(of)}
+        for gang, of in parts.items()
+        for island, width in of.items()
+    ]
+    for one in given:
+        session.execute(
+            _GANG if one["home"] else _TICKET, {**one, "id": f"tsk_{uuid_utils.uuid7().hex}"}
+        )
+
+
+_GANG = text(
+    """
+    update tasks set gang_id = id, devices_min = :width, devices_max = :width, abroad = true
+    where id = :gang and island = :island
+    """
+)
+
+_TICKET = text(
+    """
+    with needed as (
+        insert into needs (task_id, needs_id, port, output)
+        select distinct cast(:id as text), needs_id, '', '' from needs where task_id = :gang
+        returning needs_id
+    ),
+    waited_for as (
+        update tasks set abroad = true where id in (select needs_id from needed)
+    )
+    insert into tasks (id, request_id, tenant_id, user_id, island, assigned, gang_id, ordinal, name,
+        type, kind, descriptor, memory_bytes, devices_min, devices_max, across_hosts, tier,
+        priority, hold, not_before, submitted_at)
+    select :id, request_id, tenant_id, user_id, cast(:island as text), assigned,
+        id, (select max(ordinal) + 1 from tasks as all_ where all_.request_id = tasks.request_id),
+        name || '.' || :island, type, kind,
+        descriptor || jsonb_build_object('run', jsonb_build_object('ticket', name),
+            'inputs', '{}'::jsonb, 'outputs', '[]'::jsonb, 'publish', '{}'::jsonb),
+        memory_bytes, :width, :width, true, tier, priority, hold, not_before, submitted_at
+    from tasks where id = :gang
+    """
+)

@@ -1,0 +1,148 @@
+"""A gang that is too wide for any island takes its tickets on two, and its bits never show it.
+
+Through HTTP alone; each island has a scheduler of its own and two devices.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from app.client import Problem
+from tests.acceptance.conftest import ENDED
+from tests.acceptance.test_hosts import events, is_right
+from tests.acceptance.test_islands import is_up, two_islands
+from tests.acceptance.test_splicing import REST_S, train
+
+pytestmark = pytest.mark.acceptance
+
+
+@pytest.fixture(scope="module")
+def islands():
+    with two_islands(devices=2, ROUNDHOUSE_SLICE_MAX_S="4") as (system, east):
+        yield system, east
+
+
+@pytest.fixture(scope="module")
+def undisturbed(islands):
+    client = islands[0].client("alpha")
+    return client.wait(train(client, "alone", step_s=0.0), timeout_s=REST_S)["tasks"][0]
+
+
+def wide(client, name, **task):
+    devices = {"min": 3, "max": 3, "across_hosts": True}
+    return train(client, name, devices=devices, islands=2, **task)
+
+
+def gang(request):
+    return request["tasks"][0]
+
+
+def tickets(request):
+    return request["tasks"][1:]
+
+
+def runs(request):
+    return gang(request)["state"] == "running"
+
+
+def test_it_runs_on_both_islands_with_the_bits_of_one_device(islands, undisturbed):
+    system, _ = islands
+    client = system.client("alpha")
+    id = wide(client, "wide")
+    request = client.wait_until(id, runs, timeout_s=REST_S)
+    (ticket,) = tickets(request)
+    assert ticket["name"].endswith(".east")
+    assert ticket["state"] == "running"
+    assert {ticket["seat"], *ticket["lent"]} == {"east.0", "east.1"}
+    assert gang(request)["seat"] in ("local.0", "local.1")
+    task = is_right(system, client, id, undisturbed)
+    assert (task["pauses"], task["epoch"], task["lost_steps"]) == (0, 1, 0), events(client, id)
+    assert client.request(id)["state"] == "done"
+
+
+def kinds(client, id):
+    return [event["type"] for event in client.items(f"/v1/requests/{id}/events", limit=200)]
+
+
+def test_it_is_paused_with_its_tickets_and_goes_on_without_losing_a_step(islands, undisturbed):
+    system, _ = islands
+    client = system.client("alpha")
+    id = wide(client, "held")
+    for _ in range(3):
+        system.wait_running(client, id)
+        client.post(f"/v1/requests/{id}/hold")
+        client.wait_until(id, nobody_sits, timeout_s=REST_S)
+        client.post(f"/v1/requests/{id}/release")
+    client.wait_until(id, runs, timeout_s=REST_S)
+    (ticket,) = tickets(client.request(id))
+    client.post(f"/v1/tasks/{ticket['id']}/pause")  # one ticket alone: its gang gives way, too
+    request = client.wait_until(id, nobody_sits, timeout_s=REST_S)
+    told = client.get(f"/v1/tasks/{gang(request)['id']}/explain")["reasons"]
+    assert (told[0]["code"], told[0]["change"]["value"]) == ("TICKETS", ["east"])
+    client.post(f"/v1/tasks/{ticket['id']}/resume")
+    task = is_right(system, client, id, undisturbed)
+    assert task["lost_steps"] == 0, events(client, id)
+
+
+def nobody_sits(request):
+    return not any(task["seat"] for task in request["tasks"])
+
+
+def test_two_such_gangs_and_the_jobs_of_others_take_turns(islands, undisturbed):
+    """Each island by its own fair share; nobody waits for ever, nobody loses a step."""
+    system, _ = islands
+    alpha, beta = system.client("alpha"), system.client("beta")
+    wides = {wide(client, "turns"): client for client in (alpha, beta)}
+    gamma = system.client("gamma")
+    small = [gamma.submit_job("train:Train", name="small", params={"steps": 60}) for _ in range(4)]
+    for id, client in wides.items():
+        task = is_right(system, client, id, undisturbed)
+        assert task["lost_steps"] == 0, events(client, id)
+    assert all(gamma.wait(id, timeout_s=REST_S)["state"] == "done" for id in small)
+    assert any(gang(client.request(id))["pauses"] for id, client in wides.items())
+
+
+@pytest.mark.parametrize("victim", ["home", "ticket", "scheduler", "island"])
+def test_whoever_is_killed_it_ends_with_the_same_bits(islands, undisturbed, victim):
+    system, east = islands
+    client = system.client("alpha")
+    id = wide(client, f"killed-{victim}", retry={"max": 1})
+    system.wait_running(client, id)
+    saved = f"/v1/tasks/{gang(client.request(id))['id']}/checkpoints"
+    assert system.until(lambda: client.items(saved))
+    if victim == "home":
+        system.kill(f"device.{gang(client.request(id))['seat'].rpartition('.')[2]}")
+    elif victim == "ticket":
+        east.kill("device.0")
+        east.start("device.0")
+    elif victim == "scheduler":
+        east.kill("leader")
+        east.start("leader")
+    else:
+        east.kill()
+        client.wait_until(id, lambda request: not gang(request)["seat"], timeout_s=REST_S)
+        east.start("leader", "device.0", "device.1")
+    task = is_right(system, client, id, undisturbed)
+    assert task["attempts"] == 0, events(client, id)
+    assert (task["epoch"] == 1) == (victim == "scheduler"), events(client, id)
+    assert all(system.until(lambda n=n: is_up(client, f"east.{n}")) for n in range(2))
+
+
+def test_it_is_cancelled_with_its_tickets_while_it_runs(islands):
+    system, _ = islands
+    client = system.client("alpha")
+    id = wide(client, "cancelled")
+    system.wait_running(client, id)
+    client.post(f"/v1/requests/{id}/cancel")
+    assert client.wait(id, timeout_s=REST_S)["state"] == "cancelled"
+    client.wait_until(id, nobody_sits, timeout_s=REST_S)
+    assert system.until(lambda: {task["state"] for task in client.request(id)["tasks"]} <= {*ENDED})
+    system.check_ledger()
+
+
+def test_what_is_too_wide_for_its_islands_is_refused_with_a_pointer(islands):
+    client = islands[0].client("alpha")
+    with pytest.raises(Problem, match="devices/min"):
+        train(client, "too-wide", devices={"min": 3, "max": 3, "across_hosts": True})
+    with pytest.raises(Problem, match="tasks/0/islands"):
+        train(client, "one-host", islands=2)
