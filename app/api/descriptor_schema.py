@@ -213,7 +213,7 @@ _TASK = _object(
             {
                 "kind": {"type": "string", "default": "cpu"},
                 "min": _whole(
-                    "devices it needs at once; more than 1 of a graph, or with `across_hosts`", 1
+                    "devices it needs at once, on one host unless they may lie `across_hosts`", 1
                 ),
                 "max": _whole(
                     "devices it can use; default: of a job as many as ranks, else `min`", 1

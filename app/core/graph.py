@@ -148,8 +148,10 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
         where = "here" if len(offer.islands) == 1 else f"on the largest {_islands(spans)}"
         told = f"there are {most} {wanted.kind} devices {where}, {wanted.min} are wanted"
         yield "devices/min", told
-    elif wanted.min > offer.together and not wanted.across_hosts and task.run.kind == "graph":
-        told = f"a graph stays on one host, and none has more than {offer.together}"
+    elif wanted.min > offer.together and not wanted.across_hosts:
+        told = f"they are to lie on one host, and none has more than {offer.together}"
+        if task.run.kind == "job":
+            told += "; with `across_hosts: true` they may lie on several"
         yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"
 
 
@@ -158,9 +160,6 @@ def _islands(n: int) -> str:
 
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
-    if task.devices.min > 1 and not task.devices.across_hosts and task.run.kind != "graph":
-        told = "several devices at once may lie on several hosts: say `across_hosts: true`"
-        yield "devices/min", told
     if task.devices.across_hosts and task.run.kind != "job":
         told = f"the ranks of a {task.run.kind} stay on one host; only those of a job may part"
         yield "devices/across_hosts", told

@@ -79,6 +79,25 @@ def test_its_owner_says_how_many_it_may_hold(system, undisturbed):
     assert ended_right(client, id, undisturbed)["pauses"] == 0
 
 
+def test_one_that_needs_two_of_a_host_begins_on_both_and_is_paused_as_any_other(
+    system, undisturbed
+):
+    client, other = system.client("alpha"), system.client("beta")
+    first = other.submit_job("train:Train", name="splice-first", params={"steps": 30})
+    system.wait_running(other, first)
+    id = train(client, "splice-both", devices={"min": 2, "max": 2})
+    until_held(client, id, 2)
+    client.post(f"/v1/requests/{id}/hold")
+    client.wait_until(id, lambda it: not it["tasks"][0]["seat"], timeout_s=REST_S)
+    client.post(f"/v1/requests/{id}/release")
+    task = ended_right(client, id, undisturbed)
+    assert (task["epoch"] >= 2, task["lost_steps"]) == (True, 0)
+    stays = list(client.items(f"/v1/tasks/{task['id']}/placements"))
+    epochs = [stay["epoch"] for stay in stays]
+    assert all(epochs.count(epoch) == 2 for epoch in epochs)
+    system.check_ledger()
+
+
 @pytest.mark.parametrize("victim", ["lent", "home"])
 def test_it_goes_on_with_one_device_when_the_worker_of_the_other_is_killed(
     system, undisturbed, victim

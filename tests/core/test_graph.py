@@ -156,7 +156,7 @@ def test_what_can_never_run_here_is_told_with_what_to_do(
 @pytest.mark.parametrize(
     ("run", "devices", "pointer"),
     [
-        ({"job": "m:C"}, {"min": 2}, "devices/min"),
+        ({"job": "m:C"}, {"min": 2}, None),
         ({"job": "m:C"}, {"min": 2, "across_hosts": True}, None),
         ({"graph": "sha256:" + "0" * 64}, {"min": 2}, None),
         ({"graph": "sha256:" + "0" * 64}, {"min": 2, "across_hosts": True}, "devices/across_hosts"),
@@ -173,12 +173,15 @@ def test_only_the_ranks_of_a_job_may_part(
     assert [fault.pointer for fault in faults] == ([f"/tasks/0/{pointer}"] if pointer else [])
 
 
-def test_a_graph_that_needs_more_devices_than_any_host_has_is_told() -> None:
-    run = {"graph": "sha256:" + "0" * 64}
+@pytest.mark.parametrize("run", [{"graph": "sha256:" + "0" * 64}, {"job": "m:C"}])
+def test_who_stays_on_a_host_and_needs_more_devices_than_any_has_is_told(
+    run: dict[str, Any],
+) -> None:
     apart = {"cpu": Offer(islands=(4,), memory_bytes=1, together=2)}
     two, three = (
         graph.unsatisfiable(
-            tasks({"name": "t", "run": run, "devices": {"min": n, "max": 4}}), apart
+            tasks({"name": "t", "run": run, "world_size": 4, "devices": {"min": n, "max": 4}}),
+            apart,
         )
         for n in (2, 3)
     )
