@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
-from sqlalchemy import Integer, Row, Select, and_, cast, func, literal, select, text
+from sqlalchemy import Integer, Row, Select, and_, cast, func, literal, or_, select, text
 from sqlalchemy.orm import Session, aliased
 
 from app import forecast, journal, snapshot, span
@@ -194,14 +194,14 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     session.execute(row.with_for_update(key_share=True))
     if lost not in dark(session):
         return set(), None
-    # Members of gangs that span islands stay: none of the others has room for all of it.
+    released = _release_gangs(session, lost) if not after else set[str]()
     mine = (Task.island == lost, Task.state.not_in(ENDED), Task.gang_id.is_(None))
     query = select(Task.request_id).where(*mine, Task.request_id > after)
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
     theirs = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
     session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as wishes lock them
     scene = _Scene.of(session, without=lost)
-    touched = set[str]()
+    touched = released
     rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
@@ -217,6 +217,23 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
         touched |= {island for island, _ in found.values()}
     journal.settle(session)
     return touched, ids[-1] if len(ids) == PAGE else None
+
+
+def _release_gangs(session: Session, lost: str) -> set[str]:
+    """Members of gangs that span islands stay, as no other has room for all of one; but what they
+    hold on a lost island is gone, and seats that are kept for them elsewhere are let go.
+    """
+    members = (Task.island == lost, Task.gang_id.is_not(None), Task.state.not_in(ENDED))
+    query = select(Task.id).where(
+        *members, or_(Task.seat.is_not(None), Task.cancel_asked_at.is_not(None))
+    )
+    ids = session.scalars(query.order_by(Task.id).limit(PAGE)).all()
+    journal.unseat(session, ids, f"The island {lost} is lost, and its devices with it.")
+    other = aliased(Task)
+    theirs = select(other.gang_id).where(other.id.in_(ids))
+    return set(session.scalars(select(Task.island).where(Task.gang_id.in_(theirs)).distinct())) - {
+        lost
+    }
 
 
 def _anew(lost: str, island: str, why: JSON) -> JSON:
@@ -302,10 +319,10 @@ class _Scene:
                 self._queue(island, kind, tenant, count * width * usual_ns)
 
     def _decided(self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]], lost: str) -> Seats:
-        work = replace(work, parted=self._parted(work, stocks))
+        work = work if lost else replace(work, parted=self._parted(work, stocks))
         needed = Counter[str]()
         for task in work.tasks:
-            if task.state not in ENDED and task.island in (None, lost):
+            if not _stays(task) and task.island in (None, lost):
                 needed[task.kind] += work.time_ns[task.id] * work.width(task)
         islands = [
             Island(
@@ -330,7 +347,7 @@ class _Scene:
                 _why(found, work, task, able[task.id], reads[task.id], late[task.id]),
             )
             for task in work.tasks
-            if task.island in (None, lost) and task.id in found.seats
+            if task.island in (None, lost) and task.id in found.seats and not task.gang_id
         }
 
     def _room(self, stock: Stock, tenant: str, work_ns: int) -> Room:
@@ -351,16 +368,22 @@ class _Scene:
     def _parted(
         self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]]
     ) -> dict[str, dict[str, int]]:
-        """Gangs that are too wide for any island, and may lie on several."""
+        """Gangs that are too wide for any island, also when all its devices are up, and may lie on
+        several.
+        """
         parted = {}
         for task in work.tasks:
-            able = self._able(task, stocks)
-            devices = {name: stocks[name][task.kind].devices for name in able}
-            if not task.may_span or task.devices_min <= max(devices.values(), default=0):
+            widest = max(self._devices(task, self.all).values(), default=0)
+            if not task.may_span or task.devices_min <= widest:
                 continue
+            devices = self._devices(task, stocks)
             if of := spans.divided(task.devices_min, devices, task.islands):
                 parted[task.id] = of
         return parted
+
+    def _devices(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> dict[str, int]:
+        """How many there are of its kind on each island that can run it."""
+        return {name: stocks[name][task.kind].devices for name in self._able(task, stocks)}
 
     def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
         names = tuple(island.id for island in islands)
@@ -372,7 +395,7 @@ class _Scene:
             ways = [apportion(way, islands, links, EFFORT) for way in _together(work, graph, names)]
             best = min(ways, key=lambda way: (way.makespan_ns, way.bytes), default=free)
             return best if best.makespan_ns <= TOGETHER * free.makespan_ns else free
-        ended = {task.id for task in work.tasks if task.state in ENDED}
+        ended = {task.id for task in work.tasks if _stays(task)}
         done = [node.id for node in graph.nodes if _task_of(node) in ended]
         # What has ended lies in the store, which is as near to one island as to the other.
         at = {block: names for node in graph.nodes if node.id in done for block in node.writes}
@@ -396,7 +419,7 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
         task.id: list(_spells(task, work.time_ns[task.id], writes[task.id])) for task in work.tasks
     }
     for task in work.tasks:
-        if not able[task.id] and task.state not in ENDED:
+        if not able[task.id] and not _stays(task):
             raise Unplaceable(f"node {task.id}", "no island has such a device")
         needs = work.needs.get(task.id, ())
         early = [need for need in needs if need.port and not need.late]
@@ -414,6 +437,11 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
     held = {block: STAYS_BYTES for node in nodes for block in node.writes if block not in blocks}
     sizes = tuple(Block(id=id, bytes=bytes_) for id, bytes_ in (blocks | held).items())
     return Graph(nodes=tuple(nodes), blocks=sizes)
+
+
+def _stays(task: Row[Any]) -> bool:
+    """Whatever becomes of its island: it has ended, or its gang spans islands."""
+    return task.state in ENDED or task.gang_id is not None
 
 
 def _in_turn(whole: Node, spells: Sequence[_Spell]) -> Iterator[Node]:
@@ -565,8 +593,8 @@ def _tasks() -> Select[Any]:
         Task.cancel_asked_at, Task.outputs,
         Task.descriptor["run"]["part"].label("leg"),
         Task.descriptor["islands"].as_integer().label("islands"),
-        (Task.descriptor["run"].has_key("job") & Task.across_hosts & Task.gang_id.is_(None))
-        .label("may_span"),
+        (Task.descriptor["run"].has_key("job") & Task.across_hosts).label("may_span"),
+        Task.gang_id,
     )  # fmt: skip
 
 

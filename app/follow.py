@@ -150,6 +150,7 @@ class Follower:
             self._take_in(session, board, self._moving())
         self._mark_longer(session, board)
         self._unlock(session, board)
+        self._take_in(session, board, self._members())
         recall(board, self.memory)
         return board
 
@@ -216,6 +217,7 @@ class Follower:
             self._unlock(session, board)
         elif news.due:
             self._take_in(session, board, self._due(now_s))
+            self._take_in(session, board, self._members())
         if news.users:
             self._users(session, board)
         self.behind = len(changed) == AT_ONCE
@@ -251,8 +253,13 @@ class Follower:
             TaskRow.abroad, TaskRow.state.in_(ENDED), TaskRow.txid >= _xid(self.since)
         )
 
+    def _members(self) -> Select[Any]:
+        """Blocked members of gangs that span islands: they may stay so when their time has come."""
+        mine = (TaskRow.island == self.island, TaskRow.gang_id.is_not(None))
+        return snapshot.tasks().where(*mine, TaskRow.state == "blocked")
+
     def _startable(self, now_s: float) -> Select[Any]:
-        """Blocked tasks whose time has come, or that will never start."""
+        """Blocked tasks whose time has come, or that will never start; but for members of gangs."""
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
         mine = Need.task_id == TaskRow.id
@@ -266,6 +273,7 @@ class Follower:
         return (
             snapshot.tasks()
             .where(TaskRow.island == self.island, TaskRow.state == "blocked")
+            .where(TaskRow.gang_id.is_(None))
             .where(or_(free, broken, TaskRow.cancel_asked_at.is_not(None)))
             .order_by(TaskRow.id)
             .limit(STARTABLE)
@@ -325,7 +333,8 @@ class Follower:
             if task.state == State.blocked:
                 self.blocked.add(task.id)
             beyond = task.state == State.waiting and task.user in board.users
-            if beyond and not task.stops and board.beyond(task):
+            ends = task.stops or task.cancel_asked or task.conditions.terms.lets_go
+            if beyond and not ends and board.beyond(task):
                 board.drop_task(task.id)
             elif task.user in board.users:
                 board.set_task(task)

@@ -21,6 +21,7 @@ from typing import Any
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
+from app import span
 from app.core import estimate, fairshare, standing
 from app.core.board import Board, slice_us
 from app.core.estimate import Calibration, Estimate, Held, History, Line, Queued, Scene, Unknown
@@ -120,6 +121,7 @@ def _history(session: Session) -> History:
         .join(newest, newest.c.task_id == TaskRow.id)
         .where(
             newest.c.end.in_(("finished", "failed")),
+            ~func.coalesce(span.IS_TICKET, False),
             newest.c.ended_at > func.now() - HISTORY,
             TaskRow.state.in_(("done", "failed")),
         )

@@ -23,7 +23,7 @@ import uuid_utils
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app import datablocks, graphs, outbox, tree, webhooks
+from app import datablocks, graphs, outbox, span, tree, webhooks
 from app.changes import changes
 from app.core import descriptor as descriptors
 from app.core import graph, webhook
@@ -513,7 +513,8 @@ def _check_room(session: Session, path: Sequence[tree.OnPath], wanted: int) -> N
 
 
 def _queued(session: Session, tenant_id: str) -> int:
-    which = (tree.within(Task.tenant_id, tenant_id), Task.state.in_(("blocked", "waiting")))
+    waits = (Task.state.in_(("blocked", "waiting")), ~func.coalesce(span.IS_TICKET, False))
+    which = (tree.within(Task.tenant_id, tenant_id), *waits)
     return session.scalar(select(func.count()).select_from(Task).where(*which)) or 0
 
 

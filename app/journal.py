@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -119,9 +119,8 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
     if not wanted:
         return _Desk()
     gangs = {task.gang for task in plan.before.values() if task.gang}
-    which = Task.id.in_(wanted)
-    tasks = _locked(session, or_(which, Task.gang_id.in_(gangs)) if gangs else which, wait=False)
-    if not wanted <= tasks.keys() or not _are_as_seen(session, plan, gangs, tasks):
+    tasks = _locked(session, Task.id.in_(wanted | gangs), wait=False)
+    if len(tasks) < len(wanted | gangs) or not _are_as_seen(session, plan, gangs):
         return None
     seated = [id for id, task in tasks.items() if task.state in lifecycle.ON_A_DEVICE]
     seats = {each.task: str(each.device) for each in plan.decisions if each.move == Move.Launch}
@@ -146,17 +145,12 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
     )
 
 
-def _are_as_seen(
-    session: Session, plan: Plan, gangs: Collection[str], tasks: Mapping[str, Task]
-) -> bool:
+def _are_as_seen(session: Session, plan: Plan, gangs: Collection[str]) -> bool:
     """Do gangs that span islands, and their tickets, still let each other do what was decided?
 
-    All of each gang are locked, so that no other island decides about it meanwhile.
+    The gangs are locked, so that no other island decides about them meanwhile.
     """
-    members = {row.id for row in span.of_gangs(session, gangs)}
-    if not members <= tasks.keys():
-        return False
-    terms = span.terms_among(tasks[id] for id in members)
+    terms = span.terms_among(span.of_gangs(session, gangs))
     return all(
         task.conditions.terms == terms[id] for id, task in plan.before.items() if id in terms
     )
@@ -243,20 +237,37 @@ def _keep_seats(
     """Nobody has to say that it runs: its seats are its gang's from now on."""
     ticket.good_for = desk.tasks[str(ticket.gang_id)].epoch + 1
     _move(session, ticket, Move.Started)
-    now = ticket.started_at = placement.started_at = db.now(session)
-    ticket.first_started_at = ticket.first_started_at or now
-    if ticket.resized_at is not None:
-        session.flush()
-        lending.seated(session, lending.of_task(session, ticket))
+    session.flush()
+    others = select(Placement.id).where(
+        Placement.device_id.in_(decision.devices),
+        Placement.ended_at.is_(None),
+        Placement.task_id != ticket.id,
+    )
+    if not session.scalar(select(others.exists())):
+        _begin_to_keep(session, ticket, placement)
     seats = ", ".join(decision.devices)
     told = f"{decision.because} It keeps {seats} for its gang."
     tell(session, ticket, "task.launched", told, device=ticket.seat, rule=decision.rule)
 
 
+def _begin_to_keep(session: Session, ticket: Task, placement: Placement) -> None:
+    """Who sat there before has left: from now on it is charged, by our clock, as there is no home
+    that measures it.
+    """
+    now = ticket.started_at = placement.started_at = db.now(session)
+    ticket.first_started_at = ticket.first_started_at or now
+    lending.seated(session, lending.of_task(session, ticket))
+
+
 def _let_go(session: Session, desk: _Desk, ticket: Task, decision: Decision) -> None:
-    """No ranks of its gang are there any more."""
+    """No ranks of its gang are there any more.
+
+    What it kept since its device was heard the last time is booked in a transaction of its own:
+    this one may have booked others' use already, and two islands must not do so in two orders.
+    """
     placement = desk.open[ticket.id]
-    _charge_kept(session, ticket, placement)
+    rest = partial(_charge_rest, ticket.id, ticket.epoch, db.now(session))
+    db.after_commit(session, rest)
     _close(session, ticket, placement, "finished" if decision.move == Move.Finished else "paused")
     _move(session, ticket, decision.move)
     if ticket.state in ENDED:
@@ -265,14 +276,25 @@ def _let_go(session: Session, desk: _Desk, ticket: Task, decision: Decision) -> 
         tell(session, ticket, "task.paused", decision.because)
 
 
-def _charge_kept(session: Session, ticket: Task, placement: Placement) -> None:
-    """What a ticket keeps is held by our clock: there is no home that measures it."""
-    assert placement.started_at is not None, "a ticket's seats are kept from its launch on"
-    before_us = placement.held_us
-    held_us = round((db.now(session) - placement.started_at).total_seconds() * 1e6)
-    ledger.note(session, placement, held_us)
-    lending.charge(session, ticket, lending.of_task(session, ticket), placement.held_us - before_us)
-    ticket.held_us = placement.held_us
+def _charge_rest(task_id: str, epoch: int, until: datetime) -> None:
+    with db.transaction() as session:
+        ticket = session.get_one(Task, task_id, with_for_update={"key_share": True})
+        query = select(Placement).where(Placement.task_id == task_id, Placement.epoch == epoch)
+        for placement in session.scalars(query):
+            before_us = placement.held_us
+            ledger.note(session, placement, _kept_us(placement, until))
+            more_us = placement.held_us - before_us
+            if placement.guest:
+                ticket.guest_held_us += more_us
+            else:
+                ticket.total_held_us += more_us
+        write_down(session)
+
+
+def _kept_us(placement: Placement, until: datetime) -> int:
+    if placement.started_at is None:
+        return 0
+    return round((until - placement.started_at).total_seconds() * 1e6)
 
 
 def _share(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
@@ -480,6 +502,10 @@ class _House:
 
     def may_sit(self, view: ResidentView) -> bool:
         return not self.lent_to or self.lent_to[0] == (view.task, view.epoch)
+
+    def is_taken_before(self, placement: Placement) -> bool:
+        """Does who had the seat before still sit there?"""
+        return any(one.id < placement.id and one.ended_at is None for one in self.open.values())
 
     def placement(self, task: Task) -> Placement:
         return self.open[task.id, task.epoch]
@@ -736,6 +762,21 @@ def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str)
         _change_island(session, task, island)
         _forget_image(session, task)
         tell(session, task, "task.reassigned", because, island=island, lost=lost)
+
+
+def unseat(session: Session, ids: Sequence[str], because: str) -> None:
+    """Members of gangs that span islands, whose own is lost: they stay there, without seats.
+
+    Whoever calls has locked the row of that island.  Who is to be cancelled ends.
+    """
+    rows = _locked(session, Task.id.in_(ids))
+    home = {row.task_id: row for row in _open(session, Placement.task_id, sorted(rows))}
+    for id, task in rows.items():
+        if id in home:
+            lose(session, task, home[id], because)
+        if task.cancel_asked_at is not None and task.state not in ENDED:
+            _move(session, task, Move.Cancel)
+            _end(session, task, "task.cancelled", because)
 
 
 def _change_island(session: Session, task: Task, island: str) -> None:
@@ -1231,9 +1272,16 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
 def _charge_tickets(session: Session, house: _House) -> None:
     """As often as the device is heard that they keep."""
     for (id, _), placement in house.open.items():
-        task = house.tasks[id]
-        if span.is_ticket(task) and placement.ended_at is None:
-            _charge_kept(session, task, placement)
+        ticket = house.tasks[id]
+        if not span.is_ticket(ticket) or placement.ended_at is not None:
+            continue
+        if placement.started_at is None and not house.is_taken_before(placement):
+            _begin_to_keep(session, ticket, placement)
+        before_us = placement.held_us
+        ledger.note(session, placement, _kept_us(placement, db.now(session)))
+        ticket.held_us = placement.held_us
+        guests = lending.of_task(session, ticket)
+        lending.charge(session, ticket, guests, placement.held_us - before_us)
 
 
 def _stands_by(task: Task) -> bool:

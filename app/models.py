@@ -500,6 +500,11 @@ class Task(Base):
         Index("ix_tasks_gang_id", "gang_id", postgresql_where=text("gang_id is not null")),
         Index("ix_tasks_gang_txid", "txid", postgresql_where=text("gang_id is not null")),
         Index(
+            "ix_tasks_gang_retry",
+            "retry_at",
+            postgresql_where=text("gang_id is not null and retry_at is not null"),
+        ),
+        Index(
             "ix_tasks_line",
             "island",
             "user_id",

@@ -16,7 +16,7 @@ from typing import Any
 
 from celery import Celery
 from kombu.exceptions import OperationalError
-from sqlalchemy import Select, func, or_, update
+from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from app import broker
@@ -96,12 +96,15 @@ def take_unsent(
     """Orders of `live` devices, never sent, or sent long ago without an answer; in order.
 
     From here on they count as sent, in the transaction that ends before they are: if we die
-    between, they are sent again.
+    between, they are sent again.  Those that another island writes to just now (a gang spans both)
+    are left to it.
     """
     stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
     due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
-    mine = update(Order).where(Order.answered_at.is_(None), Order.device_id.in_(live), due)
-    taken = mine.values({"sent_at": func.now(), "sends": Order.sends + 1}).returning(Order)
+    mine = select(Order.id).where(Order.answered_at.is_(None), Order.device_id.in_(live), due)
+    free = mine.order_by(Order.id).with_for_update(skip_locked=True)
+    sent = {"sent_at": func.now(), "sends": Order.sends + 1}
+    taken = update(Order).where(Order.id.in_(free)).values(sent).returning(Order)
     fresh = {"synchronize_session": False, "populate_existing": True}
     return sorted(session.scalars(taken.execution_options(**fresh)), key=lambda order: order.id)
 

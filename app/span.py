@@ -12,16 +12,19 @@ from functools import partial
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, Row, select, text
+from sqlalchemy import ColumnElement, Row, func, select, text
 from sqlalchemy.orm import Session
 
 from app import db, outbox
 from app.core import span
 from app.core.island import Terms
+from app.core.lifecycle import NOT_STARTED
 from app.core.span import Member
 from app.models import Device, Placement, Task
 
 NO_TERMS = Terms()
+
+IS_TICKET = Task.gang_id != Task.id  # NULL of who has to do with no gang
 
 Rows = Iterable[Task | Row[Any]]
 
@@ -32,7 +35,7 @@ def is_ticket(task: Task | Row[Any]) -> bool:
 
 def is_of_ticket() -> ColumnElement[bool]:
     """Whether the seat of a placement is kept for a gang."""
-    of = (Task.id == Placement.task_id, Task.gang_id != Task.id)
+    of = (Task.id == Placement.task_id, IS_TICKET)
     return select(Task.id).where(*of).exists()
 
 
@@ -45,7 +48,7 @@ def of_gangs(session: Session, gangs: Collection[str]) -> Sequence[Row[Any]]:
     if not gangs:
         return ()
     columns = (Task.id, Task.gang_id, Task.island, Task.state, Task.epoch, Task.good_for)
-    query = select(*columns, Task.hold, Task.cancel_asked_at)
+    query = select(*columns, Task.hold, Task.cancel_asked_at, Task.retry_at)
     return session.execute(query.where(Task.gang_id.in_(gangs))).all()
 
 
@@ -70,8 +73,23 @@ def _member(row: Task | Row[Any]) -> Member:
         state=row.state,
         epoch=row.epoch,
         good_for=row.good_for,
-        willing=not row.hold and row.cancel_asked_at is None,
+        willing=not row.hold and row.cancel_asked_at is None and row.retry_at is None,
     )
+
+
+def try_again(session: Session) -> set[str]:
+    """Gangs that failed, and may be tried again now: the islands that have to do with them.
+
+    Their tickets do not wait for a time, so that this is written is what they hear of it.
+    """
+    query = select(Task).where(
+        Task.gang_id.is_not(None), Task.retry_at <= func.now(), Task.state.in_(NOT_STARTED)
+    )
+    gangs = session.scalars(query.order_by(Task.id).with_for_update(key_share=True)).all()
+    for gang in gangs:
+        gang.retry_at = None
+    theirs = select(Task.island).where(Task.gang_id.in_([gang.id for gang in gangs]))
+    return set(session.scalars(theirs.distinct())) if gangs else set()
 
 
 def kept(session: Session, gang: Task) -> list[Device]:
@@ -133,7 +151,7 @@ _TICKET = text(
         priority, hold, not_before, submitted_at)
     select :id, request_id, tenant_id, user_id, cast(:island as text), assigned,
         id, (select max(ordinal) + 1 from tasks as all_ where all_.request_id = tasks.request_id),
-        name || '.' || :island, type, kind,
+        name || '@' || :island, type, kind,
         descriptor || jsonb_build_object('run', jsonb_build_object('ticket', name),
             'inputs', '{}'::jsonb, 'outputs', '[]'::jsonb, 'publish', '{}'::jsonb),
         memory_bytes, :width, :width, true, tier, priority, hold, not_before, submitted_at

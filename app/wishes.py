@@ -100,7 +100,7 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
         raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
     if span.is_ticket(task):
         raise Conflict(f"it keeps seats for the task {task.gang_id}, and has no state of its own")
-    if _one(session, task, lambda task: _set(task, "save_asked", True)):
+    if _one(session, task, lambda one: one is task and _set(task, "save_asked", True)):
         _tell(session, task, task, "task.save_asked", f"{by} asked for a checkpoint.")
 
 
@@ -203,12 +203,18 @@ def _each(session: Session, request: Request, wish: Wish) -> bool:
 
 
 def _one(session: Session, task: Task, wish: Wish) -> bool:
-    session.refresh(task, with_for_update=True)
-    return _wish(session, [] if task.state in ENDED else [task], wish)
+    """Of a gang that spans islands its tickets are meant, too."""
+    which = Task.gang_id == task.id if task.gang_id == task.id else Task.id == task.id
+    query = select(Task).where(which, Task.state.not_in(ENDED)).order_by(Task.id)
+    fresh = query.with_for_update().execution_options(populate_existing=True)
+    return _wish(session, session.scalars(fresh), wish)
 
 
 def _wish(session: Session, tasks: Iterable[Task], wish: Wish) -> bool:
     changed = [task for task in tasks if wish(task)]
+    for task in changed:
+        if task.gang_id:
+            span.nudge_others(session, task)
     for island in sorted({task.island or "" for task in changed}):
         after_commit(session, lambda island=island: _nudge(island))  # type: ignore[misc]
     return bool(changed)

@@ -14,7 +14,7 @@ import time
 from celery import Celery
 from sqlalchemy import select
 
-from app import assign, broker, db, housekeeping, outbox
+from app import assign, broker, db, housekeeping, outbox, span
 from app.housekeeping import Sweeper
 from app.models import Island
 from app.settings import settings
@@ -53,7 +53,7 @@ class Control(Loop):
             self.dark_since_s.clear()  # who could not look has seen nothing
             raise
         with db.transaction() as session:
-            touched |= assign.assign_new(session)
+            touched |= assign.assign_new(session) | span.try_again(session)
             # A wish (pause, cancel, ...) says only that there is one: every island looks.
             islands = set(session.scalars(select(Island.name))) if wished else touched
         for island in sorted(islands):

@@ -34,7 +34,7 @@ class Member:
     """A gang, or one of its tickets, as its row says.
 
     `good_for` is the epoch of its gang for which a ticket took its seats.  A gang is `willing` if
-    nobody holds or cancels it.
+    nobody holds or cancels it, and no attempt of it failed a moment ago.
     """
 
     island: str

@@ -19,9 +19,12 @@ def upgrade() -> None:
     op.create_foreign_key("fk_tasks_gang_id_tasks", "tasks", "tasks", ["gang_id"], ["id"])
     op.create_index("ix_tasks_gang_id", "tasks", ["gang_id"], postgresql_where=OF_GANGS)
     op.create_index("ix_tasks_gang_txid", "tasks", ["txid"], postgresql_where=OF_GANGS)
+    failed = sa.text("gang_id is not null and retry_at is not null")
+    op.create_index("ix_tasks_gang_retry", "tasks", ["retry_at"], postgresql_where=failed)
 
 
 def downgrade() -> None:
+    op.drop_index("ix_tasks_gang_retry", table_name="tasks")
     op.drop_index("ix_tasks_gang_txid", table_name="tasks")
     op.drop_index("ix_tasks_gang_id", table_name="tasks")
     op.drop_constraint("fk_tasks_gang_id_tasks", "tasks")

@@ -51,7 +51,7 @@ def test_it_runs_on_both_islands_with_the_bits_of_one_device(islands, undisturbe
     id = wide(client, "wide")
     request = client.wait_until(id, runs, timeout_s=REST_S)
     (ticket,) = tickets(request)
-    assert ticket["name"].endswith(".east")
+    assert ticket["name"].endswith("@east")
     assert ticket["state"] == "running"
     assert {ticket["seat"], *ticket["lent"]} == {"east.0", "east.1"}
     assert gang(request)["seat"] in ("local.0", "local.1")

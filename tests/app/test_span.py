@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 
-from app import assign, db, journal
+from app import assign, db, journal, span, wishes
+from app.core.descriptor import NAME
+from app.core.messages import Failed
+from app.errors import Conflict
 from app.follow import Follower
-from app.models import Account, Need, Order, Placement, Request, Task, Tenant, User
+from app.models import (
+    Account,
+    Device,
+    Island,
+    Need,
+    Order,
+    Placement,
+    Request,
+    Task,
+    Tenant,
+    User,
+)
 from tests.app.test_assign import (
     DESCRIPTOR,
     Played,
@@ -38,7 +53,7 @@ class TestAssigned:
         add_task(session, "wide", **{**SPANS, "devices_min": 3, "devices_max": 3}, after=["prep"])
         assert assign.assign_new(session) == {"east", "west"}
         rows = {task.name: task for task in session.scalars(select(Task))}
-        gang, ticket = rows["wide"], rows["wide.east"]
+        gang, ticket = rows["wide"], rows["wide@east"]
         assert (gang.island, gang.devices_min, gang.gang_id) == ("west", 2, gang.id)
         assert (ticket.island, ticket.devices_min, ticket.gang_id) == ("east", 1, gang.id)
         assert ticket.descriptor["run"] == {"ticket": "wide"}
@@ -47,6 +62,24 @@ class TestAssigned:
         needs = select(Need.needs_id).where(Need.task_id == ticket.id)
         assert session.scalars(needs).all() == ["tsk_prep"]  # it starts when its gang may
         assert rows["prep"].abroad
+
+    def test_who_names_a_task_like_a_ticket_stops_nobody(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=1)
+        add_task(session, "wide", **SPANS)
+        add_task(session, "wide.east")
+        assign.assign_new(session)
+        names = session.scalars(select(Task.name).order_by(Task.name)).all()
+        assert names == ["wide", "wide.east", "wide@east"]
+        assert not NAME.fullmatch("wide@east")
+
+    def test_nor_one_that_fits_when_all_devices_are_up(self, session, people):
+        add_island(session, "east", cpu=1)
+        add_island(session, "west", cpu=2)
+        session.execute(update(Device).where(Device.id == "west.cpu0").values(cordoned=True))
+        add_task(session, "wide", **SPANS)
+        assert assign.assign_new(session) == {"west"}
+        assert session.scalars(select(Task.gang_id)).all() == [None]
 
     @pytest.mark.parametrize(
         ("devices", "more"),
@@ -90,22 +123,40 @@ def orders():
 
 
 def launched(east, west):
+    before = orders()
     east.look()
-    assert seen()["wide"] == ("blocked", "west", 0)
-    assert orders() == []  # a ticket is no order
+    assert seen()["wide"][:2] == ("blocked", "west")
+    assert orders() == before  # a ticket is no order
     west.look()
+
+
+def lose(island):
+    """Nobody leads it, and no device of it is heard, for long enough."""
+    with db.transaction() as session:
+        gone = func.now() - timedelta(minutes=1)
+        session.execute(update(Island).where(Island.name == island).values(leader_until=gone))
+        session.execute(update(Device).where(Device.island == island).values(lease_until=gone))
+    with db.transaction() as session:
+        assign.take_over(session, island)
+
+
+def failed(task):
+    return Failed(
+        task=f"tsk_{task}", epoch=1, seq=2, step=1, held_us=0, cause="exception", message="no",
+        detail="",
+    )  # fmt: skip
 
 
 class TestLive:
     def test_the_ticket_is_taken_first_and_the_gang_launched_on_both(self, both):
         launched(*both)
-        assert seen()["wide.east"] == ("running", "east", 1)
+        assert seen()["wide@east"] == ("running", "east", 1)
         assert seen()["wide"] == ("starting", "west", 1)
         home, outpost = orders()
         assert (home.device_id, home.body["seats"]) == ("west.0", [1, 1])
         assert (outpost.device_id, outpost.body["task"]) == ("east.0", "tsk_wide")
         assert outpost.body["links"] == {**home.body["links"], "home": ["west.0.test", 7]}
-        assert (row("wide.east").good_for, row("wide").epoch) == (1, 1)
+        assert (row("wide@east").good_for, row("wide").epoch) == (1, 1)
 
     def test_what_a_ticket_keeps_is_charged_as_its_device_is_heard(self, both):
         east, west = both
@@ -114,7 +165,7 @@ class TestLive:
         for _ in range(2):
             time.sleep(0.01)
             east.hear(residents=[view("wide")])
-            held.append(row("wide.east").held_us)
+            held.append(row("wide@east").held_us)
         assert 0 < held[0] < held[1]
         with db.transaction() as session:
             ticket = select(Placement).where(Placement.device_id == "east.0")
@@ -130,7 +181,7 @@ class TestLive:
             plan = follower.cycle(session, follower.look(session, now_s=db.now_s(session)))
             assert [one.move for one in plan.decisions] == ["Unlocked", "Launch"]
             with db.transaction() as other:
-                gone = update(Task).where(Task.name == "wide.east").values(state="pausing")
+                gone = update(Task).where(Task.name == "wide@east").values(state="pausing")
                 other.execute(gone)
             assert not journal.store(session, plan)
         assert orders() == []
@@ -140,17 +191,17 @@ class TestLive:
         launched(east, west)
         west.hear(started("wide"))
         with db.transaction() as session:
-            session.execute(update(Task).where(Task.name == "wide.east").values(hold="user"))
+            session.execute(update(Task).where(Task.name == "wide@east").values(hold="user"))
         east.look()
-        assert seen()["wide.east"][0] == "pausing"
+        assert seen()["wide@east"][0] == "pausing"
         west.look()
         assert seen()["wide"][0] == "pausing"
         assert orders()[-1][:2] == ("west.0", "Pause")
         east.look()
-        assert seen()["wide.east"][0] == "pausing"  # ranks may still be there
+        assert seen()["wide@east"][0] == "pausing"  # ranks may still be there
         west.hear(paused("wide"), residents=[view("wide", "paused")])
         east.look()
-        assert seen()["wide.east"][0] == "blocked"
+        assert seen()["wide@east"][0] == "blocked"
         assert seen()["wide"][0] == "blocked"
         assert row("wide").image_on == "west.0"
 
@@ -159,9 +210,101 @@ class TestLive:
         launched(east, west)
         west.hear(started("wide"))
         east.hear(incarnation="p2")
-        assert seen()["wide.east"][0] == "blocked"  # its gang has not left its seats yet
+        assert seen()["wide@east"][0] == "blocked"  # its gang has not left its seats yet
         west.look()
         assert orders()[-1][:2] == ("west.0", "Pause")
+
+    def test_its_home_is_lost_and_the_others_seats_are_let_go(self, both):
+        """For who else is there; it waits for its home, and is cancelled without it."""
+        east, west = both
+        launched(east, west)
+        west.hear(started("wide"))
+        lose("west")
+        east.look()
+        assert seen()["wide"] == ("waiting", "west", 1)
+        assert seen()["wide@east"][0] in ("blocked", "running")
+        assert row("wide@east").good_for in (1, 2)
+        with db.transaction() as session:
+            session.execute(update(Task).values(cancel_asked_at=db.now(session)))
+        lose("west")
+        east.look()
+        assert seen()["wide"][0] == "cancelled"
+        assert seen()["wide@east"][0] in ("cancelled", "done")
+
+    def test_what_else_is_on_a_lost_island_is_taken_over_without_it(self, both):
+        east, west = both
+        with db.transaction() as session:
+            add_task(session, "alone", island="west")
+        launched(east, west)
+        lose("west")
+        assert seen()["alone"][1] == "east"
+        assert (seen()["wide"][1], seen()["wide@east"][1]) == ("west", "east")
+        assert row("wide").devices_min == 1
+
+    def test_after_a_failure_no_seats_are_kept_until_it_is_tried_again(self, both):
+        east, west = both
+        launched(east, west)
+        west.hear(started("wide"))
+        with db.transaction() as session:
+            session.execute(update(Task).where(Task.name == "wide").values(retry_max=1))
+        west.hear(failed("wide"))
+        east.look()
+        assert (seen()["wide"][0], seen()["wide@east"][0]) == ("blocked", "blocked")
+        with db.transaction() as session:
+            assert span.try_again(session) == set()
+            session.execute(update(Task).where(Task.name == "wide").values(retry_at=func.now()))
+        with db.transaction() as session:
+            assert span.try_again(session) == {"east", "west"}
+        launched(east, west)
+        assert seen()["wide"] == ("starting", "west", 2)
+
+    def test_who_resumes_it_resumes_its_tickets(self, both):
+        east, west = both
+        with db.transaction() as session:
+            request = session.get_one(Request, "req_r")
+            wishes.hold_request(session, request, by="x", as_admin=False)
+        east.look()
+        assert seen()["wide@east"][0] == "blocked"
+        with db.transaction() as session:
+            task = session.get_one(Task, "tsk_wide")
+            wishes.resume_task(session, task, by="x", as_admin=False)
+        launched(east, west)
+        assert seen()["wide"][0] == "starting"
+
+    @pytest.mark.parametrize("wish", [wishes.cancel_task, wishes.save_task])
+    def test_a_ticket_is_nothing_without_its_gang(self, both, wish):
+        launched(*both)
+        with db.transaction() as session:
+            ticket = session.scalars(select(Task).where(Task.name == "wide@east")).one()
+            with pytest.raises(Conflict, match="it keeps seats for the task tsk_wide"):
+                wish(session, ticket, by="x")
+
+    def test_it_is_charged_from_when_who_sat_there_has_left_until_it_lets_go(self, both):
+        east, _ = both
+        with db.transaction() as session:
+            session.execute(update(Task).values(hold="user"))
+            add_task(session, "first", request="req_f", tenant="a", island="east")
+        east.look()
+        east.hear(started("first"), residents=[view("first")])
+        with db.transaction() as session:
+            session.execute(update(Task).where(Task.name != "first").values(hold=""))
+            session.execute(update(Task).where(Task.name == "first").values(hold="user"))
+        east.look()
+        assert (seen()["first"][0], seen()["wide@east"][0]) == ("pausing", "running")
+        east.hear(residents=[view("first")])
+        assert row("wide@east").started_at is None  # who was there before saves its state
+        east.hear(paused("first"), residents=[view("first", "paused")])
+        assert row("wide@east").started_at is not None
+        time.sleep(0.05)
+        with db.transaction() as session:
+            session.execute(update(Task).where(Task.name == "wide").values(hold="user"))
+        east.look()
+        kept = row("wide@east")
+        assert kept.state == "blocked"
+        assert kept.total_held_us >= 50_000
+        with db.transaction() as session:
+            placed = select(Placement.held_us).where(Placement.task_id == kept.id)
+            assert session.scalars(placed).all() == [kept.total_held_us]
 
     def test_its_request_is_what_the_gang_is(self, both):
         east, west = both
@@ -179,7 +322,7 @@ class TestLive:
             cancelled = update(Task).values(cancel_asked_at=db.now(session))
             session.execute(cancelled)
         east.look()
-        assert seen()["wide.east"][0] == "running"
+        assert seen()["wide@east"][0] == "running"
         west.look()
         with db.transaction() as session:
             lost = session.scalars(select(Task).where(Task.name == "wide")).one()
@@ -187,6 +330,6 @@ class TestLive:
             journal.lose(session, lost, placement, "It is gone.")
             journal.settle(session)
         east.look()
-        assert (seen()["wide"][0], seen()["wide.east"][0]) == ("cancelled", "done")
+        assert (seen()["wide"][0], seen()["wide@east"][0]) == ("cancelled", "done")
         with db.transaction() as session:
             assert session.scalar(select(Request.state)) == "cancelled"
