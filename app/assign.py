@@ -24,7 +24,6 @@ from sqlalchemy import Integer, Row, Select, and_, cast, func, literal, or_, sel
 from sqlalchemy.orm import Session, aliased
 
 from app import forecast, journal, snapshot, span
-from app.core import span as spans
 from app.core.island import Tenant
 from app.core.legs import LAUNCH_MS
 from app.core.lifecycle import ENDED
@@ -33,6 +32,7 @@ from app.core.placement import Block, Graph, Link, Node, Unplaceable
 from app.core.portions import Island, Portions, Room, apportion, reassign
 from app.core.rooms import Stock
 from app.core.search import Effort
+from app.core.span import divided
 from app.models import Device, Host, Line, Need, Placement, Task
 from app.models import Island as IslandRow
 from app.settings import settings
@@ -377,7 +377,7 @@ class _Scene:
             if not task.may_span or task.devices_min <= widest:
                 continue
             devices = self._devices(task, stocks)
-            if of := spans.divided(task.devices_min, devices, task.islands):
+            if of := divided(task.devices_min, devices, task.islands):
                 parted[task.id] = of
         return parted
 
