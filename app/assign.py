@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
-from sqlalchemy import Integer, Row, Select, and_, cast, func, literal, or_, select, text
+from sqlalchemy import Row, Select, and_, func, literal, or_, select, text
 from sqlalchemy.orm import Session, aliased
 
 from app import forecast, journal, snapshot, span
+from app.core.graph import Alike, Offer
 from app.core.island import Tenant
 from app.core.legs import LAUNCH_MS
 from app.core.lifecycle import ENDED
@@ -250,13 +251,13 @@ Seats = dict[str, tuple[str, JSON]]  # task -> its island, and why
 class _Scene:
     """The islands as they are, with what was assigned in this transaction.
 
-    `up` are devices that can take work now, of islands that are led; `all` those that once joined.
+    `up` are devices that can take work now, of islands that are led; `all` those that once joined,
+    and `offers` the same ones by (island, kind).
     """
 
     up: dict[str, dict[str, Stock]]
     all: dict[str, dict[str, Stock]]
-    largest: Mapping[tuple[str, str], int]  # (island, kind) -> the memory of its largest device
-    together: Mapping[tuple[str, str], int]  # -> how many lie on one host there at most
+    offers: Mapping[tuple[str, str], Offer]
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     learned: forecast.Learned | None = None
     links: dict[tuple[str, ...], tuple[Link, ...]] = field(default_factory=dict)
@@ -267,20 +268,23 @@ class _Scene:
             defaultdict[str, dict[str, Stock]](dict),
             defaultdict[str, dict[str, Stock]](dict),
         )
-        largest, together = {}, {}
+        found = defaultdict[tuple[str, str], list[Row[Any]]](list)
         for row in session.execute(_devices(without)):
-            all_[row.island][row.kind] = Stock(kind=row.kind, devices=row.devices)
-            if row.up:
-                up[row.island][row.kind] = Stock(kind=row.kind, devices=row.up)
-            largest[row.island, row.kind] = row.memory_bytes
-            together[row.island, row.kind] = row.together
+            found[row.island, row.kind].append(row)
+        for (island, kind), rows in found.items():
+            all_[island][kind] = Stock(kind=kind, devices=sum(row.devices for row in rows))
+            if can := sum(row.up for row in rows):
+                up[island][kind] = Stock(kind=kind, devices=can)
+        offers = {
+            of: Offer(tuple(Alike(of[0], row.host, row.memory_bytes, row.devices) for row in rows))
+            for of, rows in found.items()
+        }
         if len(all_) < 2:  # nothing is weighed where there is no choice
-            return cls(up=up, all=all_, largest=largest, together=together)
+            return cls(up=up, all=all_, offers=offers)
         scene = cls(
             up=up,
             all=all_,
-            largest=largest,
-            together=together,
+            offers=offers,
             tenants=snapshot.tenants(session),
             learned=_learned.refreshed(session),
         )
@@ -356,14 +360,19 @@ class _Scene:
         return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
-        """The islands with a device that is large enough, and as many on a host as it needs."""
+        """The islands with as many devices that are large enough, together if they must lie so."""
         return tuple(
             name
             for name, of_kind in sorted(stocks.items())
-            if task.kind in of_kind
-            and task.memory_bytes <= self.largest[name, task.kind]
-            and (task.across_hosts or task.devices_min <= self.together[name, task.kind])
+            if task.kind in of_kind and task.devices_min <= self._most(task, name)
         )
+
+    def _most(self, task: Row[Any], island: str) -> int:
+        """How many devices a task can have there at once."""
+        offer = self.offers[island, task.kind]
+        if task.across_hosts:
+            return offer.by_island(task.memory_bytes)[island]
+        return offer.together(task.memory_bytes)
 
     def _parted(
         self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]]
@@ -373,17 +382,15 @@ class _Scene:
         """
         parted = {}
         for task in work.tasks:
-            widest = max(self._devices(task, self.all).values(), default=0)
-            if not task.may_span or task.devices_min <= widest:
+            if not task.may_span or self._able(task, self.all):
                 continue
-            devices = self._devices(task, stocks)
+            there = {name for name, of_kind in stocks.items() if task.kind in of_kind}
+            devices = {
+                name: min(self._most(task, name), stocks[name][task.kind].devices) for name in there
+            }
             if of := divided(task.devices_min, devices, task.islands):
                 parted[task.id] = of
         return parted
-
-    def _devices(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> dict[str, int]:
-        """How many there are of its kind on each island that can run it."""
-        return {name: stocks[name][task.kind].devices for name in self._able(task, stocks)}
 
     def _portions(self, work: _Work, graph: Graph, islands: Sequence[Island]) -> Portions:
         names = tuple(island.id for island in islands)
@@ -663,8 +670,8 @@ _ASSIGN = text(
 
 
 def _devices(without: str) -> Select[Any]:
-    """Of each other island and kind: how many, how many of them can take work now, the largest, and
-    how many lie on one host at most.
+    """Those of each other island that are alike, and lie on one host: how many, and how many of
+    them can take work now.
     """
     can = and_(
         IslandRow.leader_until > func.now(),
@@ -672,29 +679,15 @@ def _devices(without: str) -> Select[Any]:
         ~Device.cordoned,
         ~Host.cordoned,
     )
-    on_hosts = (
-        select(
-            Device.island,
-            Device.kind,
-            func.count().label("devices"),
-            func.count().filter(can).label("up"),
-            func.max(Device.memory_bytes).label("memory_bytes"),
-        )
+    alike = (Device.island, Device.kind, Device.host, Device.memory_bytes)
+    counts = (func.count().label("devices"), func.count().filter(can).label("up"))
+    return (
+        select(*alike, *counts)
         .join(Host, Host.name == Device.host)
         .join(IslandRow, IslandRow.name == Device.island)
         .where(Device.island != without)
-        .group_by(Device.island, Device.kind, Device.host)
-        .subquery()
+        .group_by(*alike)
     )
-    of = on_hosts.c
-    return select(
-        of.island,
-        of.kind,
-        cast(func.sum(of.devices), Integer).label("devices"),
-        cast(func.sum(of.up), Integer).label("up"),
-        func.max(of.memory_bytes).label("memory_bytes"),
-        func.max(of.devices).label("together"),
-    ).group_by(of.island, of.kind)
 
 
 def _queued() -> Iterator[Select[Any]]:

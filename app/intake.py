@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -98,23 +99,14 @@ _GROUND = text(
         where cast(:key as text) is not null
         on conflict do nothing returning 1
     ),
-    offers as (
-        select kind, json_agg(n order by n desc) as islands, max(bytes) as bytes,
-            max(together) as together
-        from (
-            select kind, sum(n) as n, max(bytes) as bytes, max(n) as together
-            from (
-                select kind, island, count(*) as n, max(memory_bytes) as bytes
-                from devices group by kind, island, host
-            ) as of_hosts
-            group by kind, island
-        ) as of_islands
-        group by kind
+    alike as (
+        select kind, island, host, memory_bytes, count(*) as devices
+        from devices group by kind, island, host, memory_bytes
     )
     select now(),
         (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
         (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
-        (select json_agg(json_build_array(kind, islands, bytes, together)) from offers),
+        (select json_agg(json_build_array(kind, island, host, memory_bytes, devices)) from alike),
         cast(:key as text) is null or exists (select from once)
     """
 )
@@ -131,17 +123,21 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
         "body_sha256": once.body_sha256 if once.key is not None else None,
         "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
     }
-    now, path, entry_points, offers, is_first = session.execute(_GROUND, given).one()
+    now, path, entry_points, alike, is_first = session.execute(_GROUND, given).one()
     return Ground(
         now=now,
         path=[tree.OnPath(*row) for row in path],
         entry_points=entry_points,
-        offers={
-            kind: graph.Offer(islands=tuple(islands), memory_bytes=size, together=together)
-            for kind, islands, size, together in offers or ()
-        },
+        offers=_offers(alike or ()),
         is_first=is_first,
     )
+
+
+def _offers(rows: Sequence[Sequence[Any]]) -> dict[str, graph.Offer]:
+    by_kind = defaultdict[str, list[graph.Alike]](list)
+    for kind, *alike in rows:
+        by_kind[kind].append(graph.Alike(*alike))
+    return {kind: graph.Offer(tuple(found)) for kind, found in by_kind.items()}
 
 
 # --- checking -----------------------------------------------------------------------------------

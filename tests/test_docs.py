@@ -53,7 +53,7 @@ def test_the_readmes_request_is_one_that_could_run() -> None:
     body["tasks"][1]["devices"]["memory_bytes"] = 1e9  # as YAML 1.2 and the command read it
     found = descriptor.parse(body)
     assert not graph.check(found)
-    offers = {"cpu": graph.Offer(islands=(2,), memory_bytes=4 * 2**30, together=2)}
+    offers = {"cpu": graph.Offer((graph.Alike("local", "local", 4 * 2**30, 2),))}
     assert not graph.unsatisfiable(found, offers)
 
 

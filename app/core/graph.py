@@ -6,7 +6,8 @@ Nothing here knows of time or devices at work; when an edge is met is `core.deci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -27,15 +28,41 @@ class Need:
     late: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What a deployment has of one device kind: how many on each of its islands, the largest first,
-    the memory of the largest device, and how many lie on one host at most.
-    """
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """So many `devices` of a host that have as much memory."""
 
-    islands: tuple[int, ...]
+    island: str
+    host: str
     memory_bytes: int
-    together: int
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a deployment, or an island of it, has of one device kind."""
+
+    alike: tuple[Alike, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the largest device."""
+        return max((some.memory_bytes for some in self.alike), default=0)
+
+    def by_island(self, memory_bytes: int) -> Counter[str]:
+        """How many have so much, on each island."""
+        return self._counted(memory_bytes, lambda some: some.island)
+
+    def together(self, memory_bytes: int) -> int:
+        """How many have so much and lie on one host, at most."""
+        return max(self._counted(memory_bytes, lambda some: some.host).values(), default=0)
+
+    def _counted(self, memory_bytes: int, by: Callable[[Alike], str]) -> Counter[str]:
+        found = Counter[str]()
+        for some in self.alike:
+            if some.memory_bytes >= memory_bytes:
+                found[by(some)] += some.devices
+        return found
 
 
 def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
@@ -143,13 +170,21 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
     if wanted.memory_bytes > offer.memory_bytes:
         told = f"the largest {wanted.kind} device has {offer.memory_bytes} bytes"
         yield "devices/memory_bytes", f"{wanted.memory_bytes} bytes are wanted, {told}"
+    else:
+        yield from _too_many(task, offer)
+
+
+def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
+    """Of those that are large enough."""
+    wanted = task.devices
+    devices = offer.by_island(wanted.memory_bytes)
     spans = task.islands if task.run.kind == "job" else 1
-    if wanted.min > (most := sum(offer.islands[:spans])):
-        where = "here" if len(offer.islands) == 1 else f"on the largest {_islands(spans)}"
+    if wanted.min > (most := sum(n for _, n in devices.most_common(spans))):
+        where = "here" if len(devices) == 1 else f"on the largest {_islands(spans)}"
         told = f"there are {most} {wanted.kind} devices {where}, {wanted.min} are wanted"
         yield "devices/min", told
-    elif wanted.min > offer.together and not wanted.across_hosts:
-        told = f"they are to lie on one host, and none has more than {offer.together}"
+    elif wanted.min > (most := offer.together(wanted.memory_bytes)) and not wanted.across_hosts:
+        told = f"they are to lie on one host, and none has more than {most}"
         if task.run.kind == "job":
             told += "; with `across_hosts: true` they may lie on several"
         yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"

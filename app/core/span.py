@@ -8,8 +8,9 @@ slice is over.  Only it runs nothing: it keeps its seats for one epoch of its ga
     tickets: 1. reserve, in order   a: waiting -> running   b: waiting -> running
     gang:    2. commit, at home     c: waiting -> starting: ranks on the seats of a, b and c
 
-The last seats are taken and the ranks are launched in one transaction, while the rows of all
-members are locked; so either all tickets are good for the epoch of that launch, or none is used.
+The last seats are taken and the ranks are launched in one transaction.  Whoever decides about any
+member locks the gang's row and looks at all of them again; so either all tickets are good for the
+epoch of that launch, or none is used.
 This is `core.ticket` with seats for memory: who has seats on one island waits for those on later
 ones only, so no gangs wait for each other in a ring, and who cannot go on lets go of all behind.
 

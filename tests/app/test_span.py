@@ -81,6 +81,17 @@ class TestAssigned:
         assert assign.assign_new(session) == {"west"}
         assert session.scalars(select(Task.gang_id)).all() == [None]
 
+    def test_only_devices_that_are_large_enough_become_seats(self, session, people):
+        add_island(session, "east", cpu=2)
+        add_island(session, "west", cpu=2)
+        session.execute(update(Device).where(Device.id == "east.cpu0").values(memory_bytes=1))
+        add_task(
+            session, "wide", **{**SPANS, "devices_min": 3, "devices_max": 3, "memory_bytes": 9}
+        )
+        assign.assign_new(session)
+        query = select(Task.name, Task.devices_min).order_by(Task.name)
+        assert [tuple(row) for row in session.execute(query)] == [("wide", 2), ("wide@east", 1)]
+
     @pytest.mark.parametrize(
         ("devices", "more"),
         [({"east": 1, "west": 2}, {}), ({"east": 1, "west": 1}, {"across_hosts": False})],

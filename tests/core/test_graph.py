@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from app.core import graph
 from app.core.descriptor import Descriptor, parse
-from app.core.graph import Need, Offer
+from app.core.graph import Alike, Need, Offer
 
-HERE = {"cpu": Offer(islands=(2,), memory_bytes=4_000_000_000, together=2)}
+HERE = {"cpu": Offer((Alike("a", "h", 4_000_000_000, 2),))}
 
 
 def tasks(*tasks: dict[str, Any], **request: Any) -> Descriptor:
@@ -177,7 +177,7 @@ def test_only_the_ranks_of_a_job_may_part(
 def test_who_stays_on_a_host_and_needs_more_devices_than_any_has_is_told(
     run: dict[str, Any],
 ) -> None:
-    apart = {"cpu": Offer(islands=(4,), memory_bytes=1, together=2)}
+    apart = {"cpu": Offer((Alike("a", "h", 1, 2), Alike("a", "i", 1, 2)))}
     two, three = (
         graph.unsatisfiable(
             tasks({"name": "t", "run": run, "world_size": 4, "devices": {"min": n, "max": 4}}),
@@ -188,6 +188,29 @@ def test_who_stays_on_a_host_and_needs_more_devices_than_any_has_is_told(
     assert two == ()
     assert [fault.pointer for fault in three] == ["/tasks/0/devices/min"]
     assert "none has more than 2" in three[0].detail
+
+
+@pytest.mark.parametrize(
+    ("devices", "islands", "told"),
+    [
+        ({"min": 2, "memory_bytes": 8}, 1, "none has more than 1"),
+        ({"min": 2, "memory_bytes": 8, "across_hosts": True}, 1, None),
+        ({"min": 3, "memory_bytes": 8, "across_hosts": True}, 1, "on the largest island"),
+        ({"min": 3, "memory_bytes": 8, "across_hosts": True}, 2, None),
+        ({"min": 4, "memory_bytes": 8, "across_hosts": True}, 2, "on the largest 2 islands"),
+        ({"min": 5, "memory_bytes": 4, "across_hosts": True}, 2, None),
+    ],
+)
+def test_only_devices_that_are_large_enough_count(
+    devices: dict[str, Any], islands: int, told: str | None
+) -> None:
+    """Two hosts of an island with a large and a small device each, another island with a large."""
+    east = [Alike("a", host, memory, 1) for host in "hi" for memory in (4, 8)]
+    kinds = {"cpu": Offer((*east, Alike("b", "j", 8, 1)))}
+    body = {"name": "t", "run": {"job": "m:C"}, "world_size": 8, "islands": islands}
+    faults = graph.unsatisfiable(tasks({**body, "devices": {"max": 8, **devices}}), kinds)
+    assert [fault.pointer for fault in faults] == (["/tasks/0/devices/min"] if told else [])
+    assert all(told in fault.detail for fault in faults if told)
 
 
 def test_more_devices_than_there_are_is_told() -> None:
