@@ -195,14 +195,13 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     session.execute(row.with_for_update(key_share=True))
     if lost not in dark(session):
         return set(), None
-    released = _release_gangs(session, lost) if not after else set[str]()
+    touched = set[str]() if after else _release_gangs(session, lost)
     mine = (Task.island == lost, Task.state.not_in(ENDED), Task.gang_id.is_(None))
     query = select(Task.request_id).where(*mine, Task.request_id > after)
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
     theirs = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
     session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as wishes lock them
     scene = _Scene.of(session, without=lost)
-    touched = released
     rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
@@ -232,9 +231,8 @@ def _release_gangs(session: Session, lost: str) -> set[str]:
     journal.unseat(session, ids, f"The island {lost} is lost, and its devices with it.")
     other = aliased(Task)
     theirs = select(other.gang_id).where(other.id.in_(ids))
-    return set(session.scalars(select(Task.island).where(Task.gang_id.in_(theirs)).distinct())) - {
-        lost
-    }
+    islands = select(Task.island).where(Task.gang_id.in_(theirs), Task.island != lost)
+    return {str(island) for island in session.scalars(islands.distinct())}
 
 
 def _anew(lost: str, island: str, why: JSON) -> JSON:

@@ -121,7 +121,7 @@ def _history(session: Session) -> History:
         .join(newest, newest.c.task_id == TaskRow.id)
         .where(
             newest.c.end.in_(("finished", "failed")),
-            ~func.coalesce(span.IS_TICKET, False),
+            ~span.IS_TICKET,
             newest.c.ended_at > func.now() - HISTORY,
             TaskRow.state.in_(("done", "failed")),
         )

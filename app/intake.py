@@ -509,7 +509,7 @@ def _check_room(session: Session, path: Sequence[tree.OnPath], wanted: int) -> N
 
 
 def _queued(session: Session, tenant_id: str) -> int:
-    waits = (Task.state.in_(("blocked", "waiting")), ~func.coalesce(span.IS_TICKET, False))
+    waits = (Task.state.in_(("blocked", "waiting")), ~span.IS_TICKET)
     which = (tree.within(Task.tenant_id, tenant_id), *waits)
     return session.scalar(select(func.count()).select_from(Task).where(*which)) or 0
 

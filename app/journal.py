@@ -1321,10 +1321,11 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
     }
     gone = set()
     for place, placement in house.open.items():
-        of_ticket = span.is_ticket(house.tasks[place[0]])
-        if placement.ended_at is None and place not in held | told | on_the_way and not of_ticket:
-            told_us = f"{house.device.id} holds it no longer."
-            lose(session, house.tasks[place[0]], placement, told_us)
+        task = house.tasks[place[0]]
+        if placement.ended_at is not None or span.is_ticket(task):
+            continue
+        if place not in held | told | on_the_way:
+            lose(session, task, placement, f"{house.device.id} holds it no longer.")
             gone.add(place)
     for task in house.tasks.values():
         if task.image_on == house.device.id and (task.id, task.epoch) not in held:

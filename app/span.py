@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, Row, func, select, text
+from sqlalchemy import ColumnElement, Row, and_, func, select, text
 from sqlalchemy.orm import Session
 
 from app import db, outbox
@@ -24,7 +24,7 @@ from app.models import Device, Placement, Task
 
 NO_TERMS = Terms()
 
-IS_TICKET = Task.gang_id != Task.id  # NULL of who has to do with no gang
+IS_TICKET = and_(Task.gang_id.is_not(None), Task.gang_id != Task.id)
 
 Rows = Iterable[Task | Row[Any]]
 

@@ -361,13 +361,17 @@ def states(session):
     return {name: (state, island, epoch) for name, state, island, epoch in session.execute(query)}
 
 
-@pytest.fixture
-def up(committed, sent):
-    """Both islands are, and a user."""
+def add_user():
     with db.transaction() as session:
         session.add(Tenant(id="ten_a", name="a"))
         session.flush()
         session.add(User(id="usr_a", tenant_id="ten_a", name="a"))
+
+
+@pytest.fixture
+def up(committed, sent):
+    """Both islands are, and a user."""
+    add_user()
     east, west = Played("east"), Played("west", "cuda")
     east.hear()
     west.hear()

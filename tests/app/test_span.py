@@ -22,14 +22,13 @@ from app.models import (
     Placement,
     Request,
     Task,
-    Tenant,
-    User,
 )
 from tests.app.test_assign import (
     DESCRIPTOR,
     Played,
     add_island,
     add_task,
+    add_user,
     paused,
     people,
     seen,
@@ -107,10 +106,7 @@ class TestAssigned:
 @pytest.fixture
 def both(committed, sent):
     """East and west have a device each, and a gang wants both."""
-    with db.transaction() as session:
-        session.add(Tenant(id="ten_a", name="a"))
-        session.flush()
-        session.add(User(id="usr_a", tenant_id="ten_a", name="a"))
+    add_user()
     east, west = Played("east"), Played("west")
     for island in (east, west):
         island.facts["links"] = [f"{island.device}.test", 7]
@@ -174,7 +170,7 @@ class TestLive:
         launched(east, west)
         held = []
         for _ in range(2):
-            time.sleep(0.01)
+            time.sleep(0.01)  # what is held is time that passes
             east.hear(residents=[view("wide")])
             held.append(row("wide@east").held_us)
         assert 0 < held[0] < held[1]
