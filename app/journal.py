@@ -1247,7 +1247,8 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
         return False
     if view.epoch != task.epoch:
         # Launched again, which is not heard of yet: what is paused here is what goes on.
-        return view.state == "paused" and (task.seat == house.device.id or _stands_by(task))
+        may = task.seat == house.device.id or _stands_by(task) or _gathers(session, task)
+        return view.state == "paused" and may
     here = () if (task.id, task.epoch) in session.info.get("closed", ()) else house.unanswered
     for order in here:
         if (order.task_id, order.epoch) == (task.id, task.epoch) and order.seq <= view.order_seq:
@@ -1287,6 +1288,15 @@ def _charge_tickets(session: Session, house: _House) -> None:
 def _stands_by(task: Task) -> bool:
     """May its home, from which alone it can go on, lack parts of the image that outposts have?"""
     return not task.saved and task.image_on is not None and task.seat in (None, task.image_on)
+
+
+def _gathers(session: Session, task: Task) -> bool:
+    """Does its home still wait, with its seat and before a first step, for what outposts have?"""
+    if task.saved or not task.across_hosts:
+        return False
+    epoch = (Placement.task_id == task.id, Placement.epoch == task.epoch)
+    home = session.scalar(select(Placement).where(*epoch, ~Placement.guest))
+    return home is not None and home.first_step == task.step
 
 
 def _note(

@@ -31,6 +31,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
 SAVE_AGAIN_US = 5_000_000
 SQUEEZE_US = 1_000_000  # so long one who shares the device waits for room beside the others
 ROOM_WITHIN_US = 10_000_000  # so long somebody waits for room among commands that are frozen
-REMEMBERED = 10_000  # tasks whose newest epoch is known; an older one is stopped by the island
+REMEMBERED = 10_000  # tasks whose newest epoch, or image, is known; the island stops older epochs
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
 BULK_TIMEOUT_S = 60.0
 SAVES_AT_ONCE = 2  # of one process: one output that comes, and one that becomes durable
@@ -115,6 +116,7 @@ class Supervisor(threading.Thread):
         self.read_from: list[Resident] = []  # gone, but a thread still stores what they left
         self.stays: dict[tuple[str, int], Stay] = {}
         self.newest: dict[str, tuple[int, int]] = {}  # task -> the latest Launch: epoch, seq
+        self.kept: dict[str, tuple[int, JSON]] = {}  # task -> epoch, its newest image
         self.fetched: list[tuple[Stay, Fetched]] = []  # wait for room
         self.residency = Residency(
             house,
@@ -362,9 +364,8 @@ class Supervisor(threading.Thread):
         number = launch.epoch, launch.seq
         if number <= self.newest.get(launch.task, (0, 0)) or self.stop_by_us is not None:
             return
-        self.newest[launch.task] = number
-        if len(self.newest) > REMEMBERED:
-            del self.newest[next(iter(self.newest))]
+        _remember(self.newest, launch.task, number)
+        launch = self._with_newest_image(launch)
         stay = Stay.of(launch, now_us())
         stay.is_confirmed = self._is_sure(launch)
         self.rhythm.chatter = True  # it is soon told that it has the seat
@@ -387,6 +388,16 @@ class Supervisor(threading.Thread):
             lambda: ahead.fetch(launch, house, came, taken),
             lambda fetched: self._take_fetched(stay, fetched),
         )
+
+    def _with_newest_image(self, launch: Launch) -> Launch:
+        """The island may have launched it again before it heard what the epoch before kept here, of
+        which nothing else is left by now.
+        """
+        if launch.host or launch.task not in self.kept:
+            return launch
+        epoch, image = self.kept[launch.task]
+        is_next = launch.epoch == epoch + 1 and image["step"] > _newest_step(launch)
+        return replace(launch, images=[image, *launch.images]) if is_next else launch
 
     def _hear_what_came(self, stay: Stay, launch: Launch) -> None:
         """A launch says of inputs that came straight what they are, as `Given` does."""
@@ -1276,6 +1287,8 @@ class Supervisor(threading.Thread):
                 took_us=now_us() - began_us,
                 new_bytes=written.new_bytes,
             )
+            image = {"sha256": written.sha256, "step": step, "key": self.house.signer.public}
+            _remember(self.kept, resident.task, (resident.stay.launch.epoch, image))
             self._tell_saved(resident.stay, resident.saved)
             self._let_hosts_go(resident)
         self._close_if_gone(resident)
@@ -1503,9 +1516,21 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
 
 def _can_go_on(resident: Resident, launch: Launch) -> bool:
     """Its state in memory is at least as new as the newest checkpoint."""
-    newest = launch.images[0]["step"] if launch.images else 0
     stay = resident.stay
-    return stay.state == "paused" and not stay.unsure and resident.step >= newest
+    return stay.state == "paused" and not stay.unsure and resident.step >= _newest_step(launch)
+
+
+def _newest_step(launch: Launch) -> int:
+    """The last of the newest checkpoint that it names; 0 if it names none."""
+    return launch.images[0]["step"] if launch.images else 0
+
+
+def _remember(table: dict[str, Any], task: str, value: Any) -> None:
+    """Of the tasks that were written last."""
+    table.pop(task, None)
+    table[task] = value
+    if len(table) > REMEMBERED:
+        del table[next(iter(table))]
 
 
 def _begin_again(resident: Resident, stay: Stay) -> None:

@@ -753,7 +753,10 @@ class TestHosts:
         }
         decide(session, apart, "Launch", devices=("h.0",))
         assert hear(session, **there).keep == [[apart.id, 1]]
-        hear(session, residents=[view(apart, "running")], events=[started(apart)])
+        again = started(apart, epoch=2, resumed="resident")
+        hear(session, residents=[view(apart, "running", epoch=2)], events=[again])
+        assert hear(session, **there).keep == [[apart.id, 1]]  # it may gather parts of the image
+        hear(session, residents=[view(apart, "running", epoch=2, step=1)])
         assert hear(session, **there).drop == [[apart.id, 1]]
 
     def test_a_change_of_hosts_has_a_secret_of_its_own(self, session, apart):

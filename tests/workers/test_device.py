@@ -499,6 +499,28 @@ def test_who_was_paused_last_is_needed_last_and_makes_room(grounds):
     assert ground.event(Started, "t2", 2).resumed == "image"
 
 
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_who_is_launched_before_the_island_heard_of_its_last_image_loses_nothing(grounds, epoch):
+    """It made room when that was durable; what ran elsewhere meanwhile is another story."""
+    ground = grounds(residents_max=1)
+    ground.launch("t1", "jobs:Count")
+    ground.steps("t1", 2)
+    ground.save("t1")
+    older = _image_of(ground, "t1")
+    ground.steps("t1", older[0]["step"] + 2)
+    ground.pause("t1")
+    newest = ground.event(Paused, "t1").step
+    ground.until(lambda: len(ground.all(Saved, "t1")) == 2)
+    ground.launch("t2", "jobs:Count")
+    ground.steps("t2", 1)
+    ground.pause("t2")
+    ground.until(lambda: ground.view("t1") is None)
+    ground.launch("t1", "jobs:Count", epoch=epoch, images=older)
+    started = ground.event(Started, "t1", epoch)
+    expected = newest if epoch == 2 else older[0]["step"]
+    assert (started.resumed, started.step) == ("image", expected)
+
+
 def test_memory_is_bounded_by_what_launches_ask_for(grounds):
     ground = grounds(memory_bytes=100 * 2**20)
     for task in ("t1", "t2"):
