@@ -293,7 +293,7 @@ def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands):
 def test_a_graph_on_both_ends_with_the_same_bits_whoever_is_killed(islands, whole, victim):
     system, east = islands
     client = system.client("alpha")
-    id = submit_graph(client, f"graph-{victim}")
+    id = submit_graph(client, f"graph-{victim}", nap_s=1.5)  # long enough to be seen on both
 
     client.wait_until(id, both_run, timeout_s=60)
     if victim == "executor":
