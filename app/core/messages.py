@@ -44,7 +44,8 @@ class Launch(Order):
 
     `images` are checkpoints to go on from, newest first, as `{"sha256", "step", "key"}`, `key`
     being the public one of the host that signed it; a device that
-    still holds a paused resident of this task at the newest step goes on from that instead.
+    still holds a paused resident of this task at the newest step goes on from that instead, and one
+    that kept a newer image in the epoch before, of which the island had not heard, from that.
     `budget_us` is what is left of `max_duration_s`, measured in seat time.  Of the `outputs`, those
     to `publish` are kept as files of tensors (`core.tensorfile`), the others as images.
 

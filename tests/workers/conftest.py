@@ -30,6 +30,7 @@ from app.core.messages import (
     Resize,
     Save,
     Saved,
+    Started,
     decode,
     encode,
     key,
@@ -254,6 +255,12 @@ class Ground:
             return view if view is not None and view.step >= at_least else None
 
         return self.until(there)
+
+    def went_on_from(self, saved: Saved) -> bool:
+        """Did the next epoch begin at this image, or a newer one that this one kept here?"""
+        kept = {one.step for one in self.all(Saved, saved.task, saved.epoch)}
+        began = self.event(Started, saved.task, saved.epoch + 1).step
+        return began in kept and began >= saved.step > 0
 
     def image(self, saved: Saved) -> dict[str, Any]:
         """The checkpoint as a Launch names it."""
