@@ -19,6 +19,7 @@ from app.housekeeping import Sweeper
 from app.models import Island
 from app.settings import settings
 from workers.deliverer import Deliverer
+from workers.hints import hears
 from workers.loop import Loop, keep
 
 celery: Celery = broker.make_celery("control", settings().redis_url.get_secret_value())
@@ -125,6 +126,6 @@ keep(celery, control)
 keep(celery, Deliverer())
 
 
-@celery.task(name=broker.CONTROL_NUDGE, expires=30)
+@hears(celery, broker.CONTROL_NUDGE)
 def nudge() -> None:
     control.nudge()

@@ -17,6 +17,7 @@ from celery import bootsteps
 from app import broker
 from app.core.messages import Alive, BadMessage, decode, encode
 from app.settings import settings
+from workers.hints import hears
 from workers.house import House
 from workers.supervisor import Supervisor
 
@@ -65,7 +66,7 @@ def _end_worker() -> None:
 celery.steps["worker"].add(Serve)
 
 
-@celery.task(name=broker.DEVICE_NEWS, expires=30)
+@hears(celery, broker.DEVICE_NEWS)
 def news(*bodies: JSON) -> None:
     for body in bodies:
         _pass_on(body)

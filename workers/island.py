@@ -33,6 +33,7 @@ from app.follow import Follower
 from app.models import Device, Island, LedgerBase, Order, Placement, Task
 from app.settings import settings
 from app.tally import Tally
+from workers.hints import hears
 from workers.loop import Loop, keep
 
 log = logging.getLogger(__name__)
@@ -294,12 +295,12 @@ scheduler = Scheduler(settings().island)
 keep(celery, scheduler)
 
 
-@celery.task(name=broker.ISLAND_NUDGE, expires=30)
+@hears(celery, broker.ISLAND_NUDGE)
 def nudge() -> None:
     scheduler.nudge()
 
 
-@celery.task(name=broker.ISLAND_ALIVE, expires=30)
+@hears(celery, broker.ISLAND_ALIVE)
 def alive(body: dict[str, Any]) -> None:
     try:
         message = decode(body)
