@@ -39,6 +39,7 @@ from workers.loop import Loop, keep
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.05  # until a wish that is being written now has been written
+RESEND_LOOKS = 4  # so often orders are looked for that are due again, in the time of one
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value())
 
@@ -132,11 +133,11 @@ class Scheduler(Loop):
         return self._due(session)
 
     def _due(self, session: Session) -> list[Order]:
-        """Orders to be sent: the new ones; what was sent long ago is looked for in between."""
+        """Orders to be sent: the new ones, and, looked for now and then, what was sent long ago."""
         new, resend_s = journal.ordered(session), settings().order_resend_s
-        if new and time.monotonic() < self.resend_s:
+        if time.monotonic() < self.resend_s:
             return new
-        self.resend_s = time.monotonic() + resend_s
+        self.resend_s = time.monotonic() + resend_s / RESEND_LOOKS
         return [*outbox.take_unsent(session, _live(self.island), resend_s=resend_s), *new]
 
     def _with_order(self, answer: Answer) -> Answer:
@@ -253,6 +254,7 @@ class Scheduler(Loop):
 
     def _send(self, answers: list[Answer], due: list[Order]) -> None:
         if unsent := outbox.send(answers, due):
+            self.resend_s = 0.0
             with db.transaction() as session:
                 outbox.mark_unsent(session, unsent)
 

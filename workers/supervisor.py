@@ -1005,13 +1005,19 @@ class Supervisor(threading.Thread):
             stay.is_given(given.port, given.source)
             self._bring(stay)
         elif straight.sha256 == given.source["sha256"]:
-            if all(isinstance(event, messages.Stored) for event, _ in stay.held):
-                self.rhythm.soon(now_us())
-            else:
-                self.rhythm.happened = True
+            self._tell_what_was_held(stay)
             stay.is_sure(given.port)
         else:
             self._void(stay, f"written down is {given.source['sha256']}")
+
+    def _tell_what_was_held(self, stay: Stay) -> None:
+        """As soon as somebody may wait for it."""
+        if not stay.held:
+            self.rhythm.chatter = True
+        elif all(isinstance(event, messages.Stored) for event, _ in stay.held):
+            self.rhythm.soon(now_us())
+        else:
+            self.rhythm.happened = True
 
     def _void(self, stay: Stay, why: str) -> None:
         """It has to begin again before what came straight."""
