@@ -32,7 +32,7 @@ from app import reports
 from app.models import AuditEvent, Checkpoint, Delivery, Device, Host, Island, Order
 from app.reports import TenantShare
 from app.settings import settings
-from app.tally import ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, SWITCH_US, SWITCHES, TOLD
+from app.tally import CAME, ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, SWITCH_US, SWITCHES, TOLD
 
 KEPT_S = 5.0  # so long at least a scrape's figures are good for the next one
 MOST_OF_A_CORE = 0.1  # and as long as reading them would take more of a core
@@ -276,6 +276,7 @@ def _islands(session: Session, now: datetime) -> Iterator[Metric]:
         "roundhouse_island_round_seconds", "rounds of the leading scheduler", labels=["island"]
     )
     events = _counter("roundhouse_task_events", "what happened to tasks", "island", "event")
+    came = _counter("roundhouse_inputs", "inputs of tasks, by the way they came", "island", "way")
     switches = _counter("roundhouse_switches", "starts of tasks on a device", "island")
     switching = _counter(
         "roundhouse_switch_seconds",
@@ -292,7 +293,9 @@ def _islands(session: Session, now: datetime) -> Iterator[Metric]:
         for key, count in sorted(row.tally.items()):
             if key.startswith(TOLD):
                 events.add_metric([row.name, key.removeprefix(TOLD)], count)
-    yield from (led, age, rounds, events, switches, switching, _unanswered(session))
+            elif key.startswith(CAME):
+                came.add_metric([row.name, key.removeprefix(CAME)], count)
+    yield from (led, age, rounds, events, came, switches, switching, _unanswered(session))
 
 
 def _buckets(tallied: Mapping[str, int]) -> list[tuple[str, float]]:

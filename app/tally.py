@@ -17,13 +17,14 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session, object_session
 
 from app.db import after_commit, now
-from app.models import Event, Island
+from app.models import Event, Island, Placement
 
 WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
-# The keys of a tally; what follows the first two is a place in ROUND_BOUNDS_S, and an event's type.
-ROUNDS, TOLD = "rounds.", "told."
+# The keys of a tally; what follows the first three is a place in ROUND_BOUNDS_S, an event's type,
+# and one of core.messages.WAYS.
+ROUNDS, TOLD, CAME = "rounds.", "told.", "came."
 ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"
 
 
@@ -62,11 +63,22 @@ class Tally:
 
 @event.listens_for(Event, "after_insert")
 def _told(mapper: Any, connection: Any, row: Event) -> None:
-    session = object_session(row)
-    if session is None:
+    if (told := _new(row)) is None:
         return
-    told = session.info.setdefault("told", Counter())
     told[f"{TOLD}{row.type}"] += 1
     if switch_us := (row.data or {}).get("switch_us"):
         told[SWITCHES] += 1
         told[SWITCH_US] += switch_us
+
+
+@event.listens_for(Placement.ways, "set")
+def _came(row: Placement, ways: dict[str, str], before: Any, initiator: Any) -> None:
+    known = before if isinstance(before, dict) else {}
+    if (told := _new(row)) is not None:
+        told.update(f"{CAME}{way}" for port, way in ways.items() if port not in known)
+
+
+def _new(row: Any) -> Counter[str] | None:
+    """What this transaction tells, as far as it was noted."""
+    session = object_session(row)
+    return None if session is None else session.info.setdefault("told", Counter())

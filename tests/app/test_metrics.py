@@ -18,7 +18,7 @@ from app import audit, metrics, reports, tally
 from app.api import auth
 from app.db import transaction
 from app.main import create_app
-from app.models import Checkpoint, Delivery, Device, Event, Island, Order, User, Webhook
+from app.models import Checkpoint, Delivery, Device, Event, Island, Order, Placement, User, Webhook
 from app.settings import settings
 from app.tally import Tally
 from tests.app.conftest import problem
@@ -224,6 +224,19 @@ class TestTally:
         assert events == {"task.paused": 2, "task.moved": 1, "task.started": 1}
         assert told["switches_total", ()] == 1
         assert told["switch_seconds_total", ()] == 0.0015
+
+    def test_by_which_ways_inputs_came(self, scenery, session, figures):
+        scenery.device("h.0")
+        seat = scenery.seat(scenery.task(scenery.tenant("a"), seat="h.0"))
+        session.commit()
+        at_first, ours = {"x": "here", "y": "host"}, Tally()
+        for ways in (at_first, {**at_first, "late": "host"}, {**at_first, "late": "host"}):
+            with transaction() as its:
+                its.get_one(Placement, seat.id).ways = ways
+                ours._due_s = 0.0
+                ours.write(its, its.get_one(Island, "isle"), leads=True)
+        told = figures()
+        assert (told["inputs_total", ("here",)], told["inputs_total", ("host",)]) == (1, 2)
 
     def test_two_schedulers_add_up_and_the_leader_says_that_all_is_well(
         self, scenery, session, figures
