@@ -11,10 +11,11 @@ workers give blocks to each other by TCP at 10 Gb/s at most (`ROUNDHOUSE_BLOCK_B
 systems run at once and take turns, so that both have the same machine; both must end with the same
 bits.
 
-The promise is that of Pathways: 97 % of one island's throughput.  How quickly such a worker gives
-is measured first, and told beside; and so is the same pipeline with nodes that wait as long as they
-would compute.  There the cores are free for all else, as on a host whose accelerators compute; here
-two devices have all cores of a machine with two, and whatever else is done is taken from them.
+The promise is that of Pathways: 97 % of one island's throughput.  It is asked for twice: with nodes
+that compute, and with nodes that wait as long as they would compute.  With those the cores are free
+for all else, as on a host whose accelerators compute; with the others two devices have all cores of
+a machine with two, and whatever else is done is taken from them.  How quickly a device worker gives
+is measured first, and told beside.
 """
 
 from __future__ import annotations
@@ -217,18 +218,20 @@ def _report(runs: Pairs, waiting: Pairs, ms: dict[str, float], link_bytes_per_s:
     single, both = ([pair[n]["took_s"] for pair in runs] for n in (0, 1))
     work_s = sum(node["est"]["ms"] for node in pipeline(ms)["nodes"]) / 1e3
     crossed = runs[0][1]["crossed_bytes"]
-    target = Target(
-        name="throughput on two islands, of one island with the same devices",
-        value=_ratio(runs),
-        unit="%",
-        op=">=",
-        bound=97.0,
-    )
+    targets = [
+        Target(
+            name=f"throughput on two islands, of one island with the same devices{where}",
+            value=_ratio(pairs),
+            unit="%",
+            op=">=",
+            bound=97.0,
+        )
+        for where, pairs in (("", runs), (", where nodes wait instead of computing", waiting))
+    ]
     peers = {
         "one island of two devices, s": [round(s, 2) for s in single],
         "two islands of one device, s": [round(s, 2) for s in both],
         "each pair, %": [_ratio([pair]) for pair in runs],
-        "where nodes wait instead of computing, %": _ratio(waiting),
         "each pair where nodes wait, %": [_ratio([pair]) for pair in waiting],
         "half of all work alone on the machine, s": round(work_s / 2, 2),
         "a node, ms": {name: round(took, 1) for name, took in ms.items()},
@@ -242,7 +245,7 @@ def _report(runs: Pairs, waiting: Pairs, ms: dict[str, float], link_bytes_per_s:
         "a device worker gives, Gb/s": round(link_bytes_per_s * 8 / 1e9, 2),
         "load (1 min)": round(os.getloadavg()[0], 1),
     }
-    return report("two_islands", [target], peers)
+    return report("two_islands", targets, peers)
 
 
 def _measured(code: Path) -> dict[str, float]:
