@@ -282,8 +282,8 @@ class Bridge:
 
     def _hear(self, link: Link) -> None:
         try:
-            for said, body in link.receive(self._place):
-                self._take(link, said, body)
+            for said, body in link.receive(self.place):
+                self.take(link, said, body)
                 self.has_told_still = False
         except OSError as error:
             self._is_lost(link, error.strerror or str(error))
@@ -317,7 +317,7 @@ class Bridge:
             self._has_failed(text)
         if self.has_failed:
             return
-        self._look_at_cut()
+        self.look_at_cut()
         self._try_again()
         if not self.is_ending and self._all_have_ended():
             self._hear_ranks()  # what they told before they ended, and nothing comes after it
@@ -346,11 +346,11 @@ class Bridge:
                 data = os.read(self.ground.handles.outbox[1], TOLD_LIMIT_BYTES)
             except BlockingIOError:
                 return told
-            self._hear_rank(marshal.loads(data))
+            self.hear_rank(marshal.loads(data))
             self.has_told_still = False
             told += 1
 
-    def _hear_rank(self, said: Said) -> None:
+    def hear_rank(self, said: Said) -> None:
         if self.has_failed:
             return
         match said:
@@ -424,13 +424,13 @@ class Bridge:
 
     # --- what comes from other hosts ---
 
-    def _place(self, said: Said, size: int) -> Place:
+    def place(self, said: Said, size: int) -> Place:
         if said[1] in self.crossings:
             offset = self.abroad.exchange.arena.piece(size)
             return Place(self.ground.view(offset, size), offset)
         return Place(memoryview(bytearray(size)))
 
-    def _take(self, link: Link, said: Said, body: Place | None) -> None:
+    def take(self, link: Link, said: Said, body: Place | None) -> None:
         match said:
             case ("fail", text):
                 link.has_failed = True
@@ -631,15 +631,15 @@ class Bridge:
 
     # --- the cut ---
 
-    def _look_at_cut(self) -> None:
+    def look_at_cut(self) -> None:
         asked, named = self.words[turns.CUT], self.words[turns.CUT_AT]
         if self.is_home:
             if asked and not named and self.cut is None:
                 self.cut, self.in_cut = {}, True
-                self._say_all(("hold",))
+                self.say_all(("hold",))
             if not asked and self.in_cut:
                 self.cut, self.in_cut = None, False
-                self._say_all(("go on",))
+                self.say_all(("go on",))
                 turns.wake_at_cut(self.turns)
             if self.cut is not None and len(self.cut) == len(self.links):
                 self._name_cut()
@@ -654,7 +654,7 @@ class Bridge:
         assert self.cut is not None
         step = max(step, *self.cut.values())
         self.cut = None
-        self._say_all(("cut", step))
+        self.say_all(("cut", step))
         turns.name_cut(self.turns, step)
 
     def _take_of_cut(self, link: Link, said: Said) -> None:
@@ -672,16 +672,21 @@ class Bridge:
                 turns.end_cut(self.ground)
                 turns.wake_at_cut(self.turns)
 
-    def _say_all(self, said: Said) -> None:
+    def say_all(self, said: Said) -> None:
         for link in self.links.values():
             link.say(said)
 
 
 def main(ground: Ground, links: dict[int, socket.socket]) -> int:
     """A bridge's process from first to last; its exit status."""
+    return run(Bridge(ground, links))
+
+
+def run(bridge: Bridge) -> int:
     try:
-        Bridge(ground, links).run()
+        bridge.run()
     except BaseException as error:
-        turns.fail(ground, f"the bridge of host {ground.host} failed: {error!r}")
+        host = bridge.ground.host
+        turns.fail(bridge.ground, f"the bridge of host {host} failed: {error!r}")
         raise
     return 0

@@ -102,11 +102,14 @@ class Member:
         Within it this rank gives its turn away where it stands at a cut.
         """
         self.rank.boundary(step)
-        if not self.rank.turns.is_cut(step):
+        own = self.rank.turns
+        if not own.is_cut(step):
             yield
             return
+        cut = own.cut
         with self.away(f"the cut before step {step}"):
             at_cut()
+            own.leave_cut(cut)
             yield
 
 

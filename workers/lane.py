@@ -20,6 +20,7 @@ from app.core.taskgraph import INPUT, TaskGraph, Unit
 from workers import graph
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
+from workers.carrying import Carried
 from workers.graph import Call, GraphJob, Loaded, NodeFailed, items_of, memory_of
 from workers.passing import Held, Passing
 from workers.turns import Turns
@@ -102,7 +103,8 @@ class LaneJob(GraphJob):
         self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
         self.taken: dict[Held, Any] = {}
         self.result: JSON | None = None  # with which a node of ours finished the graph early
-        self.passing = Passing(
+        passing = Carried if loaded.turns.ground.is_bridged else Passing
+        self.passing = passing(
             loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
         )
         self._set_first()
@@ -179,16 +181,26 @@ class LaneJob(GraphJob):
         if not self._is_at_end:
             return self._missing() is None
         early = self.passing.early
-        return self.me == 0 and self.passing.all_passed(self.end - 1 if early is None else early[0])
+        if self.me or not self.passing.all_passed(self.end - 1 if early is None else early[0]):
+            return False
+        return self._missing_at_end() is None
 
     def _missing(self) -> Held | None:
         """What its next node reads and nobody has posted."""
         if self._is_at_end:
-            return None
+            return self._missing_at_end()
         takes = self.lane.stops[self.done].takes
         return next(
             (h for h in takes if h not in self.taken and not self.passing.is_there(h)), None
         )
+
+    def _missing_at_end(self) -> Held | None:
+        """What the first executor gives may be on its way from another host when all has run."""
+        if self.me:
+            return None
+        early = self.passing.early
+        takes = self.lane.takes if early is None else ((len(self.program.blocks), early[1]),)
+        return next((h for h in takes if not self.passing.is_there(h)), None)
 
     def _comes_soon(self) -> bool:
         """To wait here for a moment is quicker than to go to sleep and to be woken.

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from workers import bridge, ground, sandbox, turns
+from workers import bridge, carrying, ground, sandbox, turns
 from workers.bridge import HOME, Link, Place, Said
 from workers.gang import JSON, Conductor, RankProcess, Region, fork, parted, unsaid
 from workers.ground import Ground
@@ -125,7 +125,8 @@ def _fork_bridge(
             work.wire.close()
             for line in lines:
                 line.close()
-            status = bridge.main(board, links)
+            joins = carrying if work.is_graph else bridge
+            status = joins.main(board, links)
         except BaseException:
             traceback.print_exc()  # into the job's log
         finally:
@@ -518,6 +519,7 @@ class Outpost:
         self.bridge_pid = 0
         self.brief: Said = ()  # how to begin,
         self.is_seated = False  # which it does when its seat is free
+        self.round = 0  # of images, as `Conductor.round`
         self.printed: dict[int, int] = {}  # where what ranks print comes out -> as what
 
     def run(self) -> int:
@@ -589,7 +591,8 @@ class Outpost:
             case ("off", step):  # whoever comes next has the seat, while our part is being kept
                 self.work.say("paused", has_state=True, step=step)
             case ("tell", rank, message) if rank in self.ranks:
-                if message["is"] == "kept":
+                if message["is"] in ("kept", "call_off"):
+                    self.round = message.get("round", self.round)
                     self.parts.begin()
                 with suppress(OSError):  # it is ending: its exit is heard
                     self.ranks[rank].wire.send(message)
@@ -642,7 +645,8 @@ class Outpost:
 
     def _pass_on(self, rank: RankProcess, message: JSON) -> None:
         self._pass_on_printed()
-        if message["is"] == "saving" and message["what"] == "image":
+        is_image = message["is"] == "saving" and message["what"] == "image"
+        if is_image and message["round"] == self.round:  # else it has been called off
             self._send_image(rank, message["index_bytes"])
         self.line.say(("said", rank.number, message))
 

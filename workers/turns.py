@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 # Words of the board's head; further ones belong to `exchange`, `collectives` and `passing`.
-FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT = range(7)
+FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT, _CUTS = range(8)
 _FAILED_TEXT, _FAILED_WORDS = 64, 448
 
 # Words of a rank.
@@ -140,8 +140,17 @@ def wish(ground: Ground, seats: int) -> None:
 def call_to_cut(ground: Ground) -> None:
     """Ask that all ranks come to stand before the same step (`Turns.is_cut`)."""
     with ground.locked():
-        ground.words[CUT] = 1
+        ground.words[_CUTS] += 1
+        ground.words[CUT] = ground.words[_CUTS]
     ground.ring_all()
+
+
+def set_cut(ground: Ground, number: int) -> None:
+    """As it is at home: the cut of this number, or none (0)."""
+    with ground.locked():
+        ground.words[CUT] = number
+    if number:
+        ground.ring_all()
 
 
 def end_cut(ground: Ground) -> None:
@@ -240,6 +249,7 @@ class Turns:
         self.give_up_vote: Callable[[int, int], None] = lambda about, number: None
         self.spared: list[Callable[[], list[Spared]]] = []  # who knows what need not be moved
         self._idle: tuple[tuple[int, ...], float] = (), 0.0  # what was seen of a holder, since when
+        self._left_cut = 0  # the number of the last that we stood at
         self._out = False  # our device memory is out of the way
         self._begun_ns = 0
         self._bells: list[int] = []
@@ -353,7 +363,7 @@ class Turns:
         self.check()
         self._come_back()
         words = self.words
-        if self.ground.is_bridged:
+        if self.ground.is_bridged and not self.apart:
             self._hear_of_cut(step, timeout_s)
         with self.board():
             if words[WISH] and not words[BOUNDARY]:
@@ -402,8 +412,20 @@ class Turns:
         """Whether ranks that are `apart` are to stop wherever they are."""
         return self.apart and (self._is_cut_now() or self._parks())
 
+    @property
+    def cut(self) -> int:
+        """The number of the one that ranks are called to; 0 if there is none."""
+        return self.words[CUT]
+
+    def leave_cut(self, number: int) -> None:
+        """Ranks that are `apart` stand at each once.  On another host than home it may be heard
+        later that it is over than what comes after it.
+        """
+        self._left_cut = number
+
     def _is_cut_now(self) -> bool:
-        return self.words[CUT] > 0
+        cut = self.words[CUT]
+        return cut > 0 and cut != self._left_cut
 
     def _parks(self) -> bool:
         """Stop for a change of seats; who stands at a cut cannot come, so that goes before."""
