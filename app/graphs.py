@@ -122,12 +122,14 @@ def cut(
 ) -> tuple[Descriptor, list[Fault]]:
     """The descriptor with the legs of each graph that may use several islands in its place.
 
-    Cut for no more islands than there are with such devices, as many on a host as a leg needs at
-    once: on a single one all stays whole.
+    Cut for no more islands than there are with such devices, as many as a leg needs at once
+    where it may lie: on a single one all stays whole.
     """
     legs, faults = dict[str, tuple[Leg, ...]](), list[Fault]()
     for n, task in enumerate(descriptor.tasks):
-        islands = min(task.islands, _islands(session, task.devices)) if task.islands > 1 else 1
+        if task.islands == 1 or task.name not in sent:
+            continue
+        islands = min(task.islands, _islands(session, task.devices))
         if islands < 2:
             continue
         graph = sent[task.name].graph
@@ -147,8 +149,9 @@ def cut(
 
 def _islands(session: Session, wanted: Devices) -> int:
     fits = (Device.kind == wanted.kind, Device.memory_bytes >= wanted.memory_bytes)
-    hosts = select(Device.island).where(*fits)
-    able = hosts.group_by(Device.island, Device.host).having(func.count() >= wanted.min).subquery()
+    lie = (Device.island,) if wanted.across_hosts else (Device.island, Device.host)
+    hosts = select(Device.island).where(*fits).group_by(*lie)
+    able = hosts.having(func.count() >= wanted.min).subquery()
     return session.scalar(select(func.count(distinct(able.c.island)))) or 0
 
 

@@ -222,7 +222,7 @@ _TASK = _object(
                 "across_hosts": {
                     "type": "boolean",
                     "default": False,
-                    "description": "of a job of several ranks: may they lie on several hosts?",
+                    "description": "ranks, or executors of a graph: may they lie on several hosts?",
                 },
             }
         ),

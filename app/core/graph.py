@@ -149,6 +149,7 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
 # --- can it ever run here? ----------------------------------------------------------------------
 
 RANKS_ON_A_DEVICE = 64
+PARTING = ("job", "graph")  # what may run on several devices
 
 
 def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
@@ -185,7 +186,7 @@ def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
         yield "devices/min", told
     elif wanted.min > (most := offer.together(wanted.memory_bytes)) and not wanted.across_hosts:
         told = f"they are to lie on one host, and none has more than {most}"
-        if task.run.kind == "job":
+        if task.run.kind in PARTING:
             told += "; with `across_hosts: true` they may lie on several"
         yield "devices/min", f"{wanted.min} {wanted.kind} devices are wanted; {told}"
 
@@ -195,14 +196,14 @@ def _islands(n: int) -> str:
 
 
 def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
-    if task.devices.across_hosts and task.run.kind != "job":
-        told = f"the ranks of a {task.run.kind} stay on one host; only those of a job may part"
+    if task.devices.across_hosts and task.run.kind not in PARTING:
+        told = f"a {task.run.kind} stays on one host; only jobs and graphs may lie on several"
         yield "devices/across_hosts", told
     if task.world_size > RANKS_ON_A_DEVICE:
         yield "world_size", f"{RANKS_ON_A_DEVICE} ranks at most take turns on one device"
     if task.world_size > 1 and task.devices.kind != "cpu":
         yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
-    if task.devices.max > 1 and task.run.kind not in ("job", "graph"):
+    if task.devices.max > 1 and task.run.kind not in PARTING:
         told = (
             "ranks change seats between steps, and only jobs and graphs have steps; leave it at 1"
         )

@@ -1,4 +1,5 @@
-"""A job whose ranks may part: it lives on devices of two hosts, and its bits never show it.
+"""A job whose ranks may part, and a graph whose executors may: they live on devices of two hosts,
+and their bits never show it.
 
 Through HTTP alone; two device workers play a host each, and their ranks meet by TCP only.
 """
@@ -11,7 +12,10 @@ import pytest
 
 from app.embedded import temporary_home
 from app.up import running
+from tests.acceptance import test_graphs
 from tests.acceptance.conftest import System
+from tests.acceptance.history import overlaps, runs
+from tests.acceptance.test_graphs import COUNT
 from tests.acceptance.test_splicing import RANKS, REST_S, ended_right, train, until_held
 
 pytestmark = pytest.mark.acceptance
@@ -97,3 +101,110 @@ def test_the_worker_of_a_host_is_killed_and_it_goes_on_from_its_checkpoint(
     hosts.kill(f"device.{device.rpartition('.')[2]}")
     task = is_right(hosts, client, id, undisturbed)
     assert (task["epoch"], task["attempts"]) == (2, 0), events(client, id)
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+BOTH = {"min": 2, "max": 2, **APART}
+NAP_S = 0.1
+
+
+def submit(client, name, *, nap_s=NAP_S, **task):
+    return test_graphs.submit(client, name, test_graphs.graph(nap_s), **task)
+
+
+def graph_of(request):
+    return request["tasks"][1]
+
+
+def until_executors_hold(client, id, devices):
+    def held(request):
+        task = graph_of(request)
+        return task["state"] == "running" and 1 + len(task["lent"]) == devices
+
+    return graph_of(client.wait_until(id, held, timeout_s=REST_S))
+
+
+@pytest.fixture(scope="module")
+def alone(hosts):
+    """The graph on one device, and what passed between its two executors there."""
+    client = hosts.client("alpha")
+    task = test_graphs.done(client, submit(client, "graph-alone", nap_s=0.0))
+    id = submit(client, "graph-of-two", nap_s=0.0, world_size=2)
+    assert test_graphs.done(client, id)["result"] == task["result"]
+    return task["result"], passed(client, id)
+
+
+def passed(client, id):
+    (plan,) = client.get(f"/v1/requests/{id}/plan")["graphs"]
+    return {(c["block"], c["source"], c["target"]): c["moved_bytes"] for c in plan["copies"]}
+
+
+def graph_is_right(hosts, client, id, alone):
+    task = test_graphs.done(client, id)
+    assert (task["result"], task["step"]) == (alone[0], COUNT), events(client, id)
+    ran = runs(client.log_text(task["id"]))
+    assert overlaps(ran) == []
+    hosts.check_ledger()
+    return task
+
+
+def test_a_graph_grows_onto_another_host_and_gives_way_without_a_pause(hosts, alone):
+    client, other = hosts.client("alpha"), hosts.client("beta")
+    id = submit(client, "graph-parts", devices={"max": 2, **APART})
+    task = until_executors_hold(client, id, 2)
+    assert {task["seat"], *task["lent"]} == {"local.0", "local-2.1"}
+    comes = other.submit_job("train:Train", name="comes", params={"steps": 30})
+    until_executors_hold(client, id, 1)
+    assert other.wait(comes, timeout_s=REST_S)["state"] == "done"
+    task = graph_is_right(hosts, client, id, alone)
+    assert (task["pauses"], task["epoch"], task["lost_steps"]) == (0, 1, 0), events(client, id)
+    assert any(told.endswith("on 2 devices of 2 hosts.") for told in events(client, id))
+
+
+def test_blocks_that_executors_of_two_hosts_need_are_those_that_pass_on_one(hosts, alone):
+    client = hosts.client("alpha")
+    id = submit(client, "graph-both", nap_s=0.02, devices=BOTH)
+    task = graph_is_right(hosts, client, id, alone)
+    stays = [*client.items(f"/v1/tasks/{task['id']}/placements")]
+    assert {stay["device_id"] for stay in stays} == {"local.0", "local-2.1"}
+    assert passed(client, id) == alone[1]
+
+
+def test_a_graph_on_two_hosts_is_paused_at_any_moment_and_goes_on(hosts, alone):
+    client = hosts.client("alpha")
+    id = submit(client, "graph-held", devices=BOTH)
+    until_executors_hold(client, id, 2)
+    for _ in range(4):
+        client.post(f"/v1/requests/{id}/hold")
+        client.wait_until(id, lambda it: graph_of(it)["state"] != "running", timeout_s=REST_S)
+        client.wait_until(id, lambda it: not graph_of(it)["seat"], timeout_s=REST_S)
+        client.post(f"/v1/requests/{id}/release")
+        until_executors_hold(client, id, 2)
+    task = graph_is_right(hosts, client, id, alone)
+    assert task["lost_steps"] == 0, events(client, id)
+
+
+@pytest.mark.parametrize("victim", ["home", "other"])
+def test_the_worker_of_a_host_is_killed_and_its_graph_goes_on_from_its_checkpoint(
+    hosts, alone, victim
+):
+    client = hosts.client("alpha")
+    devices = {"max": 2, **APART}
+    id = submit(client, f"graph-{victim}", devices=devices, retry={"max": 1})
+    task = until_executors_hold(client, id, 2)
+    device = task["seat"] if victim == "home" else task["lent"][0]
+    hosts.kill(f"device.{device.rpartition('.')[2]}")
+    task = graph_is_right(hosts, client, id, alone)
+    assert (task["epoch"], task["attempts"]) == (2, 0), events(client, id)
+    assert hosts.until(lambda: not hosts.holders_of("gang-land")), hosts.holders_of("gang-land")
+
+
+def test_a_graph_on_two_hosts_is_cancelled_and_leaves_nothing(hosts, alone):
+    client = hosts.client("alpha")
+    id = submit(client, "graph-cancelled", devices=BOTH)
+    until_executors_hold(client, id, 2)
+    client.post(f"/v1/requests/{id}/cancel")
+    assert client.wait(id, timeout_s=REST_S)["state"] == "cancelled"
+    assert hosts.until(lambda: not hosts.holders_of("gang-land")), hosts.holders_of("gang-land")
+    hosts.check_ledger()

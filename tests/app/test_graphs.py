@@ -269,6 +269,21 @@ class TestSeveralIslands:
         legs = [task for task in tasks if task["name"].startswith("whole.")]
         assert len({task["name"].split(".")[1] for task in legs}) == 2
 
+    def test_one_that_may_lie_on_several_hosts_counts_those_of_an_island_together(
+        self, west, client, session
+    ):
+        session.add(Host(name="w2", island="west"))
+        session.flush()
+        session.add(Device(id="w2.0", host="w2", island="west", kind="cpu", memory_bytes=2**30))
+        session.commit()
+        cut = {}
+        for apart in (False, True):
+            devices = {"min": 2, "max": 2, "across_hosts": apart}
+            sent = request(wide(sides="klmr"), islands=2, devices=devices)
+            tasks = client.post("/v1/requests", json=sent).json()["tasks"]
+            cut[apart] = any(task["name"].startswith("whole.") for task in tasks)
+        assert cut == {False: False, True: True}
+
     def test_it_is_not_cut_for_an_island_whose_devices_are_too_small(self, west, client, session):
         session.get(Device, "w.0").memory_bytes = 1000
         session.execute(update(Device).where(Device.island != "west").values(memory_bytes=2000))
@@ -290,6 +305,13 @@ class TestSeveralIslands:
         problem(answer, 422, "unsatisfiable", "/tasks/1/devices/min")
         sent = request(wide(), devices={"min": 3, "max": 3})
         assert client.post("/v1/requests", json=sent).status_code == 202
+
+    def test_a_job_is_never_cut(self, west, client):
+        devices = {"min": 1, "max": 2, "across_hosts": True}
+        job = {"name": "job", "run": {"job": "ops:Job"}, "world_size": 2, "devices": devices}
+        sent = {**request(wide()), "tasks": [{**job, "islands": 2}]}
+        answer = client.post("/v1/requests", json=sent)
+        assert answer.status_code == 202, answer.text
 
     def test_on_the_only_island_it_stays_whole(self, client):
         tasks = client.post("/v1/requests", json=request(wide(), islands=2)).json()["tasks"]

@@ -159,13 +159,13 @@ def test_what_can_never_run_here_is_told_with_what_to_do(
         ({"job": "m:C"}, {"min": 2}, None),
         ({"job": "m:C"}, {"min": 2, "across_hosts": True}, None),
         ({"graph": "sha256:" + "0" * 64}, {"min": 2}, None),
-        ({"graph": "sha256:" + "0" * 64}, {"min": 2, "across_hosts": True}, "devices/across_hosts"),
+        ({"graph": "sha256:" + "0" * 64}, {"min": 2, "across_hosts": True}, None),
         ({"job": "m:C"}, {"max": 2, "across_hosts": True}, None),
         ({"command": ["x"]}, {"across_hosts": True}, "devices/across_hosts"),
         ({"function": "m:f"}, {"across_hosts": True}, "devices/across_hosts"),
     ],
 )
-def test_only_the_ranks_of_a_job_may_part(
+def test_only_jobs_and_graphs_may_lie_on_several_hosts(
     run: dict[str, Any], devices: dict[str, Any], pointer: str | None
 ) -> None:
     body = {"name": "t", "run": run, "world_size": 2, "devices": devices}
