@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -219,6 +222,32 @@ def test_a_lost_host_ends_the_gang_by_no_fault_of_its_own(residents: Residents) 
     assert failed["cause"] == "host"
     assert "host 1" in failed["message"]
     gang.end()
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("victim", ["executor", "carrier"])
+def test_whoever_is_killed_on_whichever_host_all_end_and_it_is_told_who(
+    residents: Residents, victim: str, host: int
+) -> None:
+    gang = Executors(residents, [1, 1], LONG, 2).begin()
+    gang.until("progress", 1)
+    executor, carrier = ranks_and_bridges(residents)[host]
+    os.kill(executor if victim == "executor" else carrier, signal.SIGKILL)
+    told = gang.until("failed")["message"]
+    assert (f"rank {host}" if victim == "executor" else "host") in told
+    gang.must_end()
+    gang.end()
+    assert not ranks_and_bridges(residents)
+
+
+def ranks_and_bridges(residents: Residents) -> list[list[int]]:
+    """By host, each with one rank: the children of its conductor, in the order of their births."""
+    found = []
+    for process in psutil.Process(residents.zygote.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if len(children := process.children()) > 1:
+                found.append(sorted(child.pid for child in children))
+    return sorted(found)
 
 
 def test_a_node_that_fails_on_another_host_is_named(residents: Residents) -> None:
