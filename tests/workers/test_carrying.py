@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -322,13 +323,17 @@ class Hosts:
         while still < 3:
             before = [(link.sent, link.heard, link._filled) for link in self._links()]
             for carrier in self.carriers:
-                carrier._hear_ranks()
-                for link in carrier.links.values():
-                    carrier._hear(link)
-                    carrier._flush(link)
+                self.pump(carrier)
             moved = before != [(link.sent, link.heard, link._filled) for link in self._links()]
             waiting = any(link.is_waiting for link in self._links())
             still = 0 if moved or waiting else still + 1
+
+    def pump(self, carrier: Carrier) -> None:
+        """One round of its loop."""
+        carrier._hear_ranks()
+        for link in carrier.links.values():
+            carrier._hear(link)
+            carrier._flush(link)
 
     def _links(self) -> list[Any]:
         return [link for carrier in self.carriers for link in carrier.links.values()]
@@ -338,6 +343,8 @@ class Hosts:
             link.sock.close()
         for board in self.grounds:
             ground.close(board.handles)
+        vars(self).clear()
+        gc.collect()  # what is mapped is of the size of all addresses
 
 
 @pytest.fixture
@@ -462,3 +469,75 @@ def test_a_block_that_its_readers_had_done_with_when_their_image_was_made_does_n
     maker.reclaim()
     assert not maker.posted
     assert not hosts.carriers[1].deputies[0].lying
+
+
+# --- any graph, in any order of events ------------------------------------------------------------
+
+
+class Lane:
+    """An executor that reads blocks and makes one, and again, as fast as it is let."""
+
+    def __init__(self, passing: Carried, nodes: list[tuple[int, list[int]]]) -> None:
+        self.passing, self.nodes = passing, nodes
+        self.taken: dict[int, torch.Tensor] = {}
+
+    def goes_on(self, makers: list[int], readers: list[set[int]], last: dict[Any, int]) -> bool:
+        """One node, if all is there that it reads; else it says what it waits for."""
+        block, reads = self.nodes[0]
+        me = self.passing.me
+        for n in reads:
+            if makers[n] != me and n not in self.taken:
+                if not self.passing.is_there((n, makers[n])):
+                    if self.passing._wanted != (n, makers[n]):
+                        self.passing._wanted = n, makers[n]
+                        self.passing._tell("want", n, makers[n])
+                    return False
+                self.taken[n] = self.passing.take((n, makers[n]))
+                assert self.taken[n].tolist() == [n] * (1 + n % 7)
+        others = readers[block] - {me}
+        if others:
+            self.passing.post(block, torch.full((1 + block % 7,), block), others)
+        for n in {block, *reads}:
+            if last.get((n, me), block) == block and (makers[n] != me or readers[n] - {me}):
+                self.taken.pop(n, None)
+                self.passing.drop((n, makers[n]))
+        self.nodes.pop(0)
+        return True
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("hosts", [(0, 1, 2, 2)], ids=str, indirect=True)
+def test_any_graph_comes_to_its_end_whatever_window_and_whoever_is_quick(
+    hosts: Hosts, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(seed)
+    window = dice.choice([1, 150, 400])
+    monkeypatch.setattr(carrying, "WINDOW_BYTES", window)
+    makers = [dice.randrange(4) for _ in range(BLOCKS)]
+    reads = [sorted(dice.sample(range(n), min(n, dice.randrange(5)))) for n in range(BLOCKS)]
+    readers = [{makers[m] for m in range(BLOCKS) if n in reads[m]} for n in range(BLOCKS)]
+    last = {(n, makers[m]): m for m in range(BLOCKS) for n in reads[m]}
+    lanes = [
+        Lane(passing, [(n, reads[n]) for n in range(BLOCKS) if makers[n] == passing.me])
+        for passing in hosts.executors
+    ]
+    idle = 0
+    while any(lane.nodes for lane in lanes):
+        moved = False
+        if dice.random() < 0.5:
+            lane = dice.choice([lane for lane in lanes if lane.nodes])
+            moved = lane.goes_on(makers, readers, last)
+        else:
+            hosts.pump(dice.choice(hosts.carriers))
+        idle = 0 if moved else idle + 1
+        assert idle < 3000, [(lane.nodes[:1], lane.passing._wanted) for lane in lanes]
+    hosts.settle()
+    for passing in hosts.executors:
+        passing.reclaim()
+    hosts.settle()
+    for passing in hosts.executors:
+        passing.reclaim()
+        assert not passing.posted
+    assert not any(carrier.parcels for carrier in hosts.carriers)
+    assert not any(way.open_bytes for carrier in hosts.carriers for way in carrier.ways.values())
+    assert len(hosts.sent) == len(set(hosts.sent))
