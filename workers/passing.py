@@ -38,6 +38,7 @@ _TABLE = 24  # the word of the board's head that says where in the land it lies
 _OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for each executor
 # Words of a block: its offset, and one for each executor, that of whoever needs it no longer.
 _HEAD = 8  # words before a block's bytes: how they are to be read
+_HEAD_BYTES = 8 * _HEAD
 _TENSOR, _VALUE = 1, 2
 _DTYPES = tuple(
     getattr(torch, name)
@@ -93,7 +94,7 @@ class Passing:
         self.posted: dict[int, _Posted] = {}
         self.mapped: dict[Held, list[torch.UntypedStorage]] = {}
         self.dropping = deque[Held]()
-        self.passed_bytes: dict[Held, int] = {}  # taken from others
+        self.passed_bytes: dict[Held, int] = {}  # of tensors, taken from others
         self._free: dict[int, list[int]] = {}
         self._free_bytes = 0
         self._rest, self._rest_bytes = 0, 0
@@ -234,7 +235,7 @@ class Passing:
         start = aligned(8 * _HEAD + len(graph))
         size = start + sum(aligned(length) for length, _ in about)
         offset = self._taken(size)
-        self._say(offset, _VALUE, len(graph), size)
+        self._say(offset, _VALUE, len(graph), size, sum(length for length, _ in about))
         self.ground.write(offset + 8 * _HEAD, graph)
         place = offset + start
         for storage in captured.storages:
@@ -265,7 +266,8 @@ class Passing:
         """Where it lies; it has been posted."""
         offset = self.words[self._entry(held)]
         kind, about, size, rank, *shape = self._said(offset)
-        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + size
+        content = size - _HEAD_BYTES if kind == _TENSOR else rank
+        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + content
         if kind == _TENSOR and size > 8 * _HEAD:  # as below, in as few calls as can be
             value = self.ground.tensor(offset + 8 * _HEAD, shape[:rank], _DTYPES[about])
             self.mapped[held] = [value.untyped_storage()]

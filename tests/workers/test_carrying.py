@@ -374,7 +374,8 @@ def test_a_block_crosses_each_connection_once_however_many_read_it(hosts: Hosts)
         assert torch.equal(reader.take((0, 0)), big(7))
     for reader in hosts.executors[:-1]:
         assert torch.equal(reader.take((1, last.me))["a"][0], big(3))
-    assert hosts.executors[1].passed_bytes[0, 0] == 64 + 8 * BIG
+    middle = hosts.executors[1]
+    assert middle.passed_bytes == {(0, 0): 8 * BIG, (1, last.me): 8 * BIG}
 
 
 @lists_of_hosts((0, 1, 1), (0, 1, 2))
