@@ -1,10 +1,10 @@
 """Random numbers of a node: they depend on its name alone, whatever ran before it.
 
 A node may draw from torch, numpy and Python itself, and may not say so.  To seed all three takes as
-long as a small node, and most draw from none but torch.  So of a function that drew nothing from
-numpy and Python in its first call only torch is seeded from then on, and it is looked whether the
-others moved all the same; if they did, the call was in vain, and is made again with all of them
-seeded.  Nothing but time depends on that.
+long as a small node, and torch alone as long as the smallest.  So of a function that drew nothing
+from numpy and Python in its first call only torch is seeded from then on, and of one that never
+drew from torch either, nothing.  It is looked whether any of them moved all the same; if one did,
+the call was in vain, and is made again with that seeded too.  Nothing but time depends on that.
 
 Whether a generator moved is read from its memory.  Where that does not look as it should, all are
 seeded each time.
@@ -13,8 +13,10 @@ seeded each time.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,15 +44,19 @@ class Chance:
             generators.append(torch.cuda.default_generators[accelerator.device.index])
         # torch.manual_seed goes through all kinds of devices, and takes a hundred times as long.
         self._torch = [generator.manual_seed for generator in generators]
+        self._beside = self._torch[1:]  # seeded in no time
         self._positions = _positions()
         self._is_watched = _moves_are_seen(self._positions)
-        self._quiet = set[Callable[..., Any]]()
+        self._engine = _engine() if self._is_watched else None
+        self._quiet = set[Callable[..., Any]]()  # drew from torch at most,
+        self._still = set[Callable[..., Any]]()  # and of these from nothing at all,
+        self._drew = set[Callable[..., Any]]()  # as long as they are not among these
         self._seen = [0, 0]
+        self._place, self._is_marked = 0, False  # of torch's engine
         self._ahead: int | None = None  # with what torch was seeded for the call that comes
         self.seed(0)
 
     def seed(self, number: int) -> None:
-        self._ahead = None
         self._seed_torch(number)
         numpy.random.seed(number & 0xFFFFFFFF)
         random.seed(number)
@@ -61,19 +67,48 @@ class Chance:
         (one, other), seen = self._positions, self._seen
         return one.value != seen[0] or other.value != seen[1]
 
+    def called(
+        self,
+        function: Callable[..., Any],
+        number: int | None,
+        may_repeat: bool,
+        ctx: Any,
+        given: dict[str, Any],
+    ) -> Any:
+        """What it returns, seeded by `number`; None: it draws nothing."""
+        if number is None:
+            returned = function(ctx, **given)
+            self.after(function, guessed=False)
+            return returned
+        if may_repeat and function in self._still:  # as below, in as few calls as can be
+            engine = self._pretended(number)
+            returned = function(ctx, **given)
+            (one, other), seen = self._positions, self._seen
+            is_alike = engine.place.value == self._place and one.value == seen[0]
+            if is_alike and other.value == seen[1]:
+                return returned
+            self.after(function, guessed=True)
+        while True:
+            guessed = self.before(function, number, may_repeat)
+            returned = function(ctx, **given)
+            if self.after(function, guessed):
+                return returned
+
     def before(self, function: Callable[..., Any], number: int, may_repeat: bool) -> bool:
         """Seed what the function may draw from by `number`; was it a guess what that is?"""
-        if may_repeat and function in self._quiet:
-            if self._ahead != number:
-                self._seed_torch(number)
-            self._ahead = None
-            return True
-        self.seed(number)
-        return False
+        if not (may_repeat and function in self._quiet):
+            self.seed(number)
+            return False
+        if function in self._still:
+            self._pretended(number)
+        elif self._ahead != number:
+            self._seed_torch(number)
+        self._ahead = None
+        return True
 
     def seed_ahead(self, function: Callable[..., Any], number: int) -> None:
         """While there is time: for a call that comes next, or else `forget` it."""
-        if function in self._quiet:
+        if function in self._quiet and function not in self._still:
             self._seed_torch(number)
             self._ahead = number
 
@@ -83,16 +118,47 @@ class Chance:
     def _seed_torch(self, number: int) -> None:
         for seed in self._torch:
             seed(number)
+        self._ahead, self._is_marked = None, False
+        if self._engine is not None:
+            self._place = self._engine.place.value
+
+    def _pretended(self, number: int) -> _Engine:
+        """Torch is not seeded, and says that it is, by this number."""
+        engine = self._engine
+        assert engine is not None, "else nobody is still"
+        if not self._is_marked:
+            self._seed_torch(
+                0
+            )  # a normal number may be left over: it would be drawn without a move
+            self._place, self._is_marked = engine.marked(), True
+        engine.seed.value = number
+        for seed in self._beside:
+            seed(number)
+        return engine
 
     def after(self, function: Callable[..., Any], guessed: bool) -> bool:
         """Was all that it drew from seeded?  Else it is to be called again."""
-        if not self.moved():
-            if not guessed and self._is_watched:
-                self._quiet.add(function)
-            return True
-        self._quiet.discard(function)
-        self.seed(0)  # a normal number may be left over, and would be drawn without a move
-        return not guessed
+        was_seeded, has_drawn = not self._is_marked, self._has_torch_moved()
+        if has_drawn:
+            self._drew.add(function)
+            self._still.discard(function)
+        if self.moved():
+            self._quiet.discard(function)
+            self._still.discard(function)
+            self.seed(0)  # a normal number may be left over, and would be drawn without a move
+            return not guessed
+        if not guessed and self._is_watched:
+            self._quiet.add(function)
+        if self._engine is not None and function in self._quiet and function not in self._drew:
+            self._still.add(function)
+        return was_seeded or not (guessed and has_drawn)
+
+    def _has_torch_moved(self) -> bool:
+        """Since it was seeded, or since this was last asked."""
+        if self._engine is None or self._engine.place.value == self._place:
+            return False
+        self._place, self._is_marked = self._engine.place.value, False
+        return True
 
 
 def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:
@@ -121,3 +187,78 @@ def _moves_are_seen(positions: tuple[ctypes.c_uint64, ctypes.c_uint64]) -> bool:
     numpy.random.set_state(before[0])
     random.setstate(before[1])
     return all(seen)
+
+
+# --- torch's generator --------------------------------------------------------------------------
+
+
+class _Engine:
+    """Its Mersenne Twister, where it lies: the `seed` that it tells, and its `place`.
+
+    `place` is how far it is, beside whether it is seeded: that torch calls true whatever it is but
+    0, and makes 1 when it seeds it or sets all of it (`fork_rng`).  So what is `marked` differs
+    after anything that is done with it, but to read it.
+    """
+
+    _MARK = 3
+    _PLACE = 12  # bytes behind the seed
+
+    def __init__(self, address: int) -> None:
+        self.seed = ctypes.c_uint64.from_address(address)
+        self.place = ctypes.c_uint64.from_address(address + self._PLACE)
+        self._is_seeded = ctypes.c_uint8.from_address(address + self._PLACE)
+
+    def marked(self) -> int:
+        self._is_seeded.value = self._MARK
+        return self.place.value
+
+
+_SEED = 0x123456789ABCDEF  # that stands nowhere else
+_SEARCHED_BYTES = 256
+
+
+def _engine() -> _Engine | None:
+    """None if it is not where we think that it is.  Tried with each way to move it."""
+    generator = torch.default_generator.manual_seed(_SEED)
+    start = generator._cdata
+    behind = ctypes.string_at(start, _SEARCHED_BYTES).find(_SEED.to_bytes(8, sys.byteorder))
+    if behind < 0:
+        return None
+    engine = _Engine(start + behind)
+    _let_reading_show()
+    is_right = not _is_seen(engine, int) and all(_is_seen(engine, move) for move in _MOVES)
+    return engine if is_right else None
+
+
+def _is_seen(engine: _Engine, move: Callable[[], object]) -> bool:
+    torch.default_generator.manual_seed(0)
+    place = engine.marked()
+    move()
+    return engine.place.value != place
+
+
+def _fork() -> None:
+    with torch.random.fork_rng(devices=()):
+        torch.rand(1)
+
+
+_MOVES: tuple[Callable[[], object], ...] = (
+    *(functools.partial(torch.rand, draws) for draws in (1, 623, 624, 625, 1248)),
+    *(functools.partial(torch.randn, draws) for draws in (1, 2, 16)),
+    *(functools.partial(torch.manual_seed, seed) for seed in (0, 1)),
+    *(_fork, torch.seed, lambda: torch.get_rng_state()),
+)
+
+
+def _let_reading_show() -> None:
+    """Who reads torch's state leaves no trace in it, but who sets what was read does."""
+    read = torch.random.get_rng_state
+
+    @functools.wraps(read)
+    def read_and_set() -> torch.Tensor:
+        state = read()
+        torch.default_generator.set_state(state)
+        return state
+
+    if not hasattr(read, "__wrapped__"):
+        torch.get_rng_state = torch.random.get_rng_state = read_and_set

@@ -32,20 +32,42 @@ def by_all(x):
     return torch.rand(1).item(), float(numpy.random.rand()), random.random()
 
 
+def by_torch_apart(x):
+    """What it draws leaves no trace behind, but that it was put back."""
+    with torch.random.fork_rng(devices=()):
+        return torch.rand(1).item()
+
+
+def one_normal(x):
+    """Of torch, which keeps a second one for the next."""
+    return torch.randn(1).item()
+
+
+def state_of_torch(x):
+    return hash(torch.get_rng_state().numpy().tobytes()), torch.initial_seed()
+
+
+def told_seed(x):
+    return torch.initial_seed()
+
+
 def normal(x):
     """Of the two that are made at once, one is left over."""
     return float(numpy.random.randn()), random.gauss()
 
 
+ALL = [quiet, by_torch, by_torch_apart, one_normal, state_of_torch, told_seed, by_all, normal]
+
+
 class Sometimes:
     """Draws in some calls only, and counts them."""
 
-    def __init__(self, *which):
-        self.which, self.calls = which, []
+    def __init__(self, *which, draw=by_all):
+        self.which, self.calls, self.draw = which, [], draw
 
     def __call__(self, x):
         self.calls.append(x)
-        return by_all(x) if x in self.which else None
+        return self.draw(x) if x in self.which else None
 
 
 def called(chance, function, number, may_repeat, x):
@@ -68,12 +90,12 @@ def drawn(function, number, x=0):
 def test_whatever_ran_before_the_numbers_are_the_same(seed, chance):
     dice = random.Random(seed)
     for _ in range(60):
-        function = dice.choice([quiet, by_torch, by_all, normal])
+        function = dice.choice(ALL)
         number = dice.randrange(2**63)
         expected = drawn(function, number)
         chance.seed(dice.randrange(9))
         for _ in range(dice.randrange(3)):
-            before = dice.choice([quiet, by_torch, by_all, normal])
+            before = dice.choice(ALL)
             called(chance, before, dice.randrange(2**63), True, 0)
         if dice.random() < 0.5:  # there was time; perhaps for another call, which did not come
             chance.seed_ahead(function, dice.choice([number, number + 1]))
@@ -85,6 +107,50 @@ def test_who_draws_for_the_first_time_later_is_called_again():
     got = [called(chance, some, 7, True, x) for x in range(6)]
     assert some.calls == [0, 1, 2, 3, 3, 4, 5]
     assert got == [None, None, None, drawn(by_all, 7), None, None]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_graph_calls_as_is_said_here(seed, chance):
+    """The short way of those that draw nothing, among others."""
+    dice = random.Random(seed)
+    for n in range(100):
+        function, number = dice.choice([quiet, quiet, *ALL]), dice.randrange(2**63)
+        if dice.random() < 0.1:
+            chance.seed_ahead(function, number)
+        expected = drawn(function, number, n)
+        chance.seed(dice.randrange(9))
+        found = chance.called(in_a_graph[function], number, dice.random() < 0.9, None, {"x": n})
+        assert found == expected
+
+
+in_a_graph = {function: lambda ctx, x, function=function: function(x) for function in ALL}
+
+
+@pytest.mark.parametrize("draw", [by_torch, by_torch_apart, one_normal, state_of_torch])
+def test_who_draws_from_torch_for_the_first_time_later_is_called_again_once(draw):
+    """And is seeded from then on, as it may draw any time."""
+    chance, some = Chance(Accelerator("cpu")), Sometimes(3, 4, 6, draw=draw)
+    got = [called(chance, some, 7, True, x) for x in range(8)]
+    assert some.calls == [0, 1, 2, 3, 3, 4, 5, 6, 7]
+    assert got == [drawn(draw, 7) if x in (3, 4, 6) else None for x in range(8)]
+
+
+def test_torch_is_not_seeded_for_who_draws_nothing_and_says_that_it_is(monkeypatch):
+    chance = Chance(Accelerator("cpu"))
+    seeded = []
+    monkeypatch.setattr(chance, "_torch", [seeded.append])
+    told = [called(chance, told_seed, 2**62 + n, True, 0) for n in range(9)]
+    assert told[2:] == [2**62 + n for n in range(2, 9)]
+    assert seeded == [2**62, 0], "the first time, and once for all that follow"
+
+
+def test_where_torch_is_not_as_we_think_it_is_seeded_each_time(monkeypatch):
+    monkeypatch.setattr(chances, "_SEARCHED_BYTES", 8)
+    chance = Chance(Accelerator("cpu"))
+    assert chance._engine is None
+    for n in range(3):
+        assert called(chance, told_seed, n, True, 0) == n
+        assert called(chance, by_torch, n, True, 0) == drawn(by_torch, n)
 
 
 def test_what_was_seeded_ahead_and_forgotten_is_seeded_again():
