@@ -44,7 +44,17 @@ import torch
 from app.core import legs, taskgraph
 from app.core.spread import Spread, spread
 from app.core.taskgraph import TaskGraph
-from workers import absence, context_switch, gang, graph, loading, outpost, preset, tensorfile
+from workers import (
+    absence,
+    chance,
+    context_switch,
+    gang,
+    graph,
+    loading,
+    outpost,
+    preset,
+    tensorfile,
+)
 from workers import image as images
 from workers import slab as slabs
 from workers.absence import Absence, CalledOff
@@ -77,7 +87,7 @@ DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
 METRICS_LIMIT = 100
 SEED = 0  # what a job that seeds nothing itself begins with, everywhere the same
-_HERE = {__file__, graph.__file__}
+_HERE = {__file__, graph.__file__, chance.__file__}
 _NOT_LOADED = "An input could not be loaded: "
 
 

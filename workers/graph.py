@@ -45,9 +45,11 @@ PARTS = 8  # of a block that are weighed, however short its node was
 PART_S = 5e-6  # and one more for each so long that it took: weighing costs a twentieth of that
 WEIGHED_ITEMS = 32  # of a list that shards made
 _clock = time.perf_counter
+_Tensor = torch.Tensor
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN = (int, float, complex, str, bytes, types.NoneType)
 NUMBER_BYTES = 8
+_NOTHING = object()
 _WROTE = (
     "it wrote to a tensor that it was given, and others may read: name the port in `inout` and"
     " `outputs`, or make a new tensor"
@@ -87,7 +89,7 @@ class Loaded:
         them may lie in host memory instead; a budget of 0 is none.
         """
         self.graph = body if isinstance(body, TaskGraph) else taskgraph.parse(body)
-        self.late = late
+        self.late, self.ports = late, self.graph.ports
         self.room: Room | None = None
         if budget_bytes := self.graph.memory_bytes or budget_bytes:
             self.room = Room(budget_bytes, host_bytes, accelerator)
@@ -100,13 +102,29 @@ class Loaded:
         self.program = taskgraph.program(self.graph, names)
         self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
         self.weighed = dict[int, int | None]()  # blocks made here -> bytes; None: not soon seen
+        units = enumerate(self.program.units)
+        self.maker_at = {n: at for at, unit in units for _, n in unit.outputs}
+        given = {*self.program.outputs.values()}
+        self.gives = {at + 1 for n, at in self.maker_at.items() if n in given}
+        self.plain_until = self._plain_until()
+
+    def _plain_until(self) -> list[int]:
+        """For each place where the plain calls end that begin there: behind one at the latest that
+        makes what the graph gives.
+        """
+        ends = list(range(len(self.calls)))
+        for at in reversed(ends):
+            if self.calls[at].is_plain and self.room is None:
+                is_last = at + 1 in self.gives or at + 1 == len(ends)
+                ends[at] = at + 1 if is_last else max(at + 1, ends[at + 1])
+        return ends
 
     def begin(self, inputs: JSON) -> GraphJob:
         """`inputs` by port; they belong to the graph from now on.  Those that are `late` come while
         it runs, if they are not among them.
         """
         lacks = [port for port in self.late if port not in inputs]
-        there = [port for port in self.graph.ports if port not in lacks]
+        there = [port for port in self.ports if port not in lacks]
         blocks = {f"{INPUT}{port}": inputs.pop(port) for port in there}
         return GraphJob(self, {"blocks": blocks, "lacks": lacks})
 
@@ -131,6 +149,8 @@ class GraphJob:
     def __init__(self, loaded: Loaded, state: JSON) -> None:
         self.program, self.calls, self.chance = loaded.program, loaded.calls, loaded.chance
         self.room = loaded.room
+        self.maker_at, self.gives = loaded.maker_at, loaded.gives
+        self.plain_until = loaded.plain_until
         self.blocks: list[Any] = [state["blocks"].get(name) for name in self.program.blocks]
         self.done: int = state.get("done", 0)
         self.shards: int = state.get("shards", 0)
@@ -138,15 +158,13 @@ class GraphJob:
         self.items: dict[str, list[Any]] | None = state.get("items")
         self.owned: list[str] = state.get("owned", [])
         self.sizes: dict[str, int] = state.get("sizes", {})
-        names = {name: n for n, name in enumerate(self.program.blocks)}
-        self.lacks = {names[f"{INPUT}{port}"]: port for port in state.get("lacks", ())}
+        names = self.program.blocks
+        self.lacks = {names.index(f"{INPUT}{port}"): port for port in state.get("lacks", ())}
         self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
-        self.ran_s = dict[str, tuple[float, int]]()  # node -> seconds here, and how often it ran
+        self.took_s = dict[int, float]()  # by place in `calls`: seconds in this process,
+        self.shards_here = dict[int, int]()  # of one that maps of so many shards
         self.weighed = loaded.weighed
         self.told = 0  # so many units' outputs were told as they were made
-        given = {*self.program.outputs.values()}
-        units = enumerate(self.program.units, 1)
-        self.gives = {done for done, unit in units if any(n in given for _, n in unit.outputs)}
         if self.room is not None:
             self.readers = self._readers()
             self.room.restore(state.get("aside", []), self._values())
@@ -198,9 +216,9 @@ class GraphJob:
 
         Nobody writes to it any more: what is given at the end is no other.
         """
-        new = {n for unit in self.program.units[self.told : self.done] for _, n in unit.outputs}
-        self.told = self.done
-        return {port: self.blocks[n] for port, n in self.program.outputs.items() if n in new}
+        new, self.told = range(self.told, self.done), self.done
+        outputs = self.program.outputs.items()
+        return {port: self.blocks[n] for port, n in outputs if self.maker_at.get(n) in new}
 
     def let_lie(self, port: str, value: Any) -> list[str]:
         """Have this for what it gives there, the same somewhere else; all ports that give it."""
@@ -210,8 +228,9 @@ class GraphJob:
 
     def took_ms(self) -> dict[str, float]:
         """By node, of the longest, how long it took in this process; of one that maps a shard."""
-        mean = {name: round(1e3 * ran_s / n, 3) for name, (ran_s, n) in self.ran_s.items()}
-        return dict(heapq.nlargest(TIMED_LIMIT, mean.items(), key=lambda one: one[1]))
+        mean = ((at, took_s / self.shards_here.get(at, 1)) for at, took_s in self.took_s.items())
+        longest = heapq.nlargest(TIMED_LIMIT, mean, key=lambda one: one[1])
+        return {self.calls[at].name: round(1e3 * took_s, 3) for at, took_s in longest}
 
     def made_bytes(self) -> dict[str, int]:
         """Of blocks that were made in this process and whose size is not declared: how large they
@@ -238,23 +257,34 @@ class GraphJob:
         """
         until_s, calls = _clock() + BURST_S, self.calls
         while self.done < len(calls):
-            call = calls[self.done]
-            try:
-                if call.map:
-                    if not self._map(ctx, call, until_s):
-                        return
-                else:
-                    self._run(ctx, call)
-            except BaseException as error:
-                raise NodeFailed(call.name, call.unit.function) from error
-            self.done += 1
+            if plain := self._plain_ahead():
+                self.done = self._burst(ctx, self.blocks, plain, until_s)
+            elif self._special(ctx, calls[self.done], until_s):
+                self.done += 1
+            else:
+                return
             if self.done in self.gives or not self._goes_on(ctx, until_s) or self.awaited():
                 break
         if self.done == len(calls) and ctx.result is None:
             ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})
 
+    def _plain_ahead(self) -> range:
+        """The places of plain calls that come next, one by one where inputs are to come."""
+        end = self.plain_until[self.done]
+        return range(self.done, min(end, self.done + 1) if self.lacks else end)
+
     def _goes_on(self, ctx: Any, until_s: float) -> bool:
         return _clock() < until_s and ctx.result is None
+
+    def _special(self, ctx: Any, call: Call, until_s: float) -> bool:
+        """A node that is not plain, or shards of it; is it over?"""
+        try:
+            if call.map:
+                return self._map(ctx, call, until_s)
+            self._run(ctx, call)
+        except BaseException as error:
+            raise NodeFailed(call.name, call.unit.function) from error
+        return True
 
     def _run(self, ctx: Any, call: Call) -> None:
         blocks, given = self.blocks, self._given(call)
@@ -269,6 +299,63 @@ class GraphJob:
         for n in call.frees:
             blocks[n] = None
         self.count += 1
+
+    # --- a burst of plain calls: each as `_run` does it, in as few steps as can be ---
+
+    def _burst(
+        self, ctx: Any, read: Sequence[Any] | Mapping[int, Any], places: range, until_s: float
+    ) -> int:
+        """Of the plain calls at these places as many as there is time for, one at least; the place
+        behind them.  `read` has the blocks that they read.
+        """
+        calls, now_s = self.calls, _clock()
+        try:
+            for at in places:
+                call = calls[at]
+                given = call.given.copy()
+                for port, n in call.takes:
+                    given[port] = read[n]
+                for port, many in call.lists:
+                    given[port] = [read[n] for n in many]
+                now_s = self._plain(ctx, call, at, given, now_s)
+                if now_s >= until_s or ctx.result is not None:
+                    break
+        except BaseException as error:
+            raise NodeFailed(call.name, call.unit.function) from error
+        return at + 1
+
+    def _plain(self, ctx: Any, call: Call, at: int, given: JSON, began_s: float) -> float:
+        """When it was over, which is when the next one begins."""
+        watched, blocks = [], self.blocks
+        for port, _ in call.takes:
+            value = given[port]
+            if type(value) is _Tensor and not value.is_inference():
+                watched.append((value, value._version))
+        returned = self.chance.called(call.function, call.seed, True, ctx, given)
+        ended_s = _clock()
+        for value, version in watched:
+            if value._version != version:
+                raise BadBlock(_WROTE)
+        self._keep(call, returned)
+        took_s = self.took_s[at] = ended_s - began_s
+        if call.weighs or took_s > WEIGH_S:
+            self._weigh(call, returned, took_s)
+        for n in call.frees:
+            blocks[n] = None
+        self.count += 1
+        return ended_s
+
+    def _keep(self, call: Call, returned: Any) -> None:
+        """The blocks, if they are what they should be."""
+        blocks = self.blocks
+        if type(returned) is not dict or len(returned) != len(call.gives):
+            raise BadBlock(_not_the_outputs(call, returned))
+        for name, n in call.gives:
+            value = blocks[n] = returned.get(name, _NOTHING)
+            if type(value) is _Tensor and value.grad_fn is not None:
+                raise BadBlock(_history(name))
+            if value is _NOTHING:
+                raise BadBlock(_not_the_outputs(call, returned))
 
     def _copied(self, call: Call) -> list[str]:
         """The ports that it may not write to as they are."""
@@ -287,10 +374,10 @@ class GraphJob:
             self._must_fit(call.tensors, given)
         read = given.values() if not call.inout else [given[port] for port in call.only_read]
         before, began_s = _versions(read), _clock()
-        returned = self._returned(ctx, call, given, seed)
-        ran_s, times = self.ran_s.get(call.name, (0.0, 0))
+        given_all = {**given, **call.params}
+        returned = self.chance.called(call.function, seed, not call.inout, ctx, given_all)
         took_s = _clock() - began_s
-        self.ran_s[call.name] = ran_s + took_s, times + 1
+        self._count(took_s, is_shard=bool(call.map))
         for tensor, version in before:
             if tensor._version != version:
                 raise BadBlock(_WROTE)
@@ -298,7 +385,7 @@ class GraphJob:
             raise BadBlock(_not_the_outputs(call, returned))
         for name, value in returned.items():
             if type(value) is torch.Tensor and value.grad_fn is not None:
-                raise BadBlock(f"{name!r} carries its autograd history: return {name}.detach()")
+                raise BadBlock(_history(name))
         if call.tensors:
             self._must_fit(call.tensors, returned)
         if self.room is not None:
@@ -307,17 +394,10 @@ class GraphJob:
             self._weigh(call, returned, took_s)
         return returned  # type: ignore[no-any-return]
 
-    def _returned(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> Any:
-        chance, function = self.chance, call.function
-        if seed is None:
-            returned = function(ctx, **given, **call.params)
-            chance.after(function, guessed=False)
-            return returned
-        while True:
-            guessed = chance.before(function, seed, not call.inout)
-            returned = function(ctx, **given, **call.params)
-            if chance.after(function, guessed):
-                return returned
+    def _count(self, took_s: float, *, is_shard: bool) -> None:
+        self.took_s[self.done] = self.took_s.get(self.done, 0.0) + took_s
+        if is_shard:
+            self.shards_here[self.done] = self.shards_here.get(self.done, 0) + 1
 
     # --- shards ---
 
@@ -481,12 +561,14 @@ class Call:
 
     `takes` are ports with a block, `lists` those with several.  `only_here` are blocks that one
     port of this unit reads, and nobody after it.  `weighs`: it is not known how large
-    what it makes is.
+    what it makes is.  `is_plain`: it runs once, writes to nothing and declares nothing; `given` is
+    all that its function is called with, without the blocks.
     """
 
     __slots__ = (
         *("unit", "name", "function", "params", "takes", "lists", "gives", "names", "inout"),
         *("only_read", "only_here", "frees", "map", "mapped", "tensors", "seed", "weighs"),
+        *("is_plain", "given"),
     )
 
     def __init__(self, unit: Unit, function: Callable[..., Any]) -> None:
@@ -503,6 +585,8 @@ class Call:
         self.mapped = {n for port, n in self.takes if port in unit.map}
         self.seed = seed_of(unit.name) if unit.draws else None
         self.weighs = not unit.is_sized
+        self.is_plain = not (unit.map or unit.inout or unit.tensors)
+        self.given = dict.fromkeys(port for port, _ in (*self.takes, *self.lists)) | self.params
 
 
 def items_of(port: str, value: object) -> list[Any]:
@@ -525,6 +609,10 @@ def _not_the_outputs(call: Call, returned: object) -> str:
     return f"it returned {given}; its outputs are {wanted}"
 
 
+def _history(name: str) -> str:
+    return f"{name!r} carries its autograd history: return {name}.detach()"
+
+
 def _shown(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
@@ -539,6 +627,8 @@ def weigh(value: Any, most: int) -> int | None:
 
     None if there is anything else, or if it has more than so many parts.
     """
+    if type(value) in _TENSORS and not value.is_sparse:
+        return int(value.nbytes)
     found, ahead = 0, [value]
     while ahead:
         most -= 1

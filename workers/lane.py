@@ -21,7 +21,7 @@ from workers import graph
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
 from workers.carrying import Carried
-from workers.graph import Call, GraphJob, Loaded, NodeFailed, items_of, memory_of
+from workers.graph import Call, GraphJob, Loaded, items_of, memory_of
 from workers.passing import Held, Passing
 from workers.turns import Turns
 
@@ -61,7 +61,7 @@ class LoadedLane(Loaded):
         return LaneCall(unit, self.functions[unit.function], stop, self.maker)
 
     def begin(self, inputs: JSON) -> LaneJob:
-        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.graph.ports}
+        blocks = {f"{INPUT}{port}": inputs.pop(port) for port in self.ports}
         return LaneJob(self, {"blocks": blocks})
 
     def go_on(self, state: JSON) -> LaneJob:
@@ -242,13 +242,10 @@ class LaneJob(GraphJob):
         for held in stop.takes:
             if held not in self.taken:
                 self.taken[held] = self.passing.take(held)
-        try:
-            if not call.map:
-                self._run(ctx, call)
-            elif not self._map(ctx, call, until_s):
-                return False
-        except BaseException as error:
-            raise NodeFailed(call.name, call.unit.function) from error
+        if call.is_plain and self.room is None:
+            self._burst(ctx, self._read(call), range(self.done, self.done + 1), until_s)
+        elif not self._special(ctx, call, until_s):
+            return False
         if ctx.result is None:
             self._did(stop, call)
         return ctx.result is None
@@ -302,6 +299,17 @@ class LaneJob(GraphJob):
             for e in range(self.spread.executors)
         )
         return [item for each in parts for item in each]
+
+    def _read(self, call: Call) -> dict[int, Any]:
+        """The blocks that a node reads, as a whole."""
+        read = dict[int, Any]()
+        for _, held in call.whole:
+            read[held[0]] = self.taken[held]
+        for _, n in call.others:
+            read[n] = self._value(n)
+        for _, many in call.lists:
+            read |= {n: self._value(n) for n in many}
+        return read
 
     def _given(self, call: Call) -> JSON:
         given = {}

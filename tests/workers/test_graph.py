@@ -216,6 +216,94 @@ def test_a_node_may_end_the_graph_early() -> None:
     assert ran(early) == {"stopped": 0.0}
 
 
+# --- plain nodes, in bursts ---------------------------------------------------------------------
+
+
+def drawn_graph(dice: random.Random) -> Any:
+    """Nodes of all kinds that read from any that stand before them; some make what it gives."""
+    those = [node("n0", "start", params={"seed": dice.randrange(9)})]
+    for n in range(1, 30):
+        one, other = (f"n{dice.randrange(n)}.y" for _ in range(2))
+        kinds = [
+            node(f"n{n}", "start", params={"seed": n}, draws=dice.random() < 0.5),
+            node(f"n{n}", "add", f"x={one}", params={"by": n}),
+            node(f"n{n}", "double", f"x={one}", draws=dice.random() < 0.5),
+            node(f"n{n}", "draw", f"x={one}"),
+            node(f"n{n}", "pairs", f"x={one} y={other}"),
+            node(f"n{n}", "total", f"xs={one},{other},input:v"),
+            node(f"n{n}", "noise", f"x={one}"),
+        ]
+        those.append(dice.choice(kinds))
+    given = {f"g{n}": f"n{n}.y" for n in dice.sample(range(29), 3)}
+    return body(*those, y="n29.y", **given)
+
+
+def all_states(job: Any) -> list[Any]:
+    """Before each step, and at the end, with what it gives; as it can be compared."""
+    ctx, found = context(), [comparable(job.state())]
+    while ctx.result is None:
+        job.step(ctx)
+        found.append((comparable(job.state()), comparable(job.made()), job.count))
+    return [*found, comparable(ctx.result)]
+
+
+def comparable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: comparable(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("burst_s", [-1.0, 1.0])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plain_node_runs_as_any_other_does(
+    seed: int, burst_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each a step, and as many in one as can be; beside it the graph as if none was plain."""
+    monkeypatch.setattr(graph, "BURST_S", burst_s)
+    nodes.noise = lambda ctx, x: {"y": x + torch.rand(4)}
+    drawn = drawn_graph(random.Random(seed))
+    plain, other = loaded(drawn), loaded(drawn)
+    assert plain.plain_until != [*range(30)]
+    other.plain_until = [*range(30)]
+    jobs = [each.begin({"v": torch.ones(4)}) for each in (plain, other)]
+    assert all_states(jobs[0]) == all_states(jobs[1])
+    assert jobs[0].took_ms().keys() == jobs[1].took_ms().keys() == {f"n{n}" for n in range(30)}
+    assert jobs[0].made_bytes() == jobs[1].made_bytes()
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda ctx, x: {"z": x}, "it returned 'z'"),
+        (lambda ctx, x: {"y": x, "z": x}, "it returned 'y', 'z'"),
+        (lambda ctx, x: {}, "it returned nothing"),
+        (lambda ctx, x: [x], "it returned a list"),
+        (lambda ctx, x: {"y": x.add_(1)}, "wrote to a tensor"),
+        (lambda ctx, x: {"y": x.requires_grad_() * 2}, "return y.detach()"),
+        (lambda ctx, x: {"y": 1 // 0}, "division"),
+    ],
+)
+def test_a_plain_node_fails_as_any_other_does(function: Any, told: str) -> None:
+    """In the midst of a burst; the one that failed is named."""
+    names, kinds = "abcd", ("start", "double", "odd", "double")
+    reads = ("", "x=a.y", "x=b.y", "x=c.y")
+    failing = body(*map(node, names, kinds, reads))
+    nodes.odd = function
+    for plain in (True, False):
+        sent = loaded(failing)
+        sent.plain_until = sent.plain_until if plain else [*range(4)]
+        with pytest.raises(NodeFailed, match=r"node c \(nodes:odd\)") as failed:
+            sent.begin({}).step(context())
+        assert told in str(failed.value.__cause__)
+
+
+def test_what_was_made_under_inference_mode_may_be_read() -> None:
+    """Torch counts no writes to it."""
+    nodes.inferred = torch.inference_mode()(lambda ctx: {"y": torch.ones(2)})
+    y = ran(body(node("i", "inferred"), node("d", "double", "x=i.y")))["y"]
+    assert y.tolist() == [2.0, 2.0]
+
+
 # --- whose memory -------------------------------------------------------------------------------
 
 
