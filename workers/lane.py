@@ -253,7 +253,8 @@ class LaneJob(GraphJob):
     def _did(self, stop: Stop, call: Call) -> None:
         for n in stop.gives:  # first of all: others wait
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
-        self.held.update(n for _, n in call.gives)
+        for _, n in call.gives:
+            self.held.add(n)
         self.held.difference_update(stop.frees)
         for held in stop.drops:
             self._let_go(held)

@@ -8,9 +8,10 @@ maker takes the land back when all have let go of it, and nobody still holds a v
 Beside blocks the table holds what ends a graph: that it is over, and the first place in the order
 at which a node finished it early.
 
-What always holds: a block is posted once in the life of a ground, and nobody writes to it from then
-on; after it was posted that is announced under the board's lock, so nobody sleeps through it.  Who
-does not sleep looks at the table without the lock, which relies on x86: stores are seen in order.
+What always holds: a block is posted once in the life of a ground, and nobody writes to it from
+then on; after it was posted, that is announced under the board's lock if anybody waits for it, or
+is about to, so nobody sleeps through it.  Who does not sleep looks at the table without the lock,
+which relies on x86: stores are seen in order.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _DTYPES = tuple(
 )
 _NUMBER = {dtype: n for n, dtype in enumerate(_DTYPES)}
 _MOST_SIZES = 4  # of a tensor whose sizes stand in the head
+_uses = torch._C._storage_Use_Count
 _WORDS = [struct.Struct(f"={n}q") for n in range(_HEAD + 1)]
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
@@ -91,6 +93,7 @@ class Passing:
         self.entries = _PASSED + self.executors
         self.words = self.ground.land_words()
         self.table = self._table(blocks)
+        self._first, self._words_each = self.table + self.entries, 1 + self.executors
         self.posted: dict[int, _Posted] = {}
         self.mapped: dict[Held, list[torch.UntypedStorage]] = {}
         self.dropping = deque[Held]()
@@ -110,8 +113,7 @@ class Passing:
             return words[_TABLE] // 8
 
     def _entry(self, held: Held) -> int:
-        place = (held[0] * self.executors + held[1]) * (1 + self.executors)
-        return self.table + self.entries + place
+        return self._first + (held[0] * self.executors + held[1]) * self._words_each
 
     # --- how far all are ---
 
@@ -193,8 +195,9 @@ class Passing:
         posted = self.posted[block] = self._written(value, readers)
         entry = self._entry((block, self.me))
         self.words[entry] = posted.offset  # before the lock: who looks for it need not wait for us
-        with self.turns.board():
-            self.turns.ready(Wait.BLOCK, number=entry)
+        if self.turns.awaiting(Wait.BLOCK, entry):
+            with self.turns.board():
+                self.turns.ready(Wait.BLOCK, number=entry)
         if posted.size < LARGE_BYTES:
             return value
         value = self._seen_here(posted)
@@ -209,7 +212,7 @@ class Passing:
         if not _is_plain(value):
             return _Posted(*self._graph(value), readers)
         size = 8 * _HEAD + value.nbytes
-        made = self._made.get(value.data_ptr())
+        made = self._made.get(value.data_ptr()) if self._made else None
         if made is not None and made.size == size:
             del self._made[value.data_ptr()]
             posted = _Posted(made.offset, size, readers, [made.storage])
@@ -330,19 +333,22 @@ class Passing:
     def _is_dropped(self, held: Held) -> bool:
         if held[1] == self.me:
             return self._is_taken_back(held[0])
-        if any(_is_seen(storage) for storage in self.mapped.get(held, ())):
-            return False
+        for storage in self.mapped.get(held, ()):
+            if _is_seen(storage):
+                return False
         self.mapped.pop(held, None)
         self.words[self._entry(held) + 1 + self.me] = 1
         return True
 
     def _is_taken_back(self, block: int) -> bool:
         posted = self.posted[block]
-        first = self._entry((block, self.me)) + 1
-        if not all(self.words[first + e] for e in posted.readers):
-            return False
-        if any(map(_is_seen, posted.storages)):
-            return False
+        words, first = self.words, self._entry((block, self.me)) + 1
+        for reader in posted.readers:
+            if not words[first + reader]:
+                return False
+        for storage in posted.storages:
+            if _is_seen(storage):
+                return False
         self._give_back(posted.offset, posted.size)
         del self.posted[block]
         return True
@@ -401,4 +407,4 @@ def _is_plain(value: Any) -> bool:
 
 def _is_seen(storage: torch.UntypedStorage) -> bool:
     """Whether anybody but our own list still looks at it."""
-    return bool(storage.nbytes()) and int(torch._C._storage_Use_Count(storage._cdata)) > 1
+    return bool(_uses(storage._cdata) > 1 and storage.nbytes())

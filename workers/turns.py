@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -55,6 +56,10 @@ class State(IntEnum):
     WAITING = 3  # for something that another rank does
     AWAY = 4  # waits for something outside the gang, without a seat
     DONE = 5
+
+
+# To look one up in its class takes longer than to read a word.
+_READY, _RUNNING, _WAITING = State.READY, State.RUNNING, State.WAITING
 
 
 class Wait(IntEnum):
@@ -223,6 +228,28 @@ def _fail(ground: Ground, text: str) -> None:
         ground.words[FAILED] = 1
 
 
+class _Board:
+    """See `Turns.board`."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._lock = turns, turns.ground.locked()
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        turns, bells = self._turns, []
+        try:
+            if kind is None:
+                bells, turns._bells = turns._bells, bells
+                for rank in bells[:1]:  # it wakes up while the lock is let go of
+                    turns.ground.ring(rank)
+        finally:
+            self._lock.__exit__()
+        for rank in bells[1:]:
+            turns.ground.ring(rank)
+
+
 class Turns:
     """One rank's hold on its seat."""
 
@@ -253,6 +280,9 @@ class Turns:
         self._out = False  # our device memory is out of the way
         self._begun_ns = 0
         self._bells: list[int] = []
+        self._board = _Board(self)
+        self._ranks = [ground.rank(rank) for rank in range(ground.ranks)]
+        self._fence = threading.Lock()  # its use is one for memory, too
 
     # --- a rank's life ---
 
@@ -314,23 +344,23 @@ class Turns:
         if until():
             return
         self._move_out()
+        at, words = self.me, self.words
+        words[at + KIND], words[at + ABOUT], words[at + NUMBER] = kind, about, number
+        words[at + PART] = part
         with self.board():
-            came = until()
+            came = until()  # looked at after it was said what we wait for, see `awaiting`
             if not came:
-                self._wait_for(kind, about, number, part, text)
+                self._wait_for(kind, text)
         if came:
             self._move_in()
         else:
             crowd = math.ceil(self.ground.ranks / max(1, self.words[SEATS]))
             self._sleep_until_running(timeout_s * crowd)
 
-    def _wait_for(self, kind: Wait, about: int, number: int, part: int, text: str) -> None:
-        at, words = self.me, self.words
-        words[at + KIND], words[at + ABOUT], words[at + NUMBER] = kind, about, number
-        words[at + PART] = part
-        self.ground.write_text(at + _TEXT, text)
+    def _wait_for(self, kind: Wait, text: str) -> None:
+        self.ground.write_text(self.me + _TEXT, text)
         self._get_up("wait")
-        words[at + STATE] = State.WAITING
+        self.words[self.me + STATE] = State.WAITING
         self._seat_next(self.seat)
         self._regroup_at_boundary()
         self._must_not_be_stuck()
@@ -445,30 +475,35 @@ class Turns:
 
     # --- what others do for those who wait; under the lock, within `board` ---
 
-    @contextmanager
-    def board(self) -> Iterator[None]:
-        """Alone on the board; whom it concerns is rung up afterwards."""
-        with self.ground.locked():
-            yield
-            bells, self._bells = self._bells, []
-        for rank in bells:
-            self.ground.ring(rank)
+    def board(self) -> _Board:
+        """Alone on the board; whom it concerns is rung up at the end."""
+        return self._board
+
+    def awaiting(self, kind: Wait, number: int) -> list[int]:
+        """Who waits for this, or is about to; asked once it can be seen, without the lock.
+
+        Who waits looks once more after saying for what: one of both sees what the other did.
+        """
+        with self._fence:  # nothing behind it is read before all before it can be seen
+            pass
+        words, ranks = self.words, enumerate(self._ranks)
+        return [r for r, at in ranks if words[at + NUMBER] == number and words[at + KIND] == kind]
 
     def ready(
         self, kind: Wait, about: int = 0, number: int | None = 0, part: int | None = None
     ) -> None:
         """What these waited for has come."""
-        for rank in range(self.ground.ranks):
-            at = self.ground.rank(rank)
+        words = self.words
+        for at in self._ranks:
             if (
-                self.words[at + STATE] == State.WAITING
-                and self.words[at + KIND] == kind
-                and self.words[at + ABOUT] == about
-                and (number is None or self.words[at + NUMBER] == number)
-                and (part is None or self.words[at + PART] == part)
+                words[at + STATE] == _WAITING
+                and words[at + KIND] == kind
+                and words[at + ABOUT] == about
+                and (number is None or words[at + NUMBER] == number)
+                and (part is None or words[at + PART] == part)
             ):
-                self.words[at + STATE] = State.READY
-                self._seat_next(self._of(rank, SEAT))
+                words[at + STATE] = _READY
+                self._seat_next(words[at + SEAT])
 
     def call_bridge(self) -> None:
         """There is something to do for the bridge to the other hosts."""
@@ -515,24 +550,25 @@ class Turns:
 
     def _seat_next(self, seat: int) -> None:
         """Whoever is ready and comes next in rank order, if the seat is free."""
-        place = self.ground.seat(seat) + _HOLDER
-        if self.words[place]:
+        words, place = self.words, self.ground.seat(seat) + _HOLDER
+        if words[place]:
             return
-        ranks = self.ground.ranks
-        for rank in ((self.rank + n) % ranks for n in range(1, ranks + 1)):
-            if self._of(rank, SEAT) == seat and self._of(rank, STATE) == State.READY:
-                self.words[place] = rank + 1
-                self.words[self.ground.rank(rank) + STATE] = State.RUNNING
-                self.words[self.ground.rank(rank) + TURNS] += 1
+        ranks = range(self.ground.ranks)
+        for rank in (*ranks[self.rank + 1 :], *ranks[: self.rank + 1]):
+            at = self._ranks[rank]
+            if words[at + SEAT] == seat and words[at + STATE] == _READY:
+                words[place] = rank + 1
+                words[at + STATE] = _RUNNING
+                words[at + TURNS] += 1
                 self._bells.append(rank)
                 return
 
     def _sleep_until_running(self, timeout_s: float = math.inf) -> None:
         end_s = time.monotonic() + timeout_s
-        while self.words[self.me + STATE] != State.RUNNING:
+        while self.words[self.me + STATE] != _RUNNING:
             self.ground.sleep(self.rank, LOOK_EVERY_S)
             self.check()
-            if self.words[self.me + STATE] == State.RUNNING:
+            if self.words[self.me + STATE] == _RUNNING:
                 break
             self._must_be_alive()
             self._stop_waiting_if_called()
