@@ -283,8 +283,11 @@ def test_a_plain_node_runs_as_any_other_does(
         (lambda ctx, x: {"y": 1 // 0}, "division"),
     ],
 )
-def test_a_plain_node_fails_as_any_other_does(function: Any, told: str) -> None:
+def test_a_plain_node_fails_as_any_other_does(
+    function: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the midst of a burst; the one that failed is named."""
+    monkeypatch.setattr(graph, "BURST_S", 10.0)
     names, kinds = "abcd", ("start", "double", "odd", "double")
     reads = ("", "x=a.y", "x=b.y", "x=c.y")
     failing = body(*map(node, names, kinds, reads))
