@@ -102,6 +102,7 @@ class LaneJob(GraphJob):
         self.totals: dict[int, int] = dict(state.get("totals", {}))
         self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
         self.taken: dict[Held, Any] = {}
+        self.unweighed: tuple[Call, JSON, float] | None = None  # what its node made just now
         self.result: JSON | None = None  # with which a node of ours finished the graph early
         passing = Carried if loaded.turns.ground.is_bridged else Passing
         self.passing = passing(
@@ -248,6 +249,9 @@ class LaneJob(GraphJob):
             return False
         if ctx.result is None:
             self._did(stop, call)
+        if self.unweighed is not None:
+            super()._weigh(*self.unweighed)
+            self.unweighed = None
         return ctx.result is None
 
     def _did(self, stop: Stop, call: Call) -> None:
@@ -303,14 +307,17 @@ class LaneJob(GraphJob):
 
     def _read(self, call: Call) -> dict[int, Any]:
         """The blocks that a node reads, as a whole."""
-        read = dict[int, Any]()
-        for _, held in call.whole:
-            read[held[0]] = self.taken[held]
+        taken = self.taken
+        read: dict[int, Any] = {held[0]: taken[held] for _, held in call.whole}
         for _, n in call.others:
             read[n] = self._value(n)
         for _, many in call.lists:
             read |= {n: self._value(n) for n in many}
         return read
+
+    def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
+        """Later: others wait for it."""
+        self.unweighed = call, returned, took_s
 
     def _given(self, call: Call) -> JSON:
         given = {}
