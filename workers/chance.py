@@ -82,17 +82,44 @@ class Chance:
             return returned
         if may_repeat and function in self._still:  # as below, in as few calls as can be
             engine = self._pretended(number)
-            returned = function(ctx, **given)
-            (one, other), seen = self._positions, self._seen
-            is_alike = engine.place.value == self._place and one.value == seen[0]
-            if is_alike and other.value == seen[1]:
-                return returned
-            self.after(function, guessed=True)
+            try:
+                returned = function(ctx, **given)
+            except Exception:
+                if self._counts(function, True, ctx):
+                    raise
+            else:
+                (one, other), seen = self._positions, self._seen
+                is_alike = engine.place.value == self._place and one.value == seen[0]
+                if is_alike and other.value == seen[1]:
+                    return returned
+                self._counts(function, True, ctx)
+        return self._called(function, number, may_repeat, ctx, given)
+
+    def _called(
+        self,
+        function: Callable[..., Any],
+        number: int,
+        may_repeat: bool,
+        ctx: Any,
+        given: dict[str, Any],
+    ) -> Any:
         while True:
             guessed = self.before(function, number, may_repeat)
-            returned = function(ctx, **given)
-            if self.after(function, guessed):
-                return returned
+            try:
+                returned = function(ctx, **given)
+            except Exception:
+                if self._counts(function, guessed, ctx):
+                    raise
+            else:
+                if self._counts(function, guessed, ctx):
+                    return returned
+
+    def _counts(self, function: Callable[..., Any], guessed: bool, ctx: Any) -> bool:
+        """As `after`.  A call in vain finishes nothing, nor does it fail."""
+        if self.after(function, guessed):
+            return True
+        ctx.result = None
+        return False
 
     def before(self, function: Callable[..., Any], number: int, may_repeat: bool) -> bool:
         """Seed what the function may draw from by `number`; was it a guess what that is?"""
@@ -127,9 +154,7 @@ class Chance:
         engine = self._engine
         assert engine is not None, "else nobody is still"
         if not self._is_marked:
-            self._seed_torch(
-                0
-            )  # a normal number may be left over: it would be drawn without a move
+            self._seed_torch(0)  # a normal number may be left over, see `after`
             self._place, self._is_marked = engine.marked(), True
         engine.seed.value = number
         for seed in self._beside:

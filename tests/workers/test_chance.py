@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -112,14 +113,14 @@ def test_who_draws_for_the_first_time_later_is_called_again():
 @pytest.mark.parametrize("seed", range(20))
 def test_a_graph_calls_as_is_said_here(seed, chance):
     """The short way of those that draw nothing, among others."""
-    dice = random.Random(seed)
+    dice, ended = random.Random(seed), SimpleNamespace(result=None)
     for n in range(100):
         function, number = dice.choice([quiet, quiet, *ALL]), dice.randrange(2**63)
         if dice.random() < 0.1:
             chance.seed_ahead(function, number)
         expected = drawn(function, number, n)
         chance.seed(dice.randrange(9))
-        found = chance.called(in_a_graph[function], number, dice.random() < 0.9, None, {"x": n})
+        found = chance.called(in_a_graph[function], number, dice.random() < 0.9, ended, {"x": n})
         assert found == expected
 
 
@@ -133,6 +134,41 @@ def test_who_draws_from_torch_for_the_first_time_later_is_called_again_once(draw
     got = [called(chance, some, 7, True, x) for x in range(8)]
     assert some.calls == [0, 1, 2, 3, 3, 4, 5, 6, 7]
     assert got == [drawn(draw, 7) if x in (3, 4, 6) else None for x in range(8)]
+
+
+@pytest.mark.parametrize("draw", [by_torch, by_all])
+def test_what_ends_a_graph_in_vain_or_fails_in_vain_does_not_count(draw):
+    """It drew what was not seeded; here nothing but the right numbers will do."""
+    right = drawn(draw, 7)
+
+    def some(ctx, x):
+        if x < 3:
+            return x
+        if (got := draw(x)) == right:
+            return got
+        if x == 3:
+            raise ValueError(got)
+        ctx.result = {}
+
+    for last in (3, 4):
+        chance, ctx = Chance(Accelerator("cpu")), SimpleNamespace(result=None)
+        got = [chance.called(some, 7, True, ctx, {"x": x}) for x in (0, 1, last)]
+        assert got == [0, 1, right]
+        assert ctx.result is None
+
+
+def test_who_fails_with_the_right_numbers_fails():
+    chance, calls = Chance(Accelerator("cpu")), []
+
+    def some(ctx, x):
+        calls.append(x)
+        return 1 // x
+
+    for x in (2, 1):
+        chance.called(some, 7, True, None, {"x": x})
+    with pytest.raises(ZeroDivisionError):
+        chance.called(some, 7, True, None, {"x": 0})
+    assert calls == [2, 1, 0]
 
 
 def test_torch_is_not_seeded_for_who_draws_nothing_and_says_that_it_is(monkeypatch):
