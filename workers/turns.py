@@ -355,7 +355,7 @@ class Turns:
             self._move_in()
         else:
             crowd = math.ceil(self.ground.ranks / max(1, self.words[SEATS]))
-            self._sleep_until_running(timeout_s * crowd)
+            self._sleep_until_running(timeout_s * crowd, until if kind == Wait.BLOCK else None)
 
     def _wait_for(self, kind: Wait, text: str) -> None:
         self.ground.write_text(self.me + _TEXT, text)
@@ -563,7 +563,10 @@ class Turns:
                 self._bells.append(rank)
                 return
 
-    def _sleep_until_running(self, timeout_s: float = math.inf) -> None:
+    def _sleep_until_running(
+        self, timeout_s: float = math.inf, until: Callable[[], bool] | None = None
+    ) -> None:
+        """Looks by itself now and then whether what it waits for has come, if it is given that."""
         end_s = time.monotonic() + timeout_s
         while self.words[self.me + STATE] != _RUNNING:
             self.ground.sleep(self.rank, LOOK_EVERY_S)
@@ -572,6 +575,8 @@ class Turns:
                 break
             self._must_be_alive()
             self._stop_waiting_if_called()
+            if until is not None and until():
+                self._stop_waiting()
             if self.words[self.me + STATE] == State.READY:
                 self._take_idle_seat()
             if time.monotonic() > end_s and self.words[self.me + STATE] == State.WAITING:
@@ -584,11 +589,14 @@ class Turns:
         if not self.apart or words[me + STATE] != State.WAITING:
             return
         is_called = self.is_called() if words[me + KIND] == Wait.BLOCK else self._is_cut_now()
-        if not is_called:
-            return
+        if is_called:
+            self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        words, me = self.words, self.me
         with self.board():
-            if words[me + STATE] == State.WAITING:
-                words[me + STATE] = State.READY
+            if words[me + STATE] == _WAITING:
+                words[me + STATE] = _READY
                 self._seat_next(self.seat)
 
     def _take_idle_seat(self) -> None:

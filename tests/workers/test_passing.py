@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,52 @@ def test_memory_that_was_asked_for_and_not_used_is_free_again(both: Any) -> None
     first = one.empty((LARGE,), torch.float32).data_ptr()
     one.reclaim()
     assert one.empty((LARGE,), torch.float32).data_ptr() == first
+
+
+def test_who_is_about_to_sleep_is_seen_or_sees_the_block(both: Any) -> None:
+    """Posted between two looks of whoever waits, before it was said that it sleeps."""
+    one, other = both
+    other.turns.words[other.turns.me + turns.STATE] = turns.State.RUNNING
+    looked = []
+
+    def is_there() -> bool:
+        found = other.is_there((0, 1 - other.me))
+        if not looked:
+            looked.append(found)
+            one.post(0, torch.ones(3), (1,))
+        return found
+
+    other.turns.wait(
+        turns.Wait.BLOCK, number=other._entry((0, 0)), until=is_there, text="it", timeout_s=0.0
+    )
+    assert looked == [False]
+    assert other.take((0, 0)).tolist() == [1.0] * 3
+
+
+def test_the_lock_is_taken_only_for_who_waits(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = both
+    locked = []
+    board = one.turns.board
+    monkeypatch.setattr(one.turns, "board", lambda: locked.append(1) or board())
+    one.post(0, torch.ones(3), (1,))
+    assert not locked
+    words, me = other.turns.words, other.turns.me
+    words[me + turns.STATE], words[me + turns.KIND] = turns.State.WAITING, turns.Wait.BLOCK
+    words[me + turns.NUMBER] = other._entry((1, 0))
+    one.post(1, torch.ones(3), (1,))
+    assert locked
+    assert words[me + turns.STATE] == turns.State.RUNNING
+
+
+def test_who_was_not_told_finds_it_by_itself(both: Any) -> None:
+    """It only takes longer."""
+    one, other = both
+    other.turns.join()
+    maker = threading.Timer(0.1, lambda: one.words.__setitem__(one._entry((0, 0)), 1))
+    maker.start()
+    other.wait((0, 0), lambda: other.is_there((0, 0)), "it")
+    maker.join()
+    assert other.turns.words[other.turns.me + turns.STATE] == turns.State.RUNNING
 
 
 def test_the_first_end_in_the_order_counts(both: Any) -> None:
