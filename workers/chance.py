@@ -7,7 +7,8 @@ drew from torch either, nothing.  It is looked whether any of them moved all the
 the call was in vain, and is made again with that seeded too.  Nothing but time depends on that.
 
 Whether a generator moved is read from its memory.  Where that does not look as it should, all are
-seeded each time.
+seeded each time.  What cannot be seen is who reads the state from torch's generator itself, and not
+by `torch.get_rng_state`: where torch was not seeded it is another one.
 """
 
 from __future__ import annotations
