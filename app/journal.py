@@ -309,7 +309,7 @@ def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> Non
     if span.is_ticket(task):
         tell(session, task, "task.pausing", decision.because, rule=decision.rule)
         return
-    moves, successor = decision.rule == "move", decision.against or ""
+    moves, successor = decision.rule in ("move", "regroup"), decision.against or ""
     if desk.seats.get(successor) != task.seat:
         successor = ""  # it takes another seat of those that are let go
     _order(session, task, "Pause", successor=successor, moves=moves)

@@ -237,6 +237,7 @@ class Board:
         self.seated: dict[str, str] = {}  # device -> the task that holds it, or was promised it
         self.leaving: dict[str, str] = {}  # device -> the task on its way out
         self.beside: dict[str, dict[str, None]] = {}  # device -> who shares it with who holds it
+        self.graphs: dict[str, Stay] = {}  # of these some may share their devices
         self.ripe: dict[Branch, dict[str, Stay]] = {}
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
@@ -873,6 +874,8 @@ class Board:
         rate = 0 if task.shares else self.rate_of(task)  # its device says what it holds of the time
         stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
+        if task.graph:
+            self.graphs[task.id] = stay
         if task.width_max and task.elastic:
             self._count_grown(stay)
             self._give_back(stay, task.leaves)
@@ -968,6 +971,7 @@ class Board:
     def _let_go(self, stay: Stay) -> None:
         """Its devices are free of it."""
         del self.stays[stay.id]
+        self.graphs.pop(stay.id, None)
         if stay.leaving or stay.ripe:
             self.tree.accrue(stay.leaf, -stay.rate)
         else:

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.core import credit, elastic, explain, lifecycle, reclaim, sharing, standing
+from app.core import credit, elastic, explain, lifecycle, reclaim, regroup, sharing, standing
 from app.core.board import NEVER, Board, slice_us
 from app.core.fairshare import Branch, Lane
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
@@ -63,9 +63,9 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     # 5. Seat those who must not wait longer,
     urgent = _seat_urgent(paper)
     # then graphs that can take turns with those that run,
-    _share(paper)
-    # 6. then who is least served, on free devices or 7. in the place of who had more,
     kept = dict(urgent)
+    _share(paper, kept)
+    # 6. then who is least served, on free devices or 7. in the place of who had more,
     _seat(paper, kept)
     # 8. and let those take turns who share a branch.
     _take_turns(paper)
@@ -74,8 +74,13 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         paper.left_over = False
         _seat(paper, kept)
         _take_turns(paper)
-    # 9. What nobody in line could take is lent to who can use more.
-    if board.elastic and not board.short:
+    # Where all devices are taken now, graphs have others beside them.
+    _share(paper, kept)
+    # 9. What nobody in line could take is for graphs that share, or is lent to who can use more.
+    moves = bool(board.beside) and not board.short and _regroup(paper, kept)
+    if moves:
+        _share(paper, kept)
+    if board.elastic and not board.short and not moves:
         _grow(paper, kept)
     board.goes_on = bool(board.short)
     seen = not board.short and not board.longer  # is all that waits in line here?
@@ -426,22 +431,43 @@ def _part(paper: _Paper) -> None:
         paper.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
 
 
-def _share(paper: _Paper) -> None:
+def _share(paper: _Paper, kept: dict[str, _Kept]) -> None:
     """Launch graphs beside those that run; where no more may share, in the place of one of them."""
     board = paper.board
-    for device in sharing.places(board):
-        while (found := sharing.who_joins(board, device)) is not None:
-            task, gone = found
-            for stay in board.group(device):
-                if not stay.task.shares:
-                    told = "From now on it takes turns on its device with another graph."
-                    paper.move(stay.task, Move.Share, "share", told, shares=True)
-            if gone is not None:
-                told = "Others share its device for a while, who have had less."
-                paper.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
-            because = "It takes turns with the graphs on its device, some milliseconds each."
-            against = None if gone is None else gone.id
-            _launch(paper, task, (device,), "share", because, against=against, shares=True)
+    for kind in [here.kind for here in sharing.places(board) if here.kind not in kept]:
+        while (join := _who_joins(board, kind)) is not None:
+            _join(paper, join)
+
+
+def _who_joins(board: Board, kind: str) -> sharing.Join | None:
+    here = next((here for here in sharing.places(board) if here.kind == kind), None)
+    return None if here is None else sharing.who_joins(here)
+
+
+def _join(paper: _Paper, join: sharing.Join) -> None:
+    task, device = join.task, join.device
+    for stay in paper.board.group(device):
+        if not stay.task.shares:
+            told = "From now on it takes turns on its device with another graph."
+            paper.move(stay.task, Move.Share, "share", told, shares=True)
+    for gone in join.gone:
+        told = "Others share its device for a while, who have had less."
+        paper.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
+    because = "It takes turns with the graphs on its device, some milliseconds each."
+    against = join.gone[0].id if join.gone else None
+    _launch(paper, task, (device,), "share", because, against=against, shares=True)
+
+
+def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
+    """Let graphs that share move to other devices; False if none does."""
+    moves = False
+    for here in sharing.places(paper.board):
+        found = None if here.kind in kept else regroup.who_moves(here)
+        if found is not None:
+            stay, because = found
+            paper.move(stay.task, Move.Pause, "regroup", because, devices=stay.devices)
+            moves = True
+    return moves
 
 
 # --- 6. seat ------------------------------------------------------------------------------------
@@ -618,6 +644,8 @@ def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = 
 def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None) -> bool:
     board = paper.board
     if not board.policy.turns:
+        return False
+    if task.graph and rule not in ("F7", "F9") and sharing.has_a_place(board, task):
         return False
     lane = board.lane(task)  # as long as nobody gives way it finds its devices on that host
     urgent = rule in ("F7", "F9")

@@ -136,6 +136,10 @@ def on_host(here: Lane, host: str) -> Lane:
     return _lane(here.kind, here.width, here.memory_bytes, here.pin, host)
 
 
+def unpinned(here: Lane) -> Lane:
+    return _lane(here.kind, here.width, here.memory_bytes, None, here.host)
+
+
 _lane = cache(Lane)
 
 

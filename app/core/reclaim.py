@@ -96,14 +96,14 @@ def victims(
         return None
     near = claim.where_its_image_lies(sides)
     if near is not None:
-        return claim.with_all_beside([near])
+        return near
     found = claim.fewest(claim.chosen(sides))
     while back := claim.who_comes_back(found):
         claim.spared |= back
         found = claim.fewest(claim.chosen(sides))
     if not found or claim.outgrows(found):
         return None
-    return claim.with_all_beside(found)
+    return found
 
 
 def hopeless(board: Board, task: Task) -> bool:
@@ -206,7 +206,7 @@ class _Claim:
         have = sum(len(stay.devices) for side in sides for stay in ripe[side.leaf].values())
         return have >= max(self.need, self.over)
 
-    def where_its_image_lies(self, sides: list[_Side]) -> Victim | None:
+    def where_its_image_lies(self, sides: list[_Side]) -> list[Victim] | None:
         """Then nothing needs to be moved."""
         on = self.task.image_on
         if on is None or self.lane.width > 1 or self.over > 1:
@@ -215,7 +215,7 @@ class _Claim:
         for side in sides:
             if stay is not None and stay.leaf is side.leaf and self._may_ask(stay, side):
                 rule = self._rule(side, stay)
-                return None if rule is None else Victim(stay, rule)
+                return None if rule is None else self._with_all_beside(Victim(stay, rule))
         return None
 
     def chosen(self, sides: list[_Side]) -> list[Victim]:
@@ -232,7 +232,10 @@ class _Claim:
                     if stay.id in chosen or not ((need > 0 and gain) or over > 0):
                         continue
                     if self._rule(side, stay) == by:
-                        chosen[stay.id] = Victim(stay, by)
+                        all_beside = self._with_all_beside(Victim(stay, by))
+                        if all_beside is None:
+                            continue
+                        chosen |= {victim.stay.id: victim for victim in all_beside}
                         need, over = need - gain, over - stay.lane.width
                         self._take(stay, side)
                 if need <= 0 and over <= 0:
@@ -338,16 +341,18 @@ class _Claim:
 
     def fewest(self, chosen: list[Victim]) -> list[Victim]:
         """Without those who are not needed after all, the last to be asked first."""
-        surplus = sum(self.gain(victim.stay) for victim in chosen) - self.need
-        room = sum(victim.stay.lane.width for victim in chosen) - self.over
-        kept = []
-        for victim in reversed(chosen):
-            gain, width = self.gain(victim.stay), victim.stay.lane.width
+        groups = dict[tuple[str, ...], list[Victim]]()  # those who share a device as one
+        for victim in chosen:
+            groups.setdefault(victim.stay.devices, []).append(victim)
+        firsts = [group[0].stay for group in groups.values()]
+        surplus = sum(self.gain(stay) for stay in firsts) - self.need
+        room = sum(stay.lane.width for stay in firsts) - self.over
+        for stay in reversed(firsts):
+            gain, width = self.gain(stay), stay.lane.width
             if gain <= surplus and (width <= room or self.over <= 0):
                 surplus, room = surplus - gain, room - width
-            else:
-                kept.append(victim)
-        return kept[::-1]
+                del groups[stay.devices]
+        return [victim for group in groups.values() for victim in group]
 
     def who_comes_back(self, found: list[Victim]) -> set[str]:
         """Of those who give back what is lent, who would be owed it when all of them are gone.
@@ -371,20 +376,18 @@ class _Claim:
                     back.add(stay.id)
         return back
 
-    def with_all_beside(self, found: list[Victim]) -> list[Victim] | None:
+    def _with_all_beside(self, first: Victim) -> list[Victim] | None:
         """A device is free when all who share it have gone, so all of them must give way to it."""
-        if not self.board.beside:
-            return found
-        chosen = {victim.stay.id: victim for victim in found}
-        for device in {id for victim in found for id in victim.stay.devices}:
-            for stay in self.board.group(device):
-                if stay.id not in chosen:
-                    side = self.side(stay.leaf, None) if stay.ripe else None
-                    rule = None if side is None else self._rule(side, stay)
-                    if side is None or rule is None or not self._may_ask(stay, side):
-                        return None
-                    chosen[stay.id] = Victim(stay, rule)
-        return list(chosen.values())
+        found = [first]
+        beside = self.board.beside.keys() & {*first.stay.devices}
+        for stay in (stay for device in beside for stay in self.board.group(device)):
+            if stay is not first.stay:
+                side = self.side(stay.leaf, None) if stay.ripe else None
+                rule = None if side is None else self._rule(side, stay)
+                if side is None or rule is None or not self._may_ask(stay, side):
+                    return None
+                found.append(Victim(stay, rule))
+        return found
 
     def outgrows(self, found: list[Victim]) -> bool:
         """Would a branch come to borrow more, while beside it somebody waits who goes before it?
@@ -456,7 +459,17 @@ def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
         if over_s < at_s and claim.gives_way(stay):
             at_s = over_s
         found.append((at_s, id, max(0, claim.gain(stay) - stay.grown)))
-    return sorted(found)
+    return sorted(_last_beside(board, found))
+
+
+def _last_beside(
+    board: Board, ends: list[tuple[float, str, int]]
+) -> Iterator[tuple[float, str, int]]:
+    """Of those who share a device the last one frees it."""
+    last = dict[tuple[str, ...], tuple[float, str, int]]()
+    for end in sorted(ends):
+        last[board.stays[end[1]].devices] = end
+    yield from last.values()
 
 
 def shut_by(board: Board, task: Task) -> Branch | None:
@@ -542,6 +555,8 @@ def _look_s(board: Board) -> float:
     """The first eighth of the shortest slice from now at which anybody may gain."""
     step_s = board.policy.slice_min_s / 8
     moved, until_s = board.quiet
+    if moved == board.tree.moved and until_s == NEVER:
+        return NEVER
     if moved != board.tree.moved or until_s <= board.now_s + step_s or not step_s:
         return board.now_s + step_s
     return board.now_s + step_s * math.ceil((until_s - board.now_s) / step_s)

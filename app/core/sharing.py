@@ -1,56 +1,55 @@
-"""Graphs that share a device: who may, who joins, and who must not any more.
+"""Graphs that share devices: who may, who joins whom, and who must not any more.
 
 A graph stops within some milliseconds and keeps its memory, so several can live on one device and
 take turns there that no message could order: the device gives them (`core.rota`), by usage and
 weight (F3), and the island only says who takes part.  To join takes nothing from anybody but the
 turns that are due to who joins: nobody is paused, and no slice need be over first.
 
-They share where it makes no rule mean anything else: on the only device of a kind (on several,
-whole turns even out who has which), none that a guarantee, a limit or a promise of a tier is about.
-And only while they are nearly as well served: who is far behind has the device for itself until it
-has caught up, as ever, so that nobody is said to run who gets no turn.  Who waits and cannot share
-goes first: nobody better served than it joins.
+They share where it makes no rule mean anything else: none that a guarantee, a limit or a promise of
+a tier is about.  Who waits takes a free device first.  If none is free it joins those who are ahead
+of it, else those to whom least is due.  And only while they are nearly as well served: who is far
+behind has a device for itself until it has caught up, as ever, so that nobody is said to run who
+gets no turn.  Who waits and cannot share goes first: nobody better served than it joins.
 
-Of each user one takes turns.  Where places are left its next one is launched too, its **heir**: it
-has one turn to begin with, and more when those before it have ended.  So a user with many graphs
-has its share without a gap between them.
+Usage is counted over all devices, so a user with graphs on two of them makes them even.  Where none
+has, some move from one to the other (`core.regroup`).
+
+Of each user one takes turns on a device.  Where places are left its next one is launched too, its
+**heir**: it has one turn to begin with, and more when those before it have ended.  So a user with
+many graphs has its share without a gap between them.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from itertools import islice
 
+from app.core import reclaim
 from app.core.board import Board, Stay, slice_us
-from app.core.fairshare import Branch, Lane, unscored, usage_us
-from app.core.island import Task
+from app.core.fairshare import Branch, Lane, unpinned, unscored, usage_us
+from app.core.island import Task, changed
 from app.core.lifecycle import State
 from app.core.reclaim import above, sides
 from app.core.rota import Level, Share
 
 NEAR_US = 5_000_000  # of the device: who joins would catch up with the others so soon, or they
 FAR_US = 20_000_000  # and who is so far from them shares no longer
+APART_US = 2_500_000  # so far ahead are others whom one rather joins, or moves to
+EVEN_US = 500_000  # and who is no more behind or ahead than this is as well served
+DEPTH = 64  # so many users are looked at, the least served first
+SOON_S = 3.0  # so long who was just launched is waited for, to share with it
+PATIENT_S = 10.0  # and so long until an image is durable that pins one to the wrong device
 
 
-def places(board: Board) -> list[str]:
-    """Devices on which graphs run, and may take turns with others."""
-    if board.policy.sharers_max < 2 or not board.policy.turns:
-        return []
-    only = (next(iter(pool.open)) for pool in board.pools.values() if pool.size() == 1)
-    free = (id for id in only if id not in board.kept_for)
-    return sorted(id for id in free if _may_all(board, board.group(id)))
-
-
-def _may_all(board: Board, group: Sequence[Stay]) -> bool:
-    return bool(group) and all(_runs(stay.task) and may(board, stay.task) for stay in group)
-
-
-def _runs(task: Task) -> bool:
-    """Or will at once, beside others."""
-    return task.state == State.running or (task.shares and task.state == State.starting)
+# --- who may --------------------------------------------------------------------------------------
 
 
 def may(board: Board, task: Task) -> bool:
-    """May it share the only device of its kind, as far as it itself goes?"""
+    """May it share a device, as far as it itself goes?"""
     if not task.graph or task.width != 1 or task.elastic or task.moves_to is not None:
         return False
     if board.policy.tier_share.get(task.tier) and task.tier in board.honoured(task.kind):
@@ -62,65 +61,312 @@ def _is_plain(branch: Branch) -> bool:
     return not branch.guarantee and not branch.limit and branch.most_running is None
 
 
-def who_joins(board: Board, device: str) -> tuple[Task, Stay | None] | None:
+def _runs(task: Task) -> bool:
+    """Or will at once, beside others."""
+    return task.state == State.running or (task.shares and task.state == State.starting)
+
+
+# --- where ----------------------------------------------------------------------------------------
+
+
+class Places:
+    """The devices of a kind on which graphs run, and may take turns with others, at an instant."""
+
+    def __init__(self, board: Board, kind: str, devices: Sequence[str]) -> None:
+        self.board, self.kind, self.pool = board, kind, board.pools[kind]
+        self.devices = devices
+        self._spread: Counter[Branch] | None = None
+        self._due: dict[Branch, Fraction] = {}
+        self._loads: dict[str, Fraction] = {}
+        self._turns: dict[tuple[str, ...], list[Stay]] = {}
+
+    def apart(self, mine: Branch, other: Branch) -> int:
+        """How far another is ahead of one, in the usage that one would need to catch up."""
+        mine, theirs = sides(mine, other)
+        score = self.board.tree.score
+        ahead = score(theirs, kind=self.kind) - score(mine, kind=self.kind)
+        return unscored(ahead, mine.weight)
+
+    @property
+    def all(self) -> list[Stay]:
+        return [stay for device in self.devices for stay in self.board.group(device)]
+
+    def in_turn(self, group: Collection[Stay]) -> list[Stay]:
+        """Those of a device who have turns there now: nobody beside them is less served."""
+        key = tuple(stay.id for stay in group)
+        if key not in self._turns:
+            even = -self.usage(Lane(self.kind), EVEN_US)
+            leaves = dict.fromkeys(stay.leaf for stay in group)
+            in_turn = {
+                leaf for leaf in leaves if all(self.apart(leaf, other) >= even for other in leaves)
+            }
+            self._turns[key] = [stay for stay in group if stay.leaf in in_turn]
+        return self._turns[key]
+
+    def ahead(self, mine: Branch, device: str) -> int:
+        """How far somebody who has turns there is ahead of one."""
+        group = self.in_turn(self.board.group(device))
+        return max(self.apart(mine, stay.leaf) for stay in group)
+
+    def usage(self, lane: Lane, device_us: int) -> int:
+        """What so much time of a device adds to what one used."""
+        return self.board.tree.faded(device_us * self.board.rate(lane))
+
+    def due(self, leaf: Branch) -> Fraction:
+        """A user's part of what all have that hold devices of the kind, by weights."""
+        self._count()
+        return self._due[leaf]
+
+    def spread(self, leaf: Branch) -> int:
+        """On how many devices a user has graphs."""
+        return self._count()[leaf]
+
+    def load(self, device: str) -> Fraction:
+        """What is due to those who share a device, there."""
+        if device not in self._loads:
+            leaves = dict.fromkeys(stay.leaf for stay in self.board.group(device))
+            parts = (self.due(leaf) / self.spread(leaf) for leaf in leaves)
+            self._loads[device] = sum(parts, Fraction(0))
+        return self._loads[device]
+
+    def _count(self) -> Counter[Branch]:
+        if self._spread is None:
+            stays = [s for s in self.board.stays.values() if s.lane.kind == self.kind]
+            stays = [stay for stay in stays if not stay.leaving]
+            pairs = {(stay.leaf, device) for stay in stays for device in stay.devices}
+            self._spread = Counter(leaf for leaf, _ in pairs)
+            self._due = _due({stay.leaf for stay in stays})
+        return self._spread
+
+
+def _due(leaves: Collection[Branch]) -> dict[Branch, Fraction]:
+    """By weights, at each level among those that are above any of these."""
+    branches = {branch for leaf in leaves for branch in above(leaf)}
+    among = Counter[Branch]()
+    for branch in branches:
+        if branch.parent is not None:
+            among[branch.parent] += branch.weight
+    due = dict.fromkeys(leaves, Fraction(1))
+    for leaf in leaves:
+        for branch in above(leaf):
+            if branch.parent is not None:
+                due[leaf] *= Fraction(branch.weight, among[branch.parent])
+    return due
+
+
+def places(board: Board) -> list[Places]:
+    """Of each kind, if there are any."""
+    if board.policy.sharers_max < 2 or not board.policy.turns:
+        return []
+    found = defaultdict[str, list[str]](list)
+    for device in sorted({id for stay in board.graphs.values() for id in stay.devices}):
+        if device in board.devices and _is_place(board, device):
+            found[board.devices[device].kind].append(device)
+    return [Places(board, kind, found[kind]) for kind in sorted(found)]
+
+
+def _is_place(board: Board, device: str) -> bool:
+    """Does nothing but graphs that may share run there, and may another join?"""
+    if device not in board.pools[board.devices[device].kind].open or device in board.kept_for:
+        return False
+    group = board.group(device)
+    return bool(group) and all(_runs(stay.task) and may(board, stay.task) for stay in group)
+
+
+# --- who joins ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """One that waits is launched on a device beside others; those `gone` make place for it."""
+
+    task: Task
+    device: str
+    gone: tuple[Stay, ...] = ()
+
+
+class Else(Enum):
+    """Why who waits does not join now."""
+
+    waits = "it will, in a moment, or when others have caught up with it"
+    passes = "no place is for it"
+    stops = "nobody may go before it"
+
+
+def who_joins(here: Places) -> Join | None:
     """Who goes first of those that wait and may take turns with those on a device.
 
     And who makes place for it, after a full slice: one of the same user with a lower priority, or,
     where as many share the device as may, an heir, or the best served of them, if it has had more
     than the other will have after the next one.  Where nobody else joins, an heir may.
     """
-    group = board.group(device)
-    for leaf, lane, task in _who_wait(board, device):
-        if not may(board, task) or task.cancel_asked:
-            return None
-        gone, own = None, _of(leaf, group)
-        if own:
-            gone = own[-1]
-            if gone.task.priority >= task.priority or not _may_ask(gone):
-                continue
-        elif len(group) >= board.policy.sharers_max:
-            gone = _an_heir(group) or _best_served(board, leaf, lane, task, group)
-            if gone is None:
-                return None
-        others = [stay for stay in group if stay is not gone]
-        if not _fits(board, device, others, lane):
-            continue
-        if not all(_near(board, leaf, stay.leaf, lane, NEAR_US) for stay in others):
-            return None
-        return task, gone
-    heir = _heir(board, device, group)
-    return None if heir is None else (heir, None)
+    for leaf, lane, task in who_wait(here):
+        choice = choice_of(here, leaf, lane, task)
+        if isinstance(choice, Join):
+            return choice
+        if choice is Else.stops:
+            break
+    heirs = (_heir(here, device) for device in here.devices)
+    return next((heir for heir in heirs if heir is not None), None)
 
 
-def _who_wait(board: Board, device: str) -> Iterator[tuple[Branch, Lane, Task]]:
-    kind, tree = board.devices[device].kind, board.tree
-    lanes = [lane for lane in tree.lanes if lane.kind == kind and lane.pin in (None, device)]
-    return _in_order(board, tree.root, lanes)
+def has_a_place(board: Board, task: Task) -> bool:
+    """Does who waits join others, now or in a moment?  Then nobody is paused for it."""
+    here = next((one for one in places(board) if one.kind == task.kind), None)
+    if here is None:
+        return False
+    choice = choice_of(here, board.leaf(task), board.lane_in_line(task), task)
+    return isinstance(choice, Join) or choice is Else.waits
 
 
-def _of(leaf: Branch, group: Sequence[Stay]) -> list[Stay]:
+def who_wait(here: Places) -> Iterator[tuple[Branch, Lane, Task]]:
+    """The first of each user, in the order of rule F3; of many not the last."""
+    tree = here.board.tree
+    lanes = [lane for lane in tree.lanes if lane.kind == here.kind]
+    return islice(_in_order(here.board, tree.root, lanes), DEPTH)
+
+
+def choice_of(here: Places, leaf: Branch, lane: Lane, task: Task) -> Join | Else:
+    """Where one that waits goes, as if its image were durable; it may have to wait until it is."""
+    board = here.board
+    if task.cancel_asked or not may(board, task):
+        return Else.stops if _could_run(here, lane) else Else.passes
+    if here.pool.fitting(unpinned(lane)):  # it has a device for itself
+        return Else.stops if lane.pin is None else Else.waits
+    found = [join(here, leaf, lane, task, device) for device in here.devices]
+    joins = [one for one in found if isinstance(one, Join)]
+    is_pinned = lane.pin is not None and _waited_s(board, task) < PATIENT_S
+    if lane.pin is not None and not is_pinned:
+        joins = [one for one in joins if one.device == lane.pin]
+    if not joins:
+        return next((each for each in (Else.stops, Else.waits) if each in found), Else.passes)
+    best = min(joins, key=lambda one: _rank(here, leaf, lane, one))
+    if takes_from(here, leaf, lane, task, [one.device for one in joins]):
+        return Else.waits if is_pinned else Else.passes
+    if is_pinned and lane.pin != best.device:
+        return Else.waits
+    return Else.waits if _is_better_soon(here, leaf, lane, best) else best
+
+
+def _waited_s(board: Board, task: Task) -> float:
+    since_s = task.submitted_s if task.waiting_since_s is None else task.waiting_since_s
+    return board.now_s - since_s
+
+
+def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Join | Else:
+    """On this device, if its own are not there, it fits, and those there are as well served."""
+    group = here.board.group(device)
+    if yields(here, leaf, group, APART_US):
+        return Else.waits
+    place = _place(here, leaf, task, group)
+    if place is None:
+        return Else.passes
+    others = [stay for stay in group if stay not in place]
+    far = [s for s in here.in_turn(others) if not _near(here, leaf, s.leaf, NEAR_US)]
+    if far:
+        ahead = [stay for stay in others if _is_far_ahead(here, leaf, stay)]
+        if not set(far) <= set(ahead):
+            return Else.passes  # it is far ahead of them
+        if len(ahead) == len(others) or not all(_gives(here, leaf, task, s) for s in ahead):
+            return Else.stops
+        place, others = [*place, *ahead], [stay for stay in others if stay not in ahead]
+    if not fits(here.board, device, others, lane):
+        return Else.passes
+    return Join(task=task, device=device, gone=tuple(place))
+
+
+def _place(here: Places, leaf: Branch, task: Task, group: Sequence[Stay]) -> list[Stay] | None:
+    """Who makes place for it, if anybody has to; None if nobody does."""
+    if own := of_user(leaf, group):
+        is_better = own[-1].task.priority < task.priority and _may_ask(own[-1])
+        return own[-1:] if is_better else None
+    if len(group) < here.board.policy.sharers_max:
+        return []
+    gone = _an_heir(group) or _best_served(here, leaf, task, group)
+    return None if gone is None else [gone]
+
+
+def _is_far_ahead(here: Places, leaf: Branch, stay: Stay) -> bool:
+    return here.apart(leaf, stay.leaf) > here.usage(stay.lane, NEAR_US)
+
+
+def _rank(here: Places, leaf: Branch, lane: Lane, one: Join) -> tuple[int, int, Fraction, int, str]:
+    """Those who are ahead, where nobody makes place for it, those to whom least is due."""
+    load, sharers = here.load(one.device), len(here.board.group(one.device))
+    return -_step(here, leaf, lane, one.device), len(one.gone), load, sharers, one.device
+
+
+def _step(here: Places, leaf: Branch, lane: Lane, device: str) -> int:
+    """How often they are as far ahead as matters; around 0 while they are level."""
+    apart = here.usage(lane, APART_US)
+    return (here.ahead(leaf, device) + apart // 2) // apart
+
+
+def _is_better_soon(here: Places, leaf: Branch, lane: Lane, best: Join) -> bool:
+    """Was one just launched beside whom it will have more?"""
+    if not best.gone and _step(here, leaf, lane, best.device) > 0:
+        return False
+    load = here.load(best.device)
+    return any(
+        stay.leaf is not leaf
+        and fits(here.board, stay.devices[0], [stay], lane)
+        and here.load(stay.devices[0]) < load
+        for stay in here.board.graphs.values()
+        if _is_new(here, stay)
+    )
+
+
+def _is_new(here: Places, stay: Stay) -> bool:
+    """Was it just launched, where others may join it as soon as it runs?"""
+    task = stay.task
+    if task.kind != here.kind or task.shares or task.state != State.starting:
+        return False
+    return here.board.now_s < task.launched_s + SOON_S and may(here.board, task)
+
+
+def takes_from(here: Places, leaf: Branch, lane: Lane, task: Task, joined: Collection[str]) -> bool:
+    """Would others give way to it (F6) who are further ahead of it than those whom it could join?
+
+    They do not share, or those who do are too far from it.
+    """
+    if len(here.pool.open) <= len(joined):
+        return False
+    as_saved = changed(task, saved=True)
+    found = reclaim.victims(here.board, as_saved) or reclaim.victims(
+        here.board, as_saved, within=leaf.top
+    )
+    if not found or any(id in joined for victim in found for id in victim.stay.devices):
+        return False
+    theirs = min(here.apart(leaf, victim.stay.leaf) for victim in found)
+    most = max((here.ahead(leaf, device) for device in joined), default=0)
+    return theirs - most > here.usage(lane, APART_US)
+
+
+def of_user(leaf: Branch, group: Sequence[Stay]) -> list[Stay]:
     """Those of one user, in the order of its line."""
-    return sorted((stay for stay in group if stay.leaf is leaf), key=_in_line)
+    return sorted((stay for stay in group if stay.leaf is leaf), key=in_line)
 
 
-def _heir(board: Board, device: str, group: Sequence[Stay]) -> Task | None:
+def _heir(here: Places, device: str) -> Join | None:
     """The next of the least served user, if everybody who is served less has one there already.
 
     Once: who was launched and found no room is launched again when it is its turn.
     """
+    board = here.board
+    group = board.group(device)
     if len(group) >= board.policy.sharers_max:
         return None
-    for leaf, lane, task in _who_wait(board, device):
-        own = _of(leaf, group)
+    for leaf, lane, task in who_wait(here):
+        own = of_user(leaf, group)
         if not own or not may(board, task):
             return None
         is_next = len(own) == 1 and own[0].task.priority >= task.priority
-        if is_next and not task.epoch and _fits(board, device, group, lane):
-            return task
+        if is_next and not task.epoch and fits(board, device, group, lane):
+            return Join(task=task, device=device)
     return None
 
 
-def _in_line(stay: Stay) -> tuple[int, float, str]:
+def in_line(stay: Stay) -> tuple[int, float, str]:
     """As in the line of its user."""
     return -stay.task.priority, stay.task.submitted_s, stay.id
 
@@ -128,7 +374,7 @@ def _in_line(stay: Stay) -> tuple[int, float, str]:
 def _an_heir(group: Sequence[Stay]) -> Stay | None:
     """One that can be asked to make place."""
     ahead = set[Branch]()
-    for stay in sorted(group, key=_in_line):
+    for stay in sorted(group, key=in_line):
         if stay.leaf in ahead and _may_ask(stay):
             return stay
         ahead.add(stay.leaf)
@@ -139,19 +385,23 @@ def _may_ask(stay: Stay) -> bool:
     return stay.ripe and stay.task.state == State.running
 
 
-def _best_served(
-    board: Board, leaf: Branch, lane: Lane, task: Task, group: Sequence[Stay]
-) -> Stay | None:
+def _best_served(here: Places, leaf: Branch, task: Task, group: Sequence[Stay]) -> Stay | None:
     """None if it cannot be asked."""
-    fee = board.tree.faded(slice_us(board.policy, task) * board.rate(lane))
+    most = max(group, key=lambda stay: (_lead(here, leaf, task, stay), stay.id))
+    return most if _gives(here, leaf, task, most) else None
 
-    def ahead(stay: Stay) -> int:
-        mine, theirs = sides(leaf, stay.leaf)
-        score = board.tree.score
-        return score(theirs, kind=lane.kind) - score(mine, fee, kind=lane.kind)
 
-    most = max(group, key=lambda stay: (ahead(stay), stay.id))
-    return most if _may_ask(most) and ahead(most) > 0 else None
+def _gives(here: Places, leaf: Branch, task: Task, stay: Stay) -> bool:
+    """Rule F6: does it give way, after a full slice, and having had more than the other will?"""
+    return _may_ask(stay) and _lead(here, leaf, task, stay) > 0
+
+
+def _lead(here: Places, leaf: Branch, task: Task, stay: Stay) -> int:
+    """By how much it has had more, by weight, once the next slice is charged to the other."""
+    mine, theirs = sides(leaf, stay.leaf)
+    fee = here.usage(stay.lane, slice_us(here.board.policy, task))
+    score = here.board.tree.score
+    return score(theirs, kind=here.kind) - score(mine, fee, kind=here.kind)
 
 
 def _in_order(
@@ -171,49 +421,115 @@ def _in_order(
         yield from _in_order(board, child, lanes)
 
 
-def _fits(board: Board, device: str, group: Sequence[Stay], lane: Lane) -> bool:
+def fits(board: Board, device: str, group: Sequence[Stay], lane: Lane) -> bool:
     taken = sum(stay.lane.memory_bytes for stay in group)
     return taken + lane.memory_bytes <= board.devices[device].memory_bytes
 
 
-def _near(board: Board, one: Branch, other: Branch, lane: Lane, bound_us: int) -> bool:
+def _near(here: Places, one: Branch, other: Branch, bound_us: int) -> bool:
     """Would the less served of two have caught up within this time of the device?"""
-    mine, theirs = sides(one, other)
-    scores = sorted(
-        (board.tree.score(side, kind=lane.kind), side.weight) for side in (mine, theirs)
-    )
-    (least, weight), (most, _) = scores
-    return unscored(most - least, weight) <= board.tree.faded(bound_us * board.rate(lane))
+    bound = here.usage(Lane(here.kind), bound_us)
+    return here.apart(one, other) <= bound and here.apart(other, one) <= bound
+
+
+# --- who parts ------------------------------------------------------------------------------------
 
 
 def who_parts(board: Board) -> list[Stay]:
-    """Those who share a device and must not any more: all but the least served of them."""
+    """Those who share a device and must not any more; the least served of them stays."""
     found = []
     for device in sorted(board.beside):
-        group = board.group(device)
-        first = min(group, key=lambda stay: (board.tree.score(stay.leaf.top), stay.id))
-        if not _goes_on(board, device, group, first):
-            found += [
-                s for s in group if s is not first and s.ripe and s.task.state == State.running
-            ]
+        group, kind = board.group(device), board.devices[device].kind
+        if device in board.pools[kind].open:  # else it is emptied anyway
+            here = Places(board, kind, [device])
+            found += [stay for stay in _parts(here, group) if _may_ask(stay)]
+    for here in places(board) if board.beside else ():
+        found += [s for s in _who_yields(here) if s not in found and _may_ask(s)]
     return found
 
 
-def _goes_on(board: Board, device: str, group: Sequence[Stay], first: Stay) -> bool:
-    pool = board.pools[board.devices[device].kind]
-    if device not in pool.open or pool.size() != 1:
-        return device not in pool.open  # a device that is drained is emptied anyway
-    return all(
-        may(board, stay.task) and _near(board, first.leaf, stay.leaf, stay.lane, FAR_US)
-        for stay in group
-    )
+def _parts(here: Places, group: Sequence[Stay]) -> list[Stay]:
+    """Who got too far ahead of those in turn; all but the first, where anybody may not share."""
+    board = here.board
+    if not all(may(board, stay.task) for stay in group):
+        first = min(group, key=lambda stay: (board.tree.score(stay.leaf.top), stay.id))
+        return [stay for stay in group if stay is not first]
+    in_turn, far = here.in_turn(group), here.usage(group[0].lane, FAR_US)
+    return [s for s in group if any(here.apart(one.leaf, s.leaf) > far for one in in_turn)]
+
+
+def _who_yields(here: Places) -> Iterator[Stay]:
+    """Who takes turns that are due to another of its tenant, who is elsewhere or waits."""
+    waiting = list(_who_need_all(here))
+    for device in here.devices:
+        group = here.board.group(device)
+        for stay in group if len(group) > 1 else ():
+            is_owed = any(_owes(here, stay, group, leaf, task) for leaf, task in waiting)
+            if is_owed or (all_run(here.all) and yields(here, stay.leaf, group, 2 * APART_US)):
+                yield stay
+
+
+def _who_need_all(here: Places) -> Iterator[tuple[Branch, Task]]:
+    """Those in line who need devices for themselves."""
+    for leaf, lane, task in who_wait(here):
+        if not may(here.board, task) and _could_run(here, lane):
+            yield leaf, task
+
+
+def _could_run(here: Places, lane: Lane) -> bool:
+    return here.pool.size(here.board.bound(unpinned(lane))) >= lane.width
+
+
+def _owes(here: Places, stay: Stay, group: Sequence[Stay], leaf: Branch, task: Task) -> bool:
+    """Would it give way to one of its tenant, if others did, too, whose turn it is not to do so?
+
+    While it goes on they never do: what is due to its tenant it has.
+    """
+    over = above_both(leaf, stay.leaf)
+    inner = over.parent is not None and stay.leaf is not leaf
+    return inner and has_others(group, over) and _gives(here, leaf, task, stay)
+
+
+def yields(here: Places, leaf: Branch, group: Sequence[Stay], bound_us: int) -> bool:
+    """Is one on another device so far behind, which would have what a branch above both is due?
+
+    There are others besides, here and there: of these that branch then gets more there, less here.
+    """
+    bound = here.usage(group[0].lane, bound_us)
+    for device in here.devices:
+        there = here.board.group(device)
+        for other in here.in_turn(there):
+            if other in group or here.apart(other.leaf, leaf) <= bound:
+                continue
+            over = above_both(leaf, other.leaf)
+            if has_others(here.in_turn(there), over) and has_others(group, over):
+                return True
+    return False
+
+
+def all_run(group: Sequence[Stay]) -> bool:
+    return all(stay.task.state == State.running for stay in group)
+
+
+def above_both(one: Branch, other: Branch) -> Branch:
+    """The lowest branch above two leaves."""
+    side, _ = sides(one, other)
+    return side if side.parent is None else side.parent
+
+
+def has_others(group: Sequence[Stay], over: Branch) -> bool:
+    """Is anybody in a group not below a branch?"""
+    return any(stay.leaf.path[: over.depth] != over.path for stay in group)
+
+
+# --- what the device is told ----------------------------------------------------------------------
 
 
 def shares(board: Board, device: str) -> list[Share]:
     """What the device needs to know to give turns; empty if nobody shares it."""
     if device not in board.beside:
         return []
-    group = sorted(board.group(device), key=_in_line)
+    group = sorted(board.group(device), key=in_line)
     return [_share(board, stay, place) for place, stay in enumerate(group)]
 
 

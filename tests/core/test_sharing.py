@@ -12,7 +12,7 @@ from app.core.decide import cycle, decide
 from app.core.fairshare import FIXED_POINT_BITS
 from app.core.island import Policy
 from app.core.rota import Rota, least_served
-from tests.core.pictures import NOW_S, codes, island, moves, seats
+from tests.core.pictures import NOW_S, codes, island, moves
 
 POLICY = Policy(half_life_s=0.0, sharers_max=4, tier_share={})
 GRAPH = {"graph": True}
@@ -101,8 +101,97 @@ def test_what_is_no_graph_or_does_not_fit_does_not_share(tasks):
     assert moves(decide(drawn("a'", queue="b", tasks=tasks), now_s=NOW_S)) == []
 
 
-def test_on_several_devices_they_take_whole_turns():
-    assert seats(decide(drawn("a' b'", queue="c"), now_s=NOW_S)) == ""
+def grouped(*groups, queue="", free=0, **more):
+    """Each group of running graphs shares a device; then devices that are free."""
+    picture = drawn(" ".join(groups), queue=queue, **more)
+    device = picture.devices["d0"]
+    tasks, names = dict(picture.tasks), iter(sorted(picture.tasks, key=_seat))
+    for n, group in enumerate(groups):
+        for id in [next(names) for _ in group.split()]:
+            alone = len(group.split()) == 1
+            tasks[id] = replace(tasks[id], seats=(f"d{n}",), shares=not alone)
+    devices = {f"d{n}": replace(device, id=f"d{n}") for n in range(len(groups) + free)}
+    return replace(picture, tasks=tasks, devices=devices)
+
+
+def _seat(id):
+    """As it was drawn: "a", "b", "a.2"."""
+    return id.partition(".")[2], id
+
+
+def launches(plan):
+    return {d.task: (*d.devices, d.shares) for d in plan.decisions if d.move == "Launch"}
+
+
+def test_on_several_devices_one_joins_those_to_whom_least_is_due():
+    even = decide(drawn("a' b'", queue="c"), now_s=NOW_S)
+    assert launches(even) == {"c": ("d0", True)}
+    heavy = decide(drawn("a' b'", queue="c", weights={"a": 4}), now_s=NOW_S)
+    assert launches(heavy) == {"c": ("d1", True)}
+
+
+def test_of_several_devices_one_rather_joins_those_who_are_ahead():
+    ahead = drawn("a' b'", queue="c", used={"b": 4.0}, weights={"b": 2})
+    assert launches(decide(ahead, now_s=NOW_S)) == {"c": ("d1", True)}
+
+
+def test_who_waits_takes_a_free_device_and_the_next_one_joins():
+    plan = decide(drawn("a' .", queue="b c"), now_s=NOW_S)
+    assert launches(plan) == {"b": ("d1", False), "c": ("d0", True)}
+
+
+def test_one_s_next_graph_joins_where_it_has_none():
+    plan = decide(drawn("a' b'", queue="a b"), now_s=NOW_S)
+    assert launches(plan) == {"a.2": ("d1", True), "b.2": ("d0", True)}
+
+
+def test_nobody_is_paused_for_one_who_can_share():
+    plan = decide(drawn("a b", queue="c", used={"a": 3.0, "b": 3.0, "c": 9.0}), now_s=NOW_S)
+    assert launches(plan) == {"c": ("d0", True)}
+    assert not any(decision.move == "Pause" for decision in plan.decisions)
+
+
+def test_whoever_shares_all_give_way_to_a_job_on_that_device_where_they_have_had_more():
+    job = {"e": {"graph": False}}
+    used = {"a": 9.0, "b": 9.0, "c": 9.0, "d": 9.0}
+    plan = decide(grouped("a b'", "c d", queue="e", used=used, tasks=job), now_s=NOW_S)
+    assert moves(plan) == [("d", "Pause"), ("c", "Pause"), ("e", "Launch")]
+    assert launches(plan) == {"e": ("d1", False)}
+
+
+def test_a_gang_gets_several_devices_when_all_who_share_them_give_way():
+    gang = {"e": {"graph": False, "width": 2}}
+    used = {"a": 9.0, "b": 9.0, "c": 9.0, "d": 9.0}
+    plan = decide(grouped("a b", "c d", queue="e", used=used, tasks=gang), now_s=NOW_S)
+    assert sorted(moves(plan))[:4] == [(id, "Pause") for id in "abcd"]
+    assert plan.decisions[-1].devices == ("d0", "d1")
+    plan = decide(grouped("a b'", "c d", queue="e", used=used, tasks=gang), now_s=NOW_S)
+    assert moves(plan) == []
+
+
+def test_an_image_that_is_not_durable_keeps_one_from_a_better_place_for_a_while():
+    here = {"c": {"epoch": 1, "image_on": "d0", "saved": False, "waiting_since_s": NOW_S - 1}}
+    more = {"used": {"b": 4.0}, "tasks": here, "weights": {"b": 2}}
+    assert moves(decide(drawn("a' b'", queue="c", **more), now_s=NOW_S)) == []
+    here["c"]["waiting_since_s"] = NOW_S - sharing.PATIENT_S
+    assert launches(decide(drawn("a' b'", queue="c", **more), now_s=NOW_S)) == {"c": ("d0", True)}
+
+
+def test_who_is_far_behind_some_of_them_takes_their_place_beside_the_others():
+    """Users of one tenant, and another tenant that has had as much as they together."""
+    picture = shared("a b", queue="a2", used={"a": 20.0, "b": 20.0})
+    plan = decide(picture, now_s=NOW_S)
+    assert moves(plan) == [("a", "Pause"), ("a2", "Launch")]
+    assert launches(plan) == {"a2": ("d0", True)}
+
+
+def test_who_has_its_tenant_s_turns_lets_go_of_them_for_a_job_of_it_that_waits():
+    """Else the other tenant never would give way, and the job waited for ever."""
+    job = {"a2": {"graph": False}}
+    plan = decide(shared("a b", queue="a2", used={"a": 9.0, "b": 9.0}, tasks=job), now_s=NOW_S)
+    assert moves(plan) == [("a", "Pause")]
+    ripe = shared("b", queue="a2 a", used={"a": 9.0, "b": 12.0}, tasks=job)
+    assert moves(decide(ripe, now_s=NOW_S)) == [("b", "Pause"), ("a2", "Launch")]
 
 
 @pytest.mark.parametrize("bound", [{"guarantee": {"cpu": 1}}, {"limit": {"cpu": 1}}])
