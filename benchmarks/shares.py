@@ -1,6 +1,6 @@
 """Do the shares follow the weights within seconds, on one device, in the whole system?
 
-    python -m benchmarks.shares [--quick] [--graphs]
+    python -m benchmarks.shares [--quick] [--graphs [--devices 2]]
 
 Four tenants of weights 1:2:4:8 want one CPU device at once.  Their jobs differ eightfold, in how
 long a step takes and in how long a job does, and not in the order of the weights.  What each of
@@ -10,7 +10,8 @@ weight.
 With `--graphs` they want it for graphs: a node maps over a list, for a millisecond of each item
 for all four, then skewed eightfold as the steps of jobs are.  Graphs share the device: they take
 turns there of some milliseconds, which are no stays.  So what each tenant has held by then is read
-whenever the device has told it, by the device's clock.
+whenever the device has told it, by the device's clock.  With `--devices 2` they share two: what
+each has held is the sum over both, and its share is one of both together.
 
 The peer is round robin: the same system and the same jobs, and everybody's turn is as good as
 another's.
@@ -46,6 +47,7 @@ WINDOW_BOUND_PERCENT = 2.0
 MINUTE_BOUND_PERCENT = 0.5
 GRAPH_BOUNDS_PERCENT = {SHORT_S: 2.0, WINDOW_S: 0.5}  # over all windows of this length
 SKEWED_BOUND_PERCENT = 3.0
+SEVERAL_BOUNDS_PERCENT = {SHORT_S: 4.0, WINDOW_S: 1.0}  # of several devices together
 SETTLE_S = 10.0  # until all have started once, and who came first has waited for the others
 # Room for four and their heirs: what is next of each user stands by its device.
 ENV = {
@@ -145,7 +147,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What each tenant had held in all at an instant, in seconds; the device said so then."""
+    """What each tenant had held of a device at an instant, in seconds; it said so then."""
 
     at_s: float
     held_s: tuple[float, ...]
@@ -155,17 +157,23 @@ def main() -> int:
     watch_s = 20.0 if quick() else 60.0
     with tempfile.TemporaryDirectory() as folder, temporary_home() as home:
         (Path(folder) / "job.py").write_text(JOB)
-        with running(home, devices=1, env=ENV) as system:
+        with running(home, devices=_devices(), env=ENV) as system:
             weights = [one.weight for one in TENANTS]
             if "--graphs" in sys.argv:
                 alike = shares(system, folder, "alike", weights, watch_s, _graphs(ALIKE))
                 skewed = shares(system, folder, "skewed", weights, watch_s, _graphs(TENANTS))
                 facts = {**_told_facts(alike, "alike"), **_told_facts(skewed, "skewed")}
-                return report("shares_graphs", _graph_targets(alike, skewed), facts)
+                several = f"_{_devices()}_devices" if _devices() > 1 else ""
+                return report(f"shares_graphs{several}", _graph_targets(alike, skewed), facts)
             jobs = [one.job() for one in TENANTS]
             ours = shares(system, folder, "weighed", weights, watch_s, jobs)
             even = shares(system, folder, "even", [1] * len(TENANTS), watch_s, jobs)
     return report("shares", _targets(ours), {**_facts(ours), **_peer(even)})
+
+
+def _devices() -> int:
+    words = sys.argv
+    return int(words[words.index("--devices") + 1]) if "--devices" in words else 1
 
 
 def _graphs(tenants: Sequence[Wanting]) -> list[JSON]:
@@ -177,11 +185,14 @@ def _graphs(tenants: Sequence[Wanting]) -> list[JSON]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The turns of `tenants`, in the order of `TENANTS`, that lie at least in part in the time."""
+    """The turns of `tenants`, in the order of `TENANTS`, that lie at least in part in the time.
+
+    `told` is what each device told.
+    """
 
     tenants: list[str]
     turns: list[Turn]
-    told: list[Told]
+    told: list[list[Told]]
     switches_us: list[int]
     from_s: float
     to_s: float
@@ -229,8 +240,8 @@ def shares(
 
 
 def _jobs(job_s: int, watch_s: float) -> int:
-    """More of this length than the device could do in the time, were it three times as quick."""
-    return 2 + int(3 * (SETTLE_S + watch_s) / job_s)
+    """More of this length than the devices could do in the time, were they three times as quick."""
+    return 2 + int(3 * _devices() * (SETTLE_S + watch_s) / job_s)
 
 
 def _tenant(admin: Client, name: str, weight: int) -> str:
@@ -268,23 +279,26 @@ def _connected(system: Handle) -> psycopg.Connection[tuple[Any, ...]]:
     return psycopg.connect(url, autocommit=True)
 
 
-def _listen(system: Handle, tenants: list[str], watch_s: float) -> list[Told]:
-    """All that the device tells in this time; looked for much more often than it does."""
+def _listen(system: Handle, tenants: list[str], watch_s: float) -> list[list[Told]]:
+    """All that each device tells in this time; looked for much more often than it does."""
     query = """
-        select device.heard_us, tenant.id, coalesce(sum(placement.held_us), 0)
+        select device.id, device.heard_us, tenant.id, coalesce(sum(placement.held_us), 0)
         from devices device cross join unnest(%s::text[]) with ordinality as tenant (id, place)
-        left join placements placement on placement.tenant_id = tenant.id
-        group by device.heard_us, tenant.id, tenant.place order by tenant.place
+        left join placements placement
+            on placement.tenant_id = tenant.id and placement.device_id = device.id
+        group by device.id, device.heard_us, tenant.id, tenant.place order by tenant.place
     """
-    found: dict[int, Told] = {}
+    found: dict[str, dict[int, Told]] = {}
     until_s = time.monotonic() + watch_s
     with _connected(system) as connection:
         while time.monotonic() < until_s:
             rows = connection.execute(query, (tenants,)).fetchall()
-            heard_us, held_s = rows[0][0], tuple(float(held) / 1e6 for _, _, held in rows)
-            found.setdefault(heard_us, Told(at_s=heard_us / 1e6, held_s=held_s))
+            for device, heard_us in {(row[0], row[1]) for row in rows}:
+                held_s = tuple(float(held) / 1e6 for id, _, _, held in rows if id == device)
+                told = Told(at_s=heard_us / 1e6, held_s=held_s)
+                found.setdefault(device, {}).setdefault(heard_us, told)
             time.sleep(LOOK_S)
-    return list(found.values())
+    return [list(told.values()) for told in found.values()]
 
 
 def _now_s(system: Handle) -> float:
@@ -325,17 +339,19 @@ def _held_by_turns(watched: Watched, from_s: float, to_s: float) -> list[float]:
 
 
 def _held_as_told(watched: Watched, from_s: float, to_s: float) -> list[float]:
-    """The same by the device's clock; between two instants that it told of evenly."""
-    instants = [told.at_s for told in watched.told]
+    """The same by the devices' clocks; between two instants that one told of evenly."""
 
-    def by(at_s: float, place: int) -> float:
-        later = min(max(bisect.bisect_left(instants, at_s), 1), len(instants) - 1)
-        before, after = watched.told[later - 1], watched.told[later]
+    def by(told: list[Told], at_s: float, place: int) -> float:
+        later = bisect.bisect_left(told, at_s, key=lambda one: one.at_s)
+        later = min(max(later, 1), len(told) - 1)
+        before, after = told[later - 1], told[later]
         part = (at_s - before.at_s) / (after.at_s - before.at_s)
         return before.held_s[place] + part * (after.held_s[place] - before.held_s[place])
 
-    places = range(len(watched.tenants))
-    return [by(to_s, place) - by(from_s, place) for place in places]
+    return [
+        sum(by(told, to_s, place) - by(told, from_s, place) for told in watched.told)
+        for place in range(len(watched.tenants))
+    ]
 
 
 def _errors(held: Sequence[float]) -> list[float]:
@@ -356,11 +372,17 @@ def _windows(watched: Watched, window_s: float = WINDOW_S) -> Iterator[float]:
 
 
 def _told_windows(watched: Watched, window_s: float) -> Iterator[float]:
-    """The same of those who share the device; each window begins when something was told."""
-    ends_s = watched.told[-1].at_s
-    for told in watched.told:
-        if told.at_s + window_s <= ends_s:
+    """The same of those who share devices; each window begins when something was told."""
+    begins_s, ends_s = _told_between(watched)
+    for told in (one for of_device in watched.told for one in of_device):
+        if told.at_s >= begins_s and told.at_s + window_s <= ends_s:
             yield max(_errors(_held_as_told(watched, told.at_s, told.at_s + window_s)))
+
+
+def _told_between(watched: Watched) -> tuple[float, float]:
+    """All devices told of this time."""
+    begins_s = max(told[0].at_s for told in watched.told)
+    return begins_s, min(told[-1].at_s for told in watched.told)
 
 
 def _whole(watched: Watched) -> float:
@@ -389,13 +411,14 @@ def _targets(ours: Watched) -> list[Target]:
 
 def _graph_targets(alike: Watched, skewed: Watched) -> list[Target]:
     """Of the worst tenant in the worst window."""
-    figures = [(alike, "", window_s, bound) for window_s, bound in GRAPH_BOUNDS_PERCENT.items()]
+    bounds = SEVERAL_BOUNDS_PERCENT if _devices() > 1 else GRAPH_BOUNDS_PERCENT
+    figures = [(alike, "", window_s, bound) for window_s, bound in bounds.items()]
     figures.append((skewed, ", nodes skewed eightfold", WINDOW_S, SKEWED_BOUND_PERCENT))
     return [
         Target(
             name=f"worst tenant's error of share, worst window of {window_s:.0f} s{what}",
             value=round(max(_told_windows(watched, window_s)), 3),
-            unit="% of the device",
+            unit="% of the device" if _devices() == 1 else f"% of {_devices()} devices",
             op="<=",
             bound=bound,
         )
@@ -430,8 +453,8 @@ def _facts(ours: Watched, name: str = "ours") -> JSON:
 
 
 def _told_facts(watched: Watched, name: str) -> JSON:
-    first, last = watched.told[0], watched.told[-1]
-    lasts_s, held = last.at_s - first.at_s, _held_as_told(watched, first.at_s, last.at_s)
+    from_s, to_s = _told_between(watched)
+    lasts_s, held = to_s - from_s, _held_as_told(watched, from_s, to_s)
     windows = {
         f"{name}, {which} window of {window_s:.0f} s, %": round(
             find(_told_windows(watched, window_s)), 3
@@ -444,8 +467,8 @@ def _told_facts(watched: Watched, name: str) -> JSON:
         **windows,
         f"{name}, whole time, %": round(max(_errors(held)), 3),
         f"{name}, stays that ended": len(inside),
-        f"{name}, told a second": round(len(watched.told) / lasts_s, 1),
-        f"{name}, device held, %": round(100 * sum(held) / lasts_s, 1),
+        f"{name}, told a second": round(len(watched.told[0]) / lasts_s, 1),
+        f"{name}, devices held, %": round(100 * sum(held) / lasts_s / len(watched.told), 1),
         "seconds watched": round(lasts_s, 1),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -159,9 +160,9 @@ def one_device(system):
         admin.post(f"/v1/devices/{device}/uncordon")
 
 
-def newcomer(system, admin, name):
+def newcomer(system, admin, name, weight=1):
     """A member of a tenant that nothing is promised to, and that has used nothing."""
-    tenant = admin.post("/v1/tenants", {"name": name, "weight": 1})["id"]
+    tenant = admin.post("/v1/tenants", {"name": name, "weight": weight})["id"]
     user = admin.post("/v1/users", {"tenant_id": tenant, "name": "ann"})["id"]
     made = admin.post("/v1/keys", {"user_id": user, "role": "member", "name": "for the test"})
     return TenantClient(system.url, made["key"])
@@ -190,6 +191,48 @@ def test_graphs_of_two_tenants_share_a_device_and_give_the_same_bits(
         task = done(client, id)
         assert task["result"] == undisturbed["result"]
         assert task["lost_steps"] == 0
+        client.close()
+    system.check_ledger()
+
+
+HELD = """
+    select tenant.name, sum(placement.held_us)::float / 1e6
+    from placements placement join tenants tenant on tenant.id = placement.tenant_id
+    where tenant.name = any(%s) group by 1
+"""
+
+
+def test_graphs_of_four_tenants_share_two_devices_by_weight_and_give_the_same_bits(
+    system, undisturbed
+):
+    admin = system.client("platform", "platform_admin")
+    weights = {"one": 1, "two": 2, "four": 4, "eight": 8}
+    clients = {name: newcomer(system, admin, name, weight) for name, weight in weights.items()}
+    sent = [
+        (client, submit(client, f"{name}-{n}", graph(nap_s=0.15)))
+        for n in range(2)
+        for name, client in clients.items()
+    ]
+    tasks = {client.request(id)["tasks"][1]["id"] for client, id in sent}
+
+    def owners():
+        on = [set(device["tasks"]) & tasks for device in admin.items("/v1/devices")]
+        return [{admin.get(f"/v1/tasks/{id}")["tenant_id"] for id in here} for here in on]
+
+    assert system.until(lambda: all(len(here) >= 2 for here in owners())), owners()
+    assert system.until(lambda: len(set.union(*owners())) == 4), owners()
+    time.sleep(8)  # who came first has waited for the others
+    before = dict(system.sql(HELD, list(weights)))
+    time.sleep(12)
+    held = {name: s - before[name] for name, s in system.sql(HELD, list(weights))}
+    for name, weight in weights.items():
+        part = held[name] / sum(held.values())
+        assert abs(part - weight / sum(weights.values())) <= 0.06, held
+    for client, id in sent:
+        task = done(client, id)
+        assert task["result"] == undisturbed["result"]
+        assert (task["lost_steps"], task["attempts"]) == (0, 0)
+    for client in clients.values():
         client.close()
     system.check_ledger()
 
