@@ -47,7 +47,7 @@ WINDOW_BOUND_PERCENT = 2.0
 MINUTE_BOUND_PERCENT = 0.5
 GRAPH_BOUNDS_PERCENT = {SHORT_S: 2.0, WINDOW_S: 0.5}  # over all windows of this length
 SKEWED_BOUND_PERCENT = 3.0
-SEVERAL_BOUNDS_PERCENT = {SHORT_S: 4.0, WINDOW_S: 1.0}  # of several devices together
+SEVERAL_BOUNDS_PERCENT = {WINDOW_S: 2.0}  # of several devices together
 SETTLE_S = 10.0  # until all have started once, and who came first has waited for the others
 # Room for four and their heirs: what is next of each user stands by its device.
 ENV = {

@@ -27,15 +27,14 @@ from app.core.reclaim import sides
 from app.core.sharing import (
     APART_US,
     EVEN_US,
-    Else,
     Join,
     Places,
     above_both,
     all_run,
-    choice_of,
     has_others,
     in_line,
     join,
+    may_not_be_passed,
     of_user,
     takes_from,
     who_wait,
@@ -66,12 +65,12 @@ def who_moves(here: Places) -> tuple[Stay, str] | None:
     movers = list(_movers(here)) if _is_calm(here) else []
     if not movers:
         return None
-    free = [id for id, leaving in here.pool.free.items() if not leaving]
-    if free:
-        waits = here.board.tree.root.in_line(here.kind)
-        mover = None if waits else _to_free(here, movers, free)
-        return None if mover is None else (mover.stay, FREE)
-    movers = [mover for mover in movers if not _goes_before(here, mover.stay)]
+    if not here.board.tree.root.in_line(here.kind):
+        mover = _to_free(here, movers)
+        if mover is not None:
+            return mover.stay, FREE
+    first = may_not_be_passed(here)
+    movers = [m for m in movers if not any(_goes_before(here, leaf, m.leaf) for leaf in first)]
     mover = _to_others(here, movers)
     if mover is not None:
         return mover.stay, AHEAD
@@ -81,17 +80,16 @@ def who_moves(here: Places) -> tuple[Stay, str] | None:
 
 def _is_calm(here: Places) -> bool:
     """Is nobody on the way from one device to another, or might be?"""
-    lanes = here.board.tree.lanes
-    if any(lane.kind == here.kind and lane.pin is not None for lane in lanes):
-        return False
     graphs = (stay for stay in here.board.graphs.values() if stay.lane.kind == here.kind)
-    return not any(stay.leaving for stay in graphs)
+    if any(stay.leaving for stay in graphs):
+        return False
+    return not any(task.graph and lane.pin is not None for _, lane, task in who_wait(here))
 
 
 def _movers(here: Places) -> Iterator[_Mover]:
     """Of each user on a device the last in its line, if no more is to be had there for it."""
     for device in here.devices:
-        group = here.board.group(device)
+        group = here.groups[device]
         if len(group) < 2 or not all_run(group):
             continue
         for leaf in dict.fromkeys(stay.leaf for stay in sorted(group, key=in_line)):
@@ -111,19 +109,15 @@ def _is_level(here: Places, leaf: Branch, group: list[Stay]) -> bool:
     )
 
 
-def _goes_before(here: Places, stay: Stay) -> bool:
-    """Does anybody wait who would go before it, and whom nobody may pass?"""
+def _goes_before(here: Places, leaf: Branch, other: Branch) -> bool:
+    mine, theirs = sides(leaf, other)
     score = here.board.tree.score
-    for leaf, lane, task in who_wait(here):
-        mine, theirs = sides(stay.leaf, leaf)
-        first = score(theirs, kind=here.kind) <= score(mine, kind=here.kind)
-        if mine is not theirs and first and choice_of(here, leaf, lane, task) is Else.stops:
-            return True
-    return False
+    return mine is not theirs and score(mine, kind=here.kind) <= score(theirs, kind=here.kind)
 
 
-def _to_free(here: Places, movers: list[_Mover], free: list[str]) -> _Mover | None:
+def _to_free(here: Places, movers: list[_Mover]) -> _Mover | None:
     """Heirs first, who had no turns; then one of those to whom most is due, for half of it."""
+    free = [id for id, leaving in here.pool.free.items() if not leaving]
 
     def rank(mover: _Mover) -> tuple[bool, Fraction, Fraction, tuple[int, float, str]]:
         load = here.load(mover.device)
@@ -151,7 +145,9 @@ def _to_others(here: Places, movers: list[_Mover]) -> _Mover | None:
 
 
 def _may_move(here: Places, mover: _Mover, device: str) -> bool:
-    group, stay = here.board.group(device), mover.stay
+    group, stay = here.groups[device], mover.stay
+    if here.is_level(mover.leaf, device, APART_US):
+        return False
     if any(other.leaf is mover.leaf for other in group) or not all_run(group):
         return False
     if here.load(mover.device) < CATCH_UP * here.load(device):
@@ -166,7 +162,7 @@ def _is_worth_it(here: Places, mover: _Mover, other: Branch, there: list[Stay]) 
 
     Not where a branch above both has turns beside others here and there: it has as many on either.
     """
-    over, group = above_both(mover.leaf, other), here.board.group(mover.device)
+    over, group = above_both(mover.leaf, other), here.groups[mover.device]
     if here.apart(mover.leaf, other) <= here.usage(mover.stay.lane, APART_US):
         return False
     if mover.stay not in here.in_turn(group):

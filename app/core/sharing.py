@@ -26,11 +26,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from functools import cached_property
 from itertools import islice
 
 from app.core import reclaim
 from app.core.board import Board, Stay, slice_us
 from app.core.fairshare import Branch, Lane, unpinned, unscored, usage_us
+from app.core.fairshare import lane as lane_of
 from app.core.island import Task, changed
 from app.core.lifecycle import State
 from app.core.reclaim import above, sides
@@ -40,7 +42,7 @@ NEAR_US = 5_000_000  # of the device: who joins would catch up with the others s
 FAR_US = 20_000_000  # and who is so far from them shares no longer
 APART_US = 2_500_000  # so far ahead are others whom one rather joins, or moves to
 EVEN_US = 500_000  # and who is no more behind or ahead than this is as well served
-DEPTH = 64  # so many users are looked at, the least served first
+DEPTH = 16  # so many users are looked at, the least served first
 SOON_S = 3.0  # so long who was just launched is waited for, to share with it
 PATIENT_S = 10.0  # and so long until an image is durable that pins one to the wrong device
 
@@ -75,9 +77,13 @@ class Places:
     def __init__(self, board: Board, kind: str, devices: Sequence[str]) -> None:
         self.board, self.kind, self.pool = board, kind, board.pools[kind]
         self.devices = devices
+        self.groups = {device: board.group(device) for device in devices}
+        self._below: dict[Branch, list[tuple[str, Stay]]] | None = None
+        self._highest: dict[str, tuple[set[Branch], int]] = {}
         self._spread: Counter[Branch] | None = None
         self._due: dict[Branch, Fraction] = {}
         self._loads: dict[str, Fraction] = {}
+        self._rates: dict[Lane, int] = {}
         self._turns: dict[tuple[str, ...], list[Stay]] = {}
 
     def apart(self, mine: Branch, other: Branch) -> int:
@@ -87,15 +93,36 @@ class Places:
         ahead = score(theirs, kind=self.kind) - score(mine, kind=self.kind)
         return unscored(ahead, mine.weight)
 
-    @property
-    def all(self) -> list[Stay]:
-        return [stay for device in self.devices for stay in self.board.group(device)]
+    @cached_property
+    def all_run(self) -> bool:
+        return all(map(all_run, self.groups.values()))
+
+    def below(self, top: Branch) -> list[tuple[str, Stay]]:
+        """Those below a branch at the top who have turns, and on which device."""
+        if self._below is None:
+            self._below = defaultdict(list)
+            for device, group in self.groups.items():
+                for stay in self.in_turn(group):
+                    self._below[stay.leaf.top].append((device, stay))
+        return self._below.get(top, [])
+
+    def is_level(self, mine: Branch, device: str, apart_us: int) -> bool:
+        """A quick look: is nobody there further ahead of one than this, nor of its tenant?"""
+        if device not in self._highest:
+            tops = {stay.leaf.top for stay in self.board.group(device)}
+            most = max(self.board.tree.score(top, kind=self.kind) for top in tops)
+            self._highest[device] = tops, most
+        (tops, most), top = self._highest[device], mine.top
+        if top in tops:
+            return False
+        ahead = unscored(most - self.board.tree.score(top, kind=self.kind), top.weight)
+        return ahead <= self.usage(lane_of(self.kind), apart_us)
 
     def in_turn(self, group: Collection[Stay]) -> list[Stay]:
         """Those of a device who have turns there now: nobody beside them is less served."""
         key = tuple(stay.id for stay in group)
         if key not in self._turns:
-            even = -self.usage(Lane(self.kind), EVEN_US)
+            even = -self.usage(lane_of(self.kind), EVEN_US)
             leaves = dict.fromkeys(stay.leaf for stay in group)
             in_turn = {
                 leaf for leaf in leaves if all(self.apart(leaf, other) >= even for other in leaves)
@@ -105,12 +132,14 @@ class Places:
 
     def ahead(self, mine: Branch, device: str) -> int:
         """How far somebody who has turns there is ahead of one."""
-        group = self.in_turn(self.board.group(device))
+        group = self.in_turn(self.groups[device])
         return max(self.apart(mine, stay.leaf) for stay in group)
 
     def usage(self, lane: Lane, device_us: int) -> int:
         """What so much time of a device adds to what one used."""
-        return self.board.tree.faded(device_us * self.board.rate(lane))
+        if lane not in self._rates:
+            self._rates[lane] = self.board.rate(lane)
+        return self.board.tree.faded(device_us * self._rates[lane])
 
     def due(self, leaf: Branch) -> Fraction:
         """A user's part of what all have that hold devices of the kind, by weights."""
@@ -219,6 +248,15 @@ def has_a_place(board: Board, task: Task) -> bool:
     return isinstance(choice, Join) or choice is Else.waits
 
 
+def may_not_be_passed(here: Places) -> list[Branch]:
+    """Whose first may share with nobody as things are, and goes before all who are less served."""
+    return [
+        leaf
+        for leaf, lane, task in who_wait(here)
+        if choice_of(here, leaf, lane, task) is Else.stops
+    ]
+
+
 def who_wait(here: Places) -> Iterator[tuple[Branch, Lane, Task]]:
     """The first of each user, in the order of rule F3; of many not the last."""
     tree = here.board.tree
@@ -255,12 +293,12 @@ def _waited_s(board: Board, task: Task) -> float:
 
 def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Join | Else:
     """On this device, if its own are not there, it fits, and those there are as well served."""
-    group = here.board.group(device)
-    if yields(here, leaf, group, APART_US):
-        return Else.waits
-    place = _place(here, leaf, task, group)
+    group = here.groups[device]
+    place = _place(here, leaf, task, device)
     if place is None:
         return Else.passes
+    if yields(here, leaf, group, APART_US):
+        return Else.waits
     others = [stay for stay in group if stay not in place]
     far = [s for s in here.in_turn(others) if not _near(here, leaf, s.leaf, NEAR_US)]
     if far:
@@ -275,14 +313,17 @@ def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Joi
     return Join(task=task, device=device, gone=tuple(place))
 
 
-def _place(here: Places, leaf: Branch, task: Task, group: Sequence[Stay]) -> list[Stay] | None:
+def _place(here: Places, leaf: Branch, task: Task, device: str) -> list[Stay] | None:
     """Who makes place for it, if anybody has to; None if nobody does."""
+    group = here.groups[device]
     if own := of_user(leaf, group):
         is_better = own[-1].task.priority < task.priority and _may_ask(own[-1])
         return own[-1:] if is_better else None
     if len(group) < here.board.policy.sharers_max:
         return []
-    gone = _an_heir(group) or _best_served(here, leaf, task, group)
+    gone = _an_heir(group)
+    if gone is None and not here.is_level(leaf, device, slice_us(here.board.policy, task)):
+        gone = _best_served(here, leaf, task, group)
     return None if gone is None else [gone]
 
 
@@ -292,7 +333,7 @@ def _is_far_ahead(here: Places, leaf: Branch, stay: Stay) -> bool:
 
 def _rank(here: Places, leaf: Branch, lane: Lane, one: Join) -> tuple[int, int, Fraction, int, str]:
     """Those who are ahead, where nobody makes place for it, those to whom least is due."""
-    load, sharers = here.load(one.device), len(here.board.group(one.device))
+    load, sharers = here.load(one.device), len(here.groups[one.device])
     return -_step(here, leaf, lane, one.device), len(one.gone), load, sharers, one.device
 
 
@@ -352,8 +393,7 @@ def _heir(here: Places, device: str) -> Join | None:
 
     Once: who was launched and found no room is launched again when it is its turn.
     """
-    board = here.board
-    group = board.group(device)
+    board, group = here.board, here.groups[device]
     if len(group) >= board.policy.sharers_max:
         return None
     for leaf, lane, task in who_wait(here):
@@ -428,7 +468,7 @@ def fits(board: Board, device: str, group: Sequence[Stay], lane: Lane) -> bool:
 
 def _near(here: Places, one: Branch, other: Branch, bound_us: int) -> bool:
     """Would the less served of two have caught up within this time of the device?"""
-    bound = here.usage(Lane(here.kind), bound_us)
+    bound = here.usage(lane_of(here.kind), bound_us)
     return here.apart(one, other) <= bound and here.apart(other, one) <= bound
 
 
@@ -462,10 +502,10 @@ def _who_yields(here: Places) -> Iterator[Stay]:
     """Who takes turns that are due to another of its tenant, who is elsewhere or waits."""
     waiting = list(_who_need_all(here))
     for device in here.devices:
-        group = here.board.group(device)
+        group = here.groups[device]
         for stay in group if len(group) > 1 else ():
             is_owed = any(_owes(here, stay, group, leaf, task) for leaf, task in waiting)
-            if is_owed or (all_run(here.all) and yields(here, stay.leaf, group, 2 * APART_US)):
+            if is_owed or (here.all_run and yields(here, stay.leaf, group, 2 * APART_US)):
                 yield stay
 
 
@@ -485,9 +525,10 @@ def _owes(here: Places, stay: Stay, group: Sequence[Stay], leaf: Branch, task: T
 
     While it goes on they never do: what is due to its tenant it has.
     """
+    if stay.leaf.top is not leaf.top or stay.leaf is leaf:
+        return False
     over = above_both(leaf, stay.leaf)
-    inner = over.parent is not None and stay.leaf is not leaf
-    return inner and has_others(group, over) and _gives(here, leaf, task, stay)
+    return over.parent is not None and has_others(group, over) and _gives(here, leaf, task, stay)
 
 
 def yields(here: Places, leaf: Branch, group: Sequence[Stay], bound_us: int) -> bool:
@@ -496,14 +537,12 @@ def yields(here: Places, leaf: Branch, group: Sequence[Stay], bound_us: int) -> 
     There are others besides, here and there: of these that branch then gets more there, less here.
     """
     bound = here.usage(group[0].lane, bound_us)
-    for device in here.devices:
-        there = here.board.group(device)
-        for other in here.in_turn(there):
-            if other in group or here.apart(other.leaf, leaf) <= bound:
-                continue
-            over = above_both(leaf, other.leaf)
-            if has_others(here.in_turn(there), over) and has_others(group, over):
-                return True
+    for device, other in here.below(leaf.top):
+        if other in group or here.apart(other.leaf, leaf) <= bound:
+            continue
+        over = above_both(leaf, other.leaf)
+        if has_others(here.in_turn(here.groups[device]), over) and has_others(group, over):
+            return True
     return False
 
 
