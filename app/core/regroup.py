@@ -38,6 +38,7 @@ from app.core.sharing import (
     of_user,
     takes_from,
     who_wait,
+    would_give_way,
 )
 
 CATCH_UP = Fraction(3, 4)  # of what is due to others: who have so little soon are level with them
@@ -180,6 +181,8 @@ def _difference(here: Places, mover: _Mover, device: str) -> Fraction:
 
 def _takes(here: Places, mover: _Mover) -> bool:
     stay, leaf = mover.stay, mover.leaf
+    if not would_give_way(here, leaf, stay.task):
+        return False
     found = (join(here, leaf, stay.lane, stay.task, device) for device in here.devices)
     near = [one.device for one in found if isinstance(one, Join)]
     return takes_from(here, leaf, stay.lane, stay.task, [*near, mover.device])

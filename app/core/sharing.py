@@ -372,15 +372,19 @@ def takes_from(here: Places, leaf: Branch, lane: Lane, task: Task, joined: Colle
     """
     if len(here.pool.open) <= len(joined):
         return False
-    as_saved = changed(task, saved=True)
-    found = reclaim.victims(here.board, as_saved) or reclaim.victims(
-        here.board, as_saved, within=leaf.top
-    )
+    found = would_give_way(here, leaf, task)
     if not found or any(id in joined for victim in found for id in victim.stay.devices):
         return False
     theirs = min(here.apart(leaf, victim.stay.leaf) for victim in found)
     most = max((here.ahead(leaf, device) for device in joined), default=0)
     return theirs - most > here.usage(lane, APART_US)
+
+
+def would_give_way(here: Places, leaf: Branch, task: Task) -> list[reclaim.Victim]:
+    """Who would (F6), were its image durable: of all, or else of those below its own tenant."""
+    board, as_saved = here.board, changed(task, saved=True)
+    found = reclaim.victims(board, as_saved)
+    return found or reclaim.victims(board, as_saved, within=leaf.top) or []
 
 
 def of_user(leaf: Branch, group: Sequence[Stay]) -> list[Stay]:

@@ -223,16 +223,46 @@ def test_graphs_of_four_tenants_share_two_devices_by_weight_and_give_the_same_bi
     assert system.until(lambda: len(set.union(*owners())) == 4), owners()
     time.sleep(8)  # who came first has waited for the others
     before = dict(system.sql(HELD, list(weights)))
-    time.sleep(12)
+    time.sleep(16)
     held = {name: s - before[name] for name, s in system.sql(HELD, list(weights))}
     for name, weight in weights.items():
         part = held[name] / sum(held.values())
-        assert abs(part - weight / sum(weights.values())) <= 0.06, held
+        assert abs(part - weight / sum(weights.values())) <= 0.1, held
     for client, id in sent:
         task = done(client, id)
         assert task["result"] == undisturbed["result"]
         assert (task["lost_steps"], task["attempts"]) == (0, 0)
     for client in clients.values():
+        client.close()
+    system.check_ledger()
+
+
+MOVES = """
+    select count(*) from decisions
+    where rule = 'regroup' and task_id = any(%s)
+"""
+
+
+def test_three_graphs_on_two_devices_move_between_them_and_have_two_thirds_each(
+    system, undisturbed
+):
+    admin = system.client("platform", "platform_admin")
+    names = ["third-a", "third-b", "third-c"]
+    clients = [newcomer(system, admin, name) for name in names]
+    sent = [submit(client, "third", graph(nap_s=0.2)) for client in clients]
+    tasks = [client.request(id)["tasks"][1]["id"] for client, id in zip(clients, sent, strict=True)]
+
+    def moved():
+        [(count,)] = system.sql(MOVES, tasks)
+        return count >= 2
+
+    assert system.until(moved)
+    held = dict(system.sql(HELD, names))
+    assert max(held.values()) - min(held.values()) <= 8, held
+    for client, id in zip(clients, sent, strict=True):
+        task = done(client, id)
+        assert task["result"] == undisturbed["result"]
+        assert (task["lost_steps"], task["attempts"]) == (0, 0)
         client.close()
     system.check_ledger()
 
