@@ -11,19 +11,16 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from app.core.spread import spread
-from app.core.taskgraph import parse
 from tests.workers.test_graph import SLOW, body, node, ran
-from tests.workers.test_lane import STATES, WIDE
-from tests.workers.test_outpost import LIMIT_BYTES, Gang, Residents, _connected, _next, _spec
-from workers import carrying, ground, slab, turns
+from tests.workers.test_lane import STATES, WIDE, finished_twice
+from tests.workers.test_outpost import Gang, Residents, _connected, _spec
+from workers import carrying, ground, turns
 from workers.accelerator import Accelerator
 from workers.bridge import HOME
 from workers.capture import Surroundings
@@ -55,15 +52,10 @@ class Executors(Gang):
         image: JSON | None = None,
         slab_fd: int = -1,
     ) -> None:
-        self.residents, self.hosts, self.executors = residents, hosts, executors
-        self.slab = slab.made(LIMIT_BYTES) if slab_fd < 0 else slab_fd
+        self.executors = executors
         self.graph = residents.folder / f"graph-{residents.born}.json"
         self.graph.write_text(json.dumps(graph))
-        self.said = []
-        home, folders = residents.spawn(self.slab)
-        self.wires, self.folder = [home], residents.folder / str(residents.born)
-        with self.outposts(hosts) as ends:
-            self.begins(home, folders, ends, seats=hosts, host=0, image=image)
+        self.are_born(residents, hosts, image, slab_fd)
 
     def begins(self, wire: Wire, folders: Any, ends: list[int], **own: Any) -> None:
         run = {"run": {"graph": "sha256:0"}, "world_size": self.executors, "memory_bytes": 0}
@@ -71,26 +63,6 @@ class Executors(Gang):
         fd = os.open(self.graph, os.O_RDONLY)
         wire.send({"is": "begin", "spec": spec, "files": 1 + len(ends)}, [fd, *ends])
         os.close(fd)
-
-    @contextmanager
-    def outposts(self, hosts: list[int]) -> Iterator[list[int]]:
-        ends = []
-        for host in range(1, len(hosts)):
-            fd = slab.made(LIMIT_BYTES)
-            wire, folders = self.residents.spawn(fd)
-            os.close(fd)
-            ours, theirs = zip(*(_connected() for _ in ("line", "link")), strict=True)
-            self.begins(wire, folders, [], seats=hosts, host=host, image=None)
-            assert _next(wire)["is"] == "prepared"
-            wire.send({"is": "link"}, [end.fileno() for end in theirs])
-            for end in theirs:
-                end.close()
-            wire.send({"is": "go"})
-            self.wires.append(wire)
-            ends += ours
-        yield [end.fileno() for end in ends]
-        for end in ends:
-            end.close()
 
 
 @pytest.fixture(scope="module")
@@ -198,19 +170,9 @@ def test_what_finishes_first_in_the_order_is_the_result(
     residents: Residents, hosts: list[int]
 ) -> None:
     """Also if who ends it later in the order, on another host, comes to its end first."""
-    graph = body(
-        node("s", "start"),
-        node("slow", "nap", "x=s.y", params={"nap_s": 0.5}),
-        node("first", "stop", "x=slow.y"),
-        *(node(f"n{n}", "add", "x=s.y" if n == 0 else f"x=n{n - 1}.y") for n in range(4)),
-        node("second", "stop", "x=n3.y"),
-        node("end", "total", "xs=first.y,second.y"),
-    )
-    found = spread(parse(graph), 3)
-    assert found.order.index("first") < found.order.index("second")
-    assert found.seats["first"] != found.seats["second"]
+    graph, result = finished_twice(executors=3)
     gang = Executors(residents, hosts, graph).begin()
-    assert gang.until("finished")["result"] == ran(graph | {"outputs": {"y": "first.y"}})
+    assert gang.until("finished")["result"] == result
     gang.must_end()
     gang.end()
 

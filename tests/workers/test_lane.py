@@ -71,6 +71,14 @@ def test_it_takes_as_many_seats_as_it_is_lent(ground: Ground) -> None:
 @pytest.mark.parametrize("seats", [1, 2])
 def test_what_finishes_first_in_the_order_is_the_result(seats: int, ground: Ground) -> None:
     """Whichever executor comes to its end first: here the later one, which does not sleep."""
+    graph, result = finished_twice(executors=2)
+    launched(ground, "t1", graph, world_size=2)
+    ground.resize("t1", seats)
+    assert ground.event(Finished, "t1").result == result
+
+
+def finished_twice(executors: int) -> tuple[Any, Any]:
+    """A graph that two nodes finish, each of another executor, and what it gives."""
     graph = body(
         node("s", "start"),
         node("slow", "nap", "x=s.y", params={"nap_s": 0.5}),
@@ -79,12 +87,10 @@ def test_what_finishes_first_in_the_order_is_the_result(seats: int, ground: Grou
         node("second", "stop", "x=n3.y"),
         node("end", "total", "xs=first.y,second.y"),
     )
-    found = spread(parse(graph), 2)
+    found = spread(parse(graph), executors)
     assert found.order.index("first") < found.order.index("second")
     assert found.seats["first"] != found.seats["second"]
-    launched(ground, "t1", graph, world_size=2)
-    ground.resize("t1", seats)
-    assert ground.event(Finished, "t1").result == ran(graph | {"outputs": {"y": "first.y"}})
+    return graph, ran(graph | {"outputs": {"y": "first.y"}})
 
 
 @pytest.mark.parametrize("seed", range(3))

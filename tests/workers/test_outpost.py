@@ -84,17 +84,24 @@ class Gang:
         slab_fd: int = -1,
         pace: float = 0.0,
     ) -> None:
+        self.params = {"steps": STEPS, "pace": pace}
+        self.entry = entry
+        self.are_born(residents, hosts, image, slab_fd)
+
+    def are_born(
+        self, residents: Residents, hosts: list[int], image: JSON | None, slab_fd: int
+    ) -> None:
         self.residents, self.hosts = residents, hosts
         self.slab = slab.made(LIMIT_BYTES) if slab_fd < 0 else slab_fd
         self.said: list[JSON] = []
-        self.params = {"steps": STEPS, "pace": pace}
-        self.entry = entry
         home, folders = residents.spawn(self.slab)
         self.wires, self.folder = [home], residents.folder / str(residents.born)
-        own = {"seats": hosts, "host": 0, "image": image}
-        spec = _spec(entry, self.params, folders, **own)
         with self.outposts(hosts) as ends:
-            home.send({"is": "begin", "spec": spec, "files": len(ends)}, ends)
+            self.begins(home, folders, ends, seats=hosts, host=0, image=image)
+
+    def begins(self, wire: Wire, folders: Any, ends: list[int], **own: Any) -> None:
+        spec = _spec(self.entry, self.params, folders, **own)
+        wire.send({"is": "begin", "spec": spec, "files": len(ends)}, ends)
 
     @contextmanager
     def outposts(self, hosts: list[int]) -> Iterator[list[int]]:
@@ -105,8 +112,7 @@ class Gang:
             wire, folders = self.residents.spawn(fd)
             os.close(fd)
             ours, theirs = zip(*(_connected() for _ in ("line", "link")), strict=True)
-            spec = _spec(self.entry, self.params, folders, seats=hosts, host=host, image=None)
-            wire.send({"is": "begin", "spec": spec, "files": 0})
+            self.begins(wire, folders, [], seats=hosts, host=host, image=None)
             assert _next(wire)["is"] == "prepared"
             wire.send({"is": "link"}, [end.fileno() for end in theirs])
             for end in theirs:
