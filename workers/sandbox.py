@@ -6,7 +6,7 @@ out once per start of a device worker (`try_out`), and every resident then gets 
 does not start.
 
 What a walled process sees: the interpreter, its libraries and this package, its code (read-only, as
-/code), its scratch folder (/scratch, its home), an empty /tmp, a few devices, and no network.  Not
+/code), its scratch folder (/scratch, its home), a /tmp of its own, a few devices, no network.  Not
 the Roundhouse home, not the store, no other process, no secret in its environment.
 
 What a wall is not: one kernel is shared.  Memory and disk space are limited only by cgroups and
@@ -226,6 +226,7 @@ def _files(room: Room) -> None:
     # Everything is held by descriptor now, so it does not matter what this covers.
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755")
     root = Path("/tmp")
+    _give_tmp(root / "tmp")  # before the trees: this checkout may lie there
     for fd, path in trees:
         _place(fd, root / path.relative_to("/"))
     _furnish(root)
@@ -319,8 +320,7 @@ def _shown(kind: str) -> list[Path]:
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
     wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
-    if not (package := Path(__file__).parent).is_relative_to("/tmp"):  # theirs is empty
-        wanted.append(package)  # ranks of a command import it anew
+    wanted.append(Path(__file__).parent)  # ranks of a command import it anew
     wanted += [*_DEVICES, *(_of_cuda() if kind == "cuda" else [])]
     shown: list[Path] = []
     for path in wanted:
@@ -378,14 +378,18 @@ def _furnish(root: Path) -> None:
     (etc / "hosts").write_text("127.0.0.1 localhost job\n")
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1")):
         (dev / name).symlink_to(target)
-    for name in ("tmp", "dev/shm", "proc"):
-        (root / name).mkdir()
-    _mount("tmpfs", str(root / "tmp"), "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
-    _mount("tmpfs", str(dev / "shm"), "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+    (root / "proc").mkdir()
+    _give_tmp(dev / "shm")
     try:
         _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except PermissionError:
         return  # a container that hides parts of /proc: then there is none at all
+
+
+def _give_tmp(path: Path) -> None:
+    """Everybody may write there."""
+    path.mkdir()
+    _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
 
 
 # --- user namespaces ------------------------------------------------------------------------------
