@@ -282,9 +282,8 @@ def _let_reading_show() -> None:
 
     @functools.wraps(read)
     def read_and_set() -> torch.Tensor:
-        state = read()
-        torch.default_generator.set_state(state)
-        return state
+        torch.default_generator.set_state(read())
+        return read()  # as it is without our mark
 
     if not hasattr(read, "__wrapped__"):
         torch.get_rng_state = torch.random.get_rng_state = read_and_set
