@@ -200,8 +200,7 @@ class Residency:
             resident.measure()
             if away_bytes > resident.slab_bytes:
                 raise Nonsense("more is away than lies in its slab")
-            is_back = resident.level != "leaving" and not away_bytes
-            resident.level = "device" if is_back else "host"
+            resident.level = _level_of(resident)
             resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
 
     # --- who is needed last ---
@@ -223,6 +222,17 @@ class Residency:
             return resident.lingers, place.get(resident.task, len(place)), back_us
 
         return sorted(paused, key=need, reverse=True)
+
+
+def _level_of(resident: Resident) -> str:
+    """Where one is that has done what it was told.
+
+    Who took all back with less than it may grow to is on its way still, till that is granted too.
+    """
+    if resident.away_bytes or resident.level == "leaving":
+        return "host"
+    is_lacking = resident.level == "coming" and resident.lacking_bytes > 0
+    return "coming" if is_lacking else "device"
 
 
 def _may_end(resident: Resident) -> bool:

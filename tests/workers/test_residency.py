@@ -26,6 +26,7 @@ from workers.absence import LEAVES_BYTES, Absence, CalledOff
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings, capture
 from workers.residency import Residency
+from workers.resident import Resident
 from workers.sandbox import ENVIRONMENT
 from workers.slab import Slab
 from workers.staging import Staging
@@ -291,6 +292,44 @@ def _loads(turns: list[str], victim: Any) -> int:
         held[name] = mine
         mine.paused_us = now
     return loads
+
+
+# --- who may come ---------------------------------------------------------------------------------
+
+
+def _living(task: str, state: str, **more: Any) -> Resident:
+    stay: Any = SimpleNamespace(
+        state=state, arrived_us=1, unsure={}, launch=SimpleNamespace(memory_bytes=60 * MB)
+    )
+    wire: Any = SimpleNamespace(send=lambda message, fds: None)
+    made = slab.made(64 * MB)
+    return Resident(1, task, wire, None, made, {}, None, stay, 0, memory_bytes=20 * MB, **more)  # type: ignore[arg-type]
+
+
+def test_who_has_all_back_is_there_only_once_it_may_grow_to_what_it_asked_for(monkeypatch):
+    """Of its 60 MB it used 40: with these back, the other 20 are still somebody else's."""
+    monkeypatch.setattr(Resident, "measure", lambda resident: None)
+    goes, comes = _living("goes", "paused"), _living("comes", "seating", level="host")
+    goes.slab_bytes = comes.slab_bytes = comes.away_bytes = 20 * MB
+    house: Any = SimpleNamespace(memory_bytes=90 * MB, host_memory_bytes=MB**2, residents_max=9)
+    residency = Residency(house, {1: goes, 2: comes}, lambda resident: None, lambda: 0)
+
+    def says(resident: Resident, away: int, **more: bool) -> None:
+        said = {"bytes": away, "turn": resident.turn, "memory_bytes": 40 * MB - away}
+        residency.heard(resident, {**said, **more})
+        residency.look(0)
+        assert residency.free_bytes >= 0
+
+    residency.look(0)
+    assert (goes.level, comes.level) == ("leaving", "host")
+    says(goes, 15 * MB)
+    assert (comes.level, comes.granted_bytes) == ("coming", 25 * MB)
+    says(comes, 0, settled=True)
+    assert (comes.level, comes.lacking_bytes) == ("coming", 20 * MB)
+    says(goes, 20 * MB, settled=True)
+    assert (comes.level, comes.granted_bytes) == ("coming", 20 * MB)
+    says(comes, 0, settled=True)
+    assert (goes.level, comes.level) == ("host", "device")
 
 
 # --- on a device ----------------------------------------------------------------------------------
