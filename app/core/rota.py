@@ -20,7 +20,7 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-TURN_US = 10_000  # so long who has the seat keeps it, before the next one is looked for
+TURN_US = 5_000  # so long who has the seat keeps it, before the next one is looked for
 _BITS = 32  # of a score below one; ties are exact
 
 
