@@ -273,6 +273,29 @@ def test_three_graphs_on_two_devices_move_between_them_and_have_two_thirds_each(
     system.check_ledger()
 
 
+def test_whoever_is_killed_just_as_a_graph_moves_between_devices_all_end_right(system, undisturbed):
+    """The scheduler after it decided one move, a device after it decided another."""
+    admin = system.client("platform", "platform_admin")
+    clients = [newcomer(system, admin, f"killed-{name}") for name in "abc"]
+    sent = [submit(client, "killed", graph(nap_s=0.2), retry={"max": 1}) for client in clients]
+    tasks = [client.request(id)["tasks"][1]["id"] for client, id in zip(clients, sent, strict=True)]
+
+    def moves():
+        [(count,)] = system.sql(MOVES, tasks)
+        return count
+
+    for victim in ("island", "device.0"):
+        before = moves()
+        assert system.until(lambda before=before: moves() > before)
+        system.kill(victim)
+    for client, id in zip(clients, sent, strict=True):
+        task = done(client, id)
+        assert task["result"] == undisturbed["result"]
+        assert overlaps(runs(client.log_text(task["id"]))) == []
+        client.close()
+    system.check_ledger()
+
+
 def test_a_graph_is_lent_a_second_device_and_gives_the_same_bits(system, undisturbed):
     client = system.client("beta")
     id = submit(client, "graph-wide", graph(nap_s=0.06), devices={"max": 2})
