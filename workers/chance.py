@@ -82,7 +82,10 @@ class Chance:
             self.after(function, guessed=False)
             return returned
         if may_repeat and function in self._still:  # as below, in as few calls as can be
-            engine = self._pretended(number)
+            if self._ahead != number:
+                self._pretend(number)
+            self._ahead, engine = None, self._engine
+            assert engine is not None, "else nobody is still"
             try:
                 returned = function(ctx, **given)
             except Exception:
@@ -128,7 +131,7 @@ class Chance:
             self.seed(number)
             return False
         if function in self._still:
-            self._pretended(number)
+            self._pretend(number)
         elif self._ahead != number:
             self._seed_torch(number)
         self._ahead = None
@@ -136,9 +139,13 @@ class Chance:
 
     def seed_ahead(self, function: Callable[..., Any], number: int) -> None:
         """While there is time: for a call that comes next, or else `forget` it."""
-        if function in self._quiet and function not in self._still:
+        if function in self._still:
+            self._pretend(number)
+        elif function in self._quiet:
             self._seed_torch(number)
-            self._ahead = number
+        else:
+            return
+        self._ahead = number
 
     def forget(self) -> None:
         self._ahead = None
@@ -150,7 +157,7 @@ class Chance:
         if self._engine is not None:
             self._place = self._engine.place.value
 
-    def _pretended(self, number: int) -> _Engine:
+    def _pretend(self, number: int) -> None:
         """Torch is not seeded, and says that it is, by this number."""
         engine = self._engine
         assert engine is not None, "else nobody is still"
@@ -160,7 +167,6 @@ class Chance:
         engine.seed.value = number
         for seed in self._beside:
             seed(number)
-        return engine
 
     def after(self, function: Callable[..., Any], guessed: bool) -> bool:
         """Was all that it drew from seeded?  Else it is to be called again."""

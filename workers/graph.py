@@ -258,7 +258,7 @@ class GraphJob:
         until_s, calls = _clock() + BURST_S, self.calls
         while self.done < len(calls):
             if plain := self._plain_ahead():
-                self.done = self._burst(ctx, self.blocks, plain, until_s)
+                self.done = self._burst(ctx, plain, until_s)
             elif self._special(ctx, calls[self.done], until_s):
                 self.done += 1
             else:
@@ -302,21 +302,19 @@ class GraphJob:
 
     # --- a burst of plain calls: each as `_run` does it, in as few steps as can be ---
 
-    def _burst(
-        self, ctx: Any, read: Sequence[Any] | Mapping[int, Any], places: range, until_s: float
-    ) -> int:
+    def _burst(self, ctx: Any, places: range, until_s: float) -> int:
         """Of the plain calls at these places as many as there is time for, one at least; the place
-        behind them.  `read` has the blocks that they read.
+        behind them.
         """
-        calls, now_s = self.calls, _clock()
+        calls, blocks, now_s = self.calls, self.blocks, _clock()
         try:
             for at in places:
                 call = calls[at]
                 given = call.given.copy()
                 for port, n in call.takes:
-                    given[port] = read[n]
+                    given[port] = blocks[n]
                 for port, many in call.lists:
-                    given[port] = [read[n] for n in many]
+                    given[port] = [blocks[n] for n in many]
                 now_s = self._plain(ctx, call, at, given, now_s)
                 if now_s >= until_s or ctx.result is not None:
                     break

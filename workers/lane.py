@@ -21,7 +21,7 @@ from workers import graph
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
 from workers.carrying import Carried
-from workers.graph import Call, GraphJob, Loaded, items_of, memory_of
+from workers.graph import Call, GraphJob, Loaded, NodeFailed, items_of, memory_of
 from workers.passing import Held, Passing
 from workers.turns import Turns
 
@@ -211,10 +211,11 @@ class LaneJob(GraphJob):
         stop, call, passing = self.lane.stops[self.done], self.calls[self.done], self.passing
         if call.seed is not None and not call.map:
             self.chance.seed_ahead(call.function, call.seed)
-        if all(passing.is_there(held) or passing.is_soon(held) for held in stop.takes):
-            return True
-        self.chance.forget()
-        return False
+        for held in stop.takes:
+            if not (passing.is_there(held) or passing.is_soon(held)):
+                self.chance.forget()
+                return False
+        return True
 
     def _waits_for(self) -> str:
         missing = self._missing()
@@ -244,7 +245,7 @@ class LaneJob(GraphJob):
             if held not in self.taken:
                 self.taken[held] = self.passing.take(held)
         if call.is_plain and self.room is None:
-            self._burst(ctx, self._read(call), range(self.done, self.done + 1), until_s)
+            self._plain_one(ctx, call)
         elif not self._special(ctx, call, until_s):
             return False
         if ctx.result is None:
@@ -253,6 +254,12 @@ class LaneJob(GraphJob):
             super()._weigh(*self.unweighed)
             self.unweighed = None
         return ctx.result is None
+
+    def _plain_one(self, ctx: Any, call: Call) -> None:
+        try:
+            self._plain(ctx, call, self.done, call.given | self._given(call), graph._clock())
+        except BaseException as error:
+            raise NodeFailed(call.name, call.unit.function) from error
 
     def _did(self, stop: Stop, call: Call) -> None:
         for n in stop.gives:  # first of all: others wait
@@ -304,16 +311,6 @@ class LaneJob(GraphJob):
             for e in range(self.spread.executors)
         )
         return [item for each in parts for item in each]
-
-    def _read(self, call: Call) -> dict[int, Any]:
-        """The blocks that a node reads, as a whole."""
-        taken = self.taken
-        read: dict[int, Any] = {held[0]: taken[held] for _, held in call.whole}
-        for _, n in call.others:
-            read[n] = self._value(n)
-        for _, many in call.lists:
-            read |= {n: self._value(n) for n in many}
-        return read
 
     def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
         """Later: others wait for it."""

@@ -17,6 +17,7 @@ which relies on x86: stores are seen in order.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import pickle
@@ -40,7 +41,7 @@ _OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for e
 # Words of a block: its offset, and one for each executor, that of whoever needs it no longer.
 _HEAD = 8  # words before a block's bytes: how they are to be read
 _HEAD_BYTES = 8 * _HEAD
-_TENSOR, _VALUE = 1, 2
+_VALUE = -1  # in place of a tensor's rank
 _DTYPES = tuple(
     getattr(torch, name)
     for name in (
@@ -50,8 +51,8 @@ _DTYPES = tuple(
 )
 _NUMBER = {dtype: n for n, dtype in enumerate(_DTYPES)}
 _MOST_SIZES = 4  # of a tensor whose sizes stand in the head
+_KNOWN_HEADS = 1024
 _uses = torch._C._storage_Use_Count
-_WORDS = [struct.Struct(f"={n}q") for n in range(_HEAD + 1)]
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
 _SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18  # pieces that are cut off, and of what
@@ -60,6 +61,18 @@ LARGE_BYTES = 1 << 16  # a block of which its maker keeps no copy of its own
 KEPT_BYTES = 1 << 28  # of land that is free, and faulted in, for blocks to come
 
 Held = tuple[int, int]  # block, whose
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """How a block is to be read: a tensor, or if `dtype` is None a value, pickled, in so many
+    bytes.  Tensors within have `content_bytes`.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    graph_bytes: int
+    content_bytes: int
 
 
 @dataclass(slots=True)
@@ -192,9 +205,10 @@ class Passing:
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
         """Let these executors have it; returns the value, a large one as it lies in the land."""
-        posted = self.posted[block] = self._written(value, readers)
+        offset, size, storages = self._written(value)
         entry = self._entry((block, self.me))
-        self.words[entry] = posted.offset  # before the lock: who looks for it need not wait for us
+        self.words[entry] = offset  # before all else: who looks for it need not wait for us
+        posted = self.posted[block] = _Posted(offset, size, readers, storages)
         if self.turns.awaiting(Wait.BLOCK, entry):
             with self.turns.board():
                 self.turns.ready(Wait.BLOCK, number=entry)
@@ -208,20 +222,21 @@ class Passing:
         posted.storages = posted.storages or self._lying(posted.offset)
         return self._value(posted.offset, posted.storages)
 
-    def _written(self, value: Any, readers: Collection[int]) -> _Posted:
-        if not _is_plain(value):
-            return _Posted(*self._graph(value), readers)
-        size = 8 * _HEAD + value.nbytes
+    def _written(self, value: Any) -> tuple[int, int, list[torch.UntypedStorage]]:
+        """Where it lies with its head, in how many bytes, and what here looks at them already."""
+        known = _head_of(value.dtype, value.shape) if _is_plain(value) else None
+        if known is None:
+            return *self._graph(value), []
+        size, head = known
         made = self._made.get(value.data_ptr()) if self._made else None
         if made is not None and made.size == size:
             del self._made[value.data_ptr()]
-            posted = _Posted(made.offset, size, readers, [made.storage])
+            offset, storages = made.offset, [made.storage]
         else:
-            posted = _Posted(self._taken(size), size, readers)
-            self._copy(posted.offset + 8 * _HEAD, value, size - 8 * _HEAD)
-        shape = value.shape
-        self._say(posted.offset, _TENSOR, _NUMBER[value.dtype], size, len(shape), *shape)
-        return posted
+            offset, storages = self._taken(size), []
+            self._copy(offset + _HEAD_BYTES, value, size - _HEAD_BYTES)
+        self.ground.write(offset, head)
+        return offset, size, storages
 
     def _copy(self, start: int, tensor: torch.Tensor, size: int) -> None:
         if size >= LARGE_BYTES:
@@ -235,11 +250,11 @@ class Passing:
         )
         about = [(storage.nbytes(), storage.device.type) for storage in captured.storages]
         graph = pickle.dumps((about, bytes(captured.graph)), protocol=5)
-        start = aligned(8 * _HEAD + len(graph))
+        start = aligned(_HEAD_BYTES + len(graph))
         size = start + sum(aligned(length) for length, _ in about)
         offset = self._taken(size)
-        self._say(offset, _VALUE, len(graph), size, sum(length for length, _ in about))
-        self.ground.write(offset + 8 * _HEAD, graph)
+        content_bytes = sum(length for length, _ in about)
+        self.ground.write(offset, _words(_VALUE, len(graph), content_bytes) + graph)
         place = offset + start
         for storage in captured.storages:
             if storage.nbytes():
@@ -247,20 +262,14 @@ class Passing:
             place += aligned(storage.nbytes())
         return offset, size
 
-    def _say(self, offset: int, *words: int) -> None:
-        _WORDS[len(words)].pack_into(self.words, offset, *words)
-
-    def _said(self, offset: int) -> tuple[int, ...]:
-        return _WORDS[_HEAD].unpack_from(self.words, offset)
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a tensor that will be given: it need not be copied then."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
-        offset = self._taken(8 * _HEAD + size)
-        made = self.ground.apart(offset + 8 * _HEAD, size)
-        self._made[made.data_ptr()] = _Made(offset, 8 * _HEAD + size, made.untyped_storage())
+        offset = self._taken(_HEAD_BYTES + size)
+        made = self.ground.apart(offset + _HEAD_BYTES, size)
+        self._made[made.data_ptr()] = _Made(offset, _HEAD_BYTES + size, made.untyped_storage())
         return made.view(dtype).view(shape)
 
     # --- taking ---
@@ -268,11 +277,10 @@ class Passing:
     def take(self, held: Held) -> Any:
         """Where it lies; it has been posted."""
         offset = self.words[self._entry(held)]
-        kind, about, size, rank, *shape = self._said(offset)
-        content = size - _HEAD_BYTES if kind == _TENSOR else rank
-        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + content
-        if kind == _TENSOR and size > 8 * _HEAD:  # as below, in as few calls as can be
-            value = self.ground.tensor(offset + 8 * _HEAD, shape[:rank], _DTYPES[about])
+        head = self._head(offset)
+        self.passed_bytes[held] = self.passed_bytes.get(held, 0) + head.content_bytes
+        if head.dtype is not None and head.content_bytes:  # as below, in as few calls as can be
+            value = self.ground.tensor(offset + _HEAD_BYTES, head.shape, head.dtype)
             self.mapped[held] = [value.untyped_storage()]
             return value
         storages = self.mapped[held] = self._lying(offset)
@@ -280,12 +288,11 @@ class Passing:
 
     def _lying(self, offset: int) -> list[torch.UntypedStorage]:
         """The storages of a block, where they lie in the land."""
-        kind, about, size, *_ = self._said(offset)
-        start = offset + 8 * _HEAD
-        if kind == _TENSOR:
-            return [self._storage(start, size - 8 * _HEAD)]
-        lengths, _ = pickle.loads(self.ground.read(start, about))
-        start, found = offset + aligned(8 * _HEAD + about), []
+        head, start = self._head(offset), offset + _HEAD_BYTES
+        if head.dtype is not None:
+            return [self._storage(start, head.content_bytes)]
+        lengths, _ = pickle.loads(self.ground.read(start, head.graph_bytes))
+        start, found = offset + aligned(_HEAD_BYTES + head.graph_bytes), []
         for length, _ in lengths:
             found.append(self._storage(start, length))
             start += aligned(length)
@@ -297,17 +304,20 @@ class Passing:
         return self.ground.apart(start, size).untyped_storage()
 
     def _value(self, offset: int, storages: list[torch.UntypedStorage]) -> Any:
-        kind, about, _, rank, *shape = self._said(offset)
-        if kind == _TENSOR:
-            whole = torch.empty(0, dtype=_DTYPES[about])
-            return whole.set_(storages[0], 0, shape[:rank])  # type: ignore[call-overload]
-        lengths, graph = pickle.loads(self.ground.read(offset + 8 * _HEAD, about))
+        head = self._head(offset)
+        if head.dtype is not None:
+            whole = torch.empty(0, dtype=head.dtype)
+            return whole.set_(storages[0], 0, head.shape)  # type: ignore[call-overload]
+        lengths, graph = pickle.loads(self.ground.read(offset + _HEAD_BYTES, head.graph_bytes))
         there = self.accelerator.device
         lying = [
             storage if kind == "cpu" else storage.to(device=there)
             for storage, (_, kind) in zip(storages, lengths, strict=True)
         ]
         return rebuilt(memoryview(graph), lying, around=self.around)["job"]
+
+    def _head(self, offset: int) -> _Head:
+        return _read(self.ground.read(offset, _HEAD_BYTES))
 
     # --- letting go ---
 
@@ -392,16 +402,41 @@ class Passing:
         self._free_bytes += length
 
 
+# --- the head of a block: the same for many, so it is looked up ----------------------------------
+
+
+def _words(rank: int, number: int, content_bytes: int, *shape: int) -> bytes:
+    """`number` is that of a tensor's dtype, of a value the length of what is pickled."""
+    words = (rank, number, content_bytes, *shape)
+    return struct.pack(f"={len(words)}q", *words).ljust(_HEAD_BYTES, b"\0")
+
+
+@functools.lru_cache(_KNOWN_HEADS)
+def _head_of(dtype: torch.dtype, shape: torch.Size) -> tuple[int, bytes] | None:
+    """Of a plain tensor: its bytes with the head, and the head; None if that cannot tell it."""
+    if dtype not in _NUMBER or len(shape) > _MOST_SIZES:
+        return None
+    content_bytes = shape.numel() * dtype.itemsize
+    head = _words(len(shape), _NUMBER[dtype], content_bytes, *shape)
+    return _HEAD_BYTES + content_bytes, head
+
+
+@functools.lru_cache(_KNOWN_HEADS)
+def _read(head: bytes) -> _Head:
+    rank, number, content_bytes, *shape = struct.unpack(f"={_HEAD}q", head)
+    if rank == _VALUE:
+        return _Head(None, (), number, content_bytes)
+    return _Head(_DTYPES[number], tuple(shape[:rank]), 0, content_bytes)
+
+
 def _is_plain(value: Any) -> bool:
-    """A tensor of which a few words say everything."""
+    """A tensor of which its type, its shape and its bytes say everything."""
     return (
         type(value) is torch.Tensor
         and value.is_cpu
         and value.layout is torch.strided
         and value.is_contiguous()
         and not (value.requires_grad or value.is_conj() or value.is_neg())
-        and value.dim() <= _MOST_SIZES
-        and value.dtype in _NUMBER
     )
 
 
