@@ -10,24 +10,41 @@ could be wrong.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    and_,
+    exists,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+    true,
+    tuple_,
+    union,
+)
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from app.core.descriptor import Source
 from app.core.lifecycle import ENDED
 from app.core.messages import JSON
 from app.errors import QuotaExceeded
-from app.models import Datablock, DatablockUse, Task, Upload
+from app.models import Datablock, DatablockPlace, DatablockUse, Device, Task, Upload
 from app.settings import settings
 
 _SHELF = 0x626C6B  # a class of advisory locks that nobody else takes
 _VERSIONS_TOLD = 5
+SEEN_AGAIN = timedelta(minutes=1)  # where a version lies is written down again after so long
+PLACES_TOLD = 3  # to who takes it; then the store is asked
 
 
 # --- which one a name means -----------------------------------------------------------------------
@@ -172,6 +189,41 @@ def holders(session: Session, ids: Collection[str]) -> dict[str, int]:
     )
     counted = {id: tasks for id, tasks in session.execute(query)} if ids else {}
     return {id: counted.get(id, 0) for id in ids}
+
+
+# --- where it lies --------------------------------------------------------------------------------
+
+
+def lie(session: Session, task_id: str, device_id: str) -> None:
+    """The versions that a task takes, and those that it published, lie on this device's host."""
+    takes = select(DatablockUse.datablock_id).where(DatablockUse.task_id == task_id)
+    made = select(Datablock.id).where(Datablock.task_id == task_id)
+    found = union(takes, made).subquery()
+    each = select(found.c.datablock_id, literal(device_id), func.now())
+    written = insert(DatablockPlace).from_select(["datablock_id", "device_id", "seen_at"], each)
+    is_old = DatablockPlace.seen_at < func.now() - SEEN_AGAIN
+    again = {"seen_at": written.excluded.seen_at}
+    session.execute(written.on_conflict_do_update(index_elements=_PLACE, set_=again, where=is_old))
+
+
+_PLACE = [DatablockPlace.datablock_id, DatablockPlace.device_id]
+
+
+def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
+    """The facts of device workers that are up and may have each of these, the last seen first."""
+    up = (
+        select(Device.facts, DatablockPlace.seen_at)
+        .join(DatablockPlace, DatablockPlace.device_id == Device.id)
+        .where(DatablockPlace.datablock_id == Datablock.id, Device.lease_until > func.now())
+        .order_by(DatablockPlace.seen_at.desc())
+        .limit(PLACES_TOLD)
+        .lateral()
+    )
+    query = select(Datablock.id, up.c.facts).join(up, true()).where(Datablock.id.in_(ids))
+    found = defaultdict[str, list[JSON]](list)
+    for id, facts in session.execute(query.order_by(up.c.seen_at.desc())):
+        found[id].append(facts)
+    return found
 
 
 # --- how much a tenant may keep -------------------------------------------------------------------

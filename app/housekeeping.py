@@ -16,6 +16,7 @@ from app.models import (
     Checkpoint,
     Cycle,
     Datablock,
+    DatablockPlace,
     Delivery,
     Graph,
     Idempotency,
@@ -146,8 +147,10 @@ def forget_datablocks(session: Session) -> list[str]:
         Datablock.freed_at.is_(None),
         ~datablocks.is_needed(),
     )
-    freed = gone.values(freed_at=func.now()).returning(Datablock.sha256)
-    names = {blob(sha256) for sha256 in session.scalars(freed)}
+    freed = gone.values(freed_at=func.now()).returning(Datablock.id, Datablock.sha256)
+    sums = {id: sha256 for id, sha256 in session.execute(freed)}
+    session.execute(delete(DatablockPlace).where(DatablockPlace.datablock_id.in_(sums)))
+    names = {blob(sha256) for sha256 in sums.values()}
     return sorted(names - named(session, names))
 
 

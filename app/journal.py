@@ -876,6 +876,8 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     placement.started_at, placement.first_step = task.started_at, event.step
     placement.input_bytes, placement.fetched_bytes = event.input_bytes, event.fetched_bytes
     placement.ways = event.ways
+    if launch.takes_datablocks(task):
+        datablocks.lie(session, task.id, placement.device_id)
     said = {
         "fresh": f"Started on {task.seat}",
         "resident": f"Went on on {task.seat} after step {event.step}, in place",
@@ -1146,6 +1148,8 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
     for output, name in sorted(publish.items()):
         _publish(session, task, output, name)
+    if publish:
+        datablocks.lie(session, task.id, placement.device_id)
 
 
 def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:

@@ -182,14 +182,17 @@ def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
         if output not in outputs:
             continue  # of who is not launched yet, or what comes late
         found[id][port] = source(outputs[output], maker or {})
-    if takers := [task.id for task in tasks if _takes_datablocks(task)]:
+    if takers := [task.id for task in tasks if takes_datablocks(task)]:
         uses = (
             select(DatablockUse.task_id, DatablockUse.port, Datablock)
             .join(Datablock, Datablock.id == DatablockUse.datablock_id)
             .where(DatablockUse.task_id.in_(takers))
         )
-        for id, port, row in session.execute(uses):
-            found[id][port] = datablocks.as_input(row)
+        rows = session.execute(uses).all()
+        near = datablocks.places(session, {row.id for _, _, row in rows})
+        for id, port, row in rows:
+            copies = [copy for facts in near[row.id] for copy in _copies(facts, row.sha256)]
+            found[id][port] = {**datablocks.as_input(row), "copies": copies}
     return found
 
 
@@ -208,7 +211,7 @@ def source(kept: JSON, maker: JSON) -> JSON:
 
 
 def _copies(maker: JSON, sha256: str) -> list[JSON]:
-    """The device worker with these facts made it, and may have it still.
+    """The device worker with these facts had it, and may have it still.
 
     It has told its secret to its island; the key of this block is all that the taker is told.
     """
@@ -222,7 +225,7 @@ def _copies(maker: JSON, sha256: str) -> list[JSON]:
 _OF_AN_OUTPUT = {"sha256", "size_bytes", "format"}
 
 
-def _takes_datablocks(task: Task) -> bool:
+def takes_datablocks(task: Task) -> bool:
     inputs = task.descriptor.get("inputs") or {}
     return any(source.startswith("datablock:") for source in inputs.values())
 

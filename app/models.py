@@ -336,6 +336,17 @@ class DatablockUse(Base):
     datablock_id: Mapped[str] = mapped_column(ForeignKey("datablocks.id"), index=True)
 
 
+class DatablockPlace(Base):
+    """A task that takes this version began on this device, or one there published it: so its host
+    had the bytes on its disk then, and may have them still.
+    """
+
+    __tablename__ = "datablock_places"
+    datablock_id: Mapped[str] = mapped_column(ForeignKey("datablocks.id"), primary_key=True)
+    device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True)
+    seen_at: Mapped[datetime] = _now()
+
+
 class Upload(Base):
     """A datablock, or a bundle (which has no name), on its way in: so much of it is there as its
     parts are, one behind the other.

@@ -11,6 +11,8 @@ import sys
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from app.embedded import temporary_home
 from app.supervisor import Spec, leashed
@@ -287,6 +289,24 @@ def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands):
     assert "store" not in ways_of(client, id)  # nobody had to look there
     assert len(plan["tasks"]) == 2  # a leg on each island, to which the other's blocks come late
     system.check_ledger()
+
+
+def test_a_datablock_comes_from_a_host_that_has_it_and_the_bytes_are_the_same(islands, tmp_path):
+    """The first who takes it reads the store; the other host is told where it lies by then."""
+    system, _ = islands
+    client, admin = system.client("alpha"), system.client("platform", "platform_admin")
+    rows = torch.arange(100_000).reshape(100, 1000)
+    save_file({"x": rows}, tmp_path / "rows")
+    client.put_datablock("rows", tmp_path / "rows")
+    taken, told = {"inputs": {"x": "datablock:rows"}, "outputs": ["sums"]}, []
+    for away in ("local.0", "east.0"):
+        admin.post(f"/v1/devices/{away}/cordon")
+        id = client.submit_job("blocks:Total", name="rows", **taken)
+        (task,) = client.wait(id, timeout_s=60)["tasks"]
+        admin.post(f"/v1/devices/{away}/uncordon")
+        assert (task["state"], task["result"]["total"]) == ("done", int(rows.sum())), task
+        told += ways_of(client, id)
+    assert told == ["store", "host"]
 
 
 @pytest.mark.parametrize("victim", ["executor", "scheduler", "island"])

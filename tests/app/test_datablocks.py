@@ -20,11 +20,21 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save
 from sqlalchemy import func, select, update
 
-from app import datablocks, housekeeping, launch, uploads
+from app import datablocks, db, housekeeping, launch, uploads
 from app.core.tensorfile import HEAD_BYTES
 from app.db import transaction
-from app.models import Checkpoint, Datablock, DatablockUse, Device, Task, Upload, UploadPart
+from app.models import (
+    Checkpoint,
+    Datablock,
+    DatablockPlace,
+    DatablockUse,
+    Device,
+    Task,
+    Upload,
+    UploadPart,
+)
 from app.settings import settings
+from app.signing import block_key
 from app.store import BLOBS, UPLOADS, Store, blob
 from app.sweeping import CONDEMNED
 from tests.app.conftest import broken, descriptor, people, problem, sha256
@@ -549,8 +559,10 @@ class TestDelete:
         assert housekeeping.tidy(session) == []
         task = session.get_one(Task, request["tasks"][0]["id"])
         task.state = "failed"
+        datablocks.lie(session, task.id, "h.0")
         session.commit()
         assert housekeeping.tidy(session) == [blob(sha256(BODY))]
+        assert session.scalars(select(DatablockPlace)).all() == []
 
 
 class TestOutputs:
@@ -628,8 +640,33 @@ class TestInputs:
                 "size_bytes": len(tensors(2)),
                 "format": "safetensors",
                 "datablock": "corpus@2",
+                "copies": [],
             }
         }
+
+    def test_its_launch_is_told_who_had_it_last_and_is_up(self, red, session):
+        """Three, the last seen first; that it was seen again is written down once in a minute."""
+        put(red)
+        request = red.post("/v1/requests", json=taking()).json()
+        row = session.get_one(Task, request["tasks"][0]["id"])
+        here = session.get_one(Device, "h.0")
+        until = db.now(session) + timedelta(minutes=1)
+        for n in range(5):
+            facts = {"links": ["10.0.0.1", n], "secret": f"{n:02}" * 32}
+            how = {"host": here.host, "island": here.island, "kind": "cpu", "facts": facts}
+            session.add(Device(id=f"h.1{n}", lease_until=None if n == 1 else until, **how))
+        session.flush()
+        for n in range(5):
+            datablocks.lie(session, row.id, f"h.1{n}")
+            seen = update(DatablockPlace).where(DatablockPlace.device_id == f"h.1{n}")
+            session.execute(seen.values(seen_at=until - timedelta(seconds=70 + n)))
+        datablocks.lie(session, row.id, "h.13")
+        seen_at = select(DatablockPlace.seen_at).where(DatablockPlace.device_id == "h.13")
+        assert session.scalar(seen_at) == until - timedelta(seconds=73)
+        copies = launch.look_up(session, [(row, here)]).inputs[row.id]["x"]["copies"]
+        key = block_key("00" * 32, sha256(BODY))
+        assert copies[0] == {"place": ["10.0.0.1", 0], "key": key}
+        assert [copy["place"][1] for copy in copies] == [0, 2, 3]
 
     def test_a_version_may_be_named(self, red):
         for n in (1, 2):

@@ -31,6 +31,7 @@ from app.models import (
     Account,
     Checkpoint,
     Datablock,
+    DatablockPlace,
     Device,
     Event,
     Island,
@@ -876,6 +877,8 @@ class TestPublish:
         assert (row.tenant_id, row.user_id) == ("ten_a", "usr_a")
         assert (row.task_id, row.output, row.size_bytes) == ("tsk_a", "tokens", 90)
         assert row.tensors == [{"name": "ids", "dtype": "int64", "shape": [4]}]
+        [place] = session.scalars(select(DatablockPlace)).all()
+        assert (place.datablock_id, place.device_id) == (row.id, "h.0")
         assert publishing.outputs == {
             "tokens": {
                 "sha256": "a" * 64,
