@@ -257,7 +257,8 @@ class LaneJob(GraphJob):
 
     def _plain_one(self, ctx: Any, call: Call) -> None:
         try:
-            self._plain(ctx, call, self.done, call.given | self._given(call), graph._clock())
+            given = self._filled(call, call.given.copy())
+            self._plain(ctx, call, self.done, given, graph._clock())
         except BaseException as error:
             raise NodeFailed(call.name, call.unit.function) from error
 
@@ -317,7 +318,10 @@ class LaneJob(GraphJob):
         self.unweighed = call, returned, took_s
 
     def _given(self, call: Call) -> JSON:
-        given = {}
+        return self._filled(call, {})
+
+    def _filled(self, call: Call, given: JSON) -> JSON:
+        """With all that the node reads but the lists that it maps over."""
         for port, held in call.whole:
             given[port] = self.taken[held]
         for port, n in call.others:

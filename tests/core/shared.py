@@ -179,7 +179,7 @@ class Shared:
         return any(not (task.shares and t.shares) and t.state != "starting" for t in others)
 
     def give_turns(self, device: str) -> None:
-        """Turns of 10 ms and on to the end of a burst; who ends is told at once."""
+        """Turns, and on to the end of a burst; who ends is told at once."""
         while self.clock_s[device] < self.now_s:
             on = {
                 t.id: t
