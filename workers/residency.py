@@ -180,7 +180,9 @@ class Residency:
         lacking = resident.lacking_bytes
         self.lacks, there = self._make_room(lacking, now_us, places=0, coming=resident)
         granted = lacking if there else min(lacking, max(0, self.free_bytes))
-        if granted < min(lacking, GRANT_BYTES) or (not lacking and resident.level == "coming"):
+        # What it may grow to, once all is back, is granted as a whole: it takes nothing meanwhile.
+        least = min(lacking, GRANT_BYTES) if resident.away_bytes else lacking
+        if granted < least or (not lacking and resident.level == "coming"):
             return
         resident.level = "coming"
         resident.granted_bytes += granted
