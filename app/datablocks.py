@@ -31,7 +31,7 @@ from sqlalchemy import (
     tuple_,
     union,
 )
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.orm import Session
 
 from app.core.descriptor import Source
@@ -210,18 +210,23 @@ _PLACE = [DatablockPlace.datablock_id, DatablockPlace.device_id]
 
 
 def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
-    """The facts of device workers that are up and may have each of these, the last seen first."""
-    up = (
-        select(Device.facts, DatablockPlace.seen_at)
+    """The facts of device workers that are up and may have each of these, the last seen first, one
+    of each host.
+    """
+    of_host = (
+        select(Device.facts, DatablockPlace.seen_at, DatablockPlace.device_id)
+        .ext(distinct_on(Device.host))
         .join(DatablockPlace, DatablockPlace.device_id == Device.id)
         .where(DatablockPlace.datablock_id == Datablock.id, Device.lease_until > func.now())
-        .order_by(DatablockPlace.seen_at.desc())
-        .limit(PLACES_TOLD)
-        .lateral()
+        .order_by(Device.host, DatablockPlace.seen_at.desc(), DatablockPlace.device_id)
+        .correlate(Datablock)
+        .subquery()
     )
+    newest = select(of_host).order_by(of_host.c.seen_at.desc(), of_host.c.device_id)
+    up = newest.limit(PLACES_TOLD).lateral()
     query = select(Datablock.id, up.c.facts).join(up, true()).where(Datablock.id.in_(ids))
     found = defaultdict[str, list[JSON]](list)
-    for id, facts in session.execute(query.order_by(up.c.seen_at.desc())):
+    for id, facts in session.execute(query.order_by(up.c.seen_at.desc(), up.c.device_id)):
         found[id].append(facts)
     return found
 

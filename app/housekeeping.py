@@ -40,6 +40,7 @@ IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
+PLACES_KEPT = text("interval '7 days'")  # a host has let go of what nobody took for so long
 UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
 HOUR_S = 3600
 SWEEPING = 0x526F756E64  # an advisory lock: one collector at a time
@@ -53,6 +54,7 @@ def tidy(session: Session) -> list[str]:
     session.execute(delete(Order).where(Order.answered_at < func.now() - ANSWERED_ORDERS_KEPT))
     session.execute(delete(Cycle).where(Cycle.at < func.now() - DECISIONS_KEPT))
     session.execute(delete(Delivery).where(Delivery.ended_at < func.now() - DELIVERIES_KEPT))
+    session.execute(delete(DatablockPlace).where(DatablockPlace.seen_at < func.now() - PLACES_KEPT))
     session.execute(delete(WebSession).where(WebSession.expires_at < func.now()))
     roll_up(session)
     prune_checkpoints(session)

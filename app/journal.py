@@ -876,7 +876,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     placement.started_at, placement.first_step = task.started_at, event.step
     placement.input_bytes, placement.fetched_bytes = event.input_bytes, event.fetched_bytes
     placement.ways = event.ways
-    if launch.takes_datablocks(task):
+    if event.resumed != "resident" and launch.takes_datablocks(task):
         datablocks.lie(session, task.id, placement.device_id)
     said = {
         "fresh": f"Started on {task.seat}",

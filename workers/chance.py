@@ -132,7 +132,7 @@ class Chance:
             return False
         if function in self._still:
             self._pretend(number)
-        elif self._ahead != number:
+        elif not self._is_ahead(number):
             self._seed_torch(number)
         self._ahead = None
         return True
@@ -140,12 +140,20 @@ class Chance:
     def seed_ahead(self, function: Callable[..., Any], number: int) -> None:
         """While there is time: for a call that comes next, or else `forget` it."""
         if function in self._still:
+            if self._beside:
+                return  # what is drawn from those meanwhile is not seen
             self._pretend(number)
         elif function in self._quiet:
             self._seed_torch(number)
         else:
             return
         self._ahead = number
+
+    def _is_ahead(self, number: int) -> bool:
+        """And nobody has drawn from it since: a block that is unpickled runs what it likes."""
+        if self._ahead != number or self._engine is None:
+            return False
+        return self._engine.place.value == self._place
 
     def forget(self) -> None:
         self._ahead = None

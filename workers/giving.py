@@ -50,6 +50,7 @@ AT_ONCE = 4  # of those who take blocks; others wait for their turn, until they 
 STALL_S = 5.0  # so long nothing may come
 ROOM_BYTES, ROOMS = 64 << 20, 4  # so large a block, and so many at once, can go straight
 HOLDS_UP_S = 0.25  # so long it may hold up the storing of a block that it goes straight to others
+SILENT_S = 60.0  # so long nobody is asked who did not answer
 SLOWEST_BYTES_PER_S = 10**6  # from a host that is slower the block does not come any sooner
 STRAIGHT_BYTES_PER_S = 10**8  # as slow may a host be to which blocks go straight
 BURST_S = 0.005  # so much of its rate may be made up for, after a thread was late
@@ -255,13 +256,25 @@ class Taker:
 def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int | None:
     """A block of so many bytes, verified: its file, read only, at its beginning; it is kept in the
     cache.  None if none of those who may have it gives it.
+
+    One who does not answer in time is waited for once: then the store is read, and nobody asks
+    there for a while.
     """
     for copy in copies:
+        place = tuple(copy["place"])
+        if time.monotonic() < _silent_until_s.get(place, 0.0):
+            continue
         try:
             return _taken(copy, sha256, size, cache)
         except OSError as error:
             log.warning("%s does not give block %s: %s", copy["place"], sha256, error)
+            if isinstance(error, TimeoutError):
+                _silent_until_s[place] = time.monotonic() + SILENT_S
+                return None
     return None
+
+
+_silent_until_s: dict[tuple[str | int, ...], float] = {}  # by place
 
 
 def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:

@@ -34,7 +34,7 @@ from workers.accelerator import Accelerator
 from workers.capture import Surroundings, capture, rebuilt
 from workers.ground import aligned, rounded
 from workers.staging import flat
-from workers.turns import Turns, Wait
+from workers.turns import GangFailed, Turns, Wait
 
 _TABLE = 24  # the word of the board's head that says where in the land it lies
 _OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for each executor
@@ -42,6 +42,7 @@ _OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for e
 _HEAD = 8  # words before a block's bytes: how they are to be read
 _HEAD_BYTES = 8 * _HEAD
 _VALUE = -1  # in place of a tensor's rank
+_VERSION = 0x2026_11_24  # the last word of a head: of how these are written
 _DTYPES = tuple(
     getattr(torch, name)
     for name in (
@@ -407,8 +408,9 @@ class Passing:
 
 def _words(rank: int, number: int, content_bytes: int, *shape: int) -> bytes:
     """`number` is that of a tensor's dtype, of a value the length of what is pickled."""
-    words = (rank, number, content_bytes, *shape)
-    return struct.pack(f"={len(words)}q", *words).ljust(_HEAD_BYTES, b"\0")
+    nothing = (0,) * (_MOST_SIZES - len(shape))
+    words = (rank, number, content_bytes, *shape, *nothing, _VERSION)
+    return struct.pack(f"={_HEAD}q", *words)
 
 
 @functools.lru_cache(_KNOWN_HEADS)
@@ -423,7 +425,9 @@ def _head_of(dtype: torch.dtype, shape: torch.Size) -> tuple[int, bytes] | None:
 
 @functools.lru_cache(_KNOWN_HEADS)
 def _read(head: bytes) -> _Head:
-    rank, number, content_bytes, *shape = struct.unpack(f"={_HEAD}q", head)
+    rank, number, content_bytes, *shape, version = struct.unpack(f"={_HEAD}q", head)
+    if version != _VERSION:
+        raise GangFailed("a block comes from a host whose device worker is of another version")
     if rank == _VALUE:
         return _Head(None, (), number, content_bytes)
     return _Head(_DTYPES[number], tuple(shape[:rank]), 0, content_bytes)

@@ -202,7 +202,7 @@ class Residency:
             resident.measure()
             if away_bytes > resident.slab_bytes:
                 raise Nonsense("more is away than lies in its slab")
-            resident.level = _level_of(resident)
+            resident.level = _level_of(resident, memory_bytes)
             resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
 
     # --- who is needed last ---
@@ -226,15 +226,15 @@ class Residency:
         return sorted(paused, key=need, reverse=True)
 
 
-def _level_of(resident: Resident) -> str:
-    """Where one is that has done what it was told.
+def _level_of(resident: Resident, memory_bytes: int) -> str:
+    """Where one is that has done what it was told, and has so much on the device now.
 
     Who took all back with less than it may grow to is on its way still, till that is granted too.
     """
     if resident.away_bytes or resident.level == "leaving":
         return "host"
-    is_lacking = resident.level == "coming" and resident.lacking_bytes > 0
-    return "coming" if is_lacking else "device"
+    may_grow = memory_bytes < resident.stay.launch.memory_bytes and resident.lacking_bytes > 0
+    return "coming" if resident.level == "coming" and may_grow else "device"
 
 
 def _may_end(resident: Resident) -> bool:

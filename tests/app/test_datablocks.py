@@ -29,6 +29,7 @@ from app.models import (
     DatablockPlace,
     DatablockUse,
     Device,
+    Host,
     Task,
     Upload,
     UploadPart,
@@ -645,17 +646,24 @@ class TestInputs:
         }
 
     def test_its_launch_is_told_who_had_it_last_and_is_up(self, red, session):
-        """Three, the last seen first; that it was seen again is written down once in a minute."""
+        """Three hosts, the last seen first; that one has it still is written down each minute."""
         put(red)
         request = red.post("/v1/requests", json=taking()).json()
         row = session.get_one(Task, request["tasks"][0]["id"])
         here = session.get_one(Device, "h.0")
         until = db.now(session) + timedelta(minutes=1)
+        session.add_all(Host(name=f"h{n}", island=here.island) for n in range(5))
+        session.flush()
         for n in range(5):
             facts = {"links": ["10.0.0.1", n], "secret": f"{n:02}" * 32}
-            how = {"host": here.host, "island": here.island, "kind": "cpu", "facts": facts}
+            how = {"host": f"h{n}", "island": here.island, "kind": "cpu", "facts": facts}
             session.add(Device(id=f"h.1{n}", lease_until=None if n == 1 else until, **how))
+        how |= {"host": "h0", "facts": {"links": ["10.0.0.1", 9], "secret": "99" * 32}}
+        session.add(Device(id="h.19", lease_until=until, **how))
         session.flush()
+        datablocks.lie(session, row.id, "h.19")
+        older = update(DatablockPlace).values(seen_at=until - timedelta(seconds=200))
+        session.execute(older)
         for n in range(5):
             datablocks.lie(session, row.id, f"h.1{n}")
             seen = update(DatablockPlace).where(DatablockPlace.device_id == f"h.1{n}")
@@ -667,6 +675,9 @@ class TestInputs:
         key = block_key("00" * 32, sha256(BODY))
         assert copies[0] == {"place": ["10.0.0.1", 0], "key": key}
         assert [copy["place"][1] for copy in copies] == [0, 2, 3]
+        datablocks.lie(session, row.id, "h.19")  # it was seen there longer ago than a minute
+        copies = launch.look_up(session, [(row, here)]).inputs[row.id]["x"]["copies"]
+        assert [copy["place"][1] for copy in copies] == [9, 2, 3]
 
     def test_a_version_may_be_named(self, red):
         for n in (1, 2):

@@ -5,6 +5,7 @@ more than a look into the store.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import queue
@@ -130,6 +131,20 @@ def test_who_has_the_key_gets_the_block_and_keeps_it(desk, mine):
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd := giving.taken([desk.copy()], SHA256, len(BODY), mine), b"x")
     os.close(fd)
+
+
+def test_who_does_not_answer_is_waited_for_once_and_the_store_is_read(desk, mine, monkeypatch):
+    at_desk = functools.partial(links.at_desk, timeout_s=0.3)
+    monkeypatch.setattr("workers.links.at_desk", at_desk)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = {"place": list(mute.getsockname()), "key": "ab" * 32}
+        assert giving.taken([silent, desk.copy()], SHA256, len(BODY), mine) is None
+        mute.settimeout(1)
+        mute.accept()[0].close()
+        assert read(giving.taken([silent, desk.copy()], SHA256, len(BODY), mine)) == BODY
+        mute.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            mute.accept()  # it was not asked again
 
 
 def test_many_take_it_at_once(desk, tmp_path):

@@ -332,6 +332,19 @@ def test_who_has_all_back_is_there_only_once_it_may_grow_to_what_it_asked_for(mo
     assert (goes.level, comes.level) == ("host", "device")
 
 
+def test_who_took_back_as_much_as_it_may_grow_to_is_there(monkeypatch):
+    """It was granted less, but its allocator took more: nothing is left to be granted."""
+    monkeypatch.setattr(Resident, "measure", lambda resident: None)
+    comes = _living("comes", "seating", level="coming", granted_bytes=35 * MB, turn=1)
+    comes.slab_bytes = comes.away_bytes = 35 * MB
+    house: Any = SimpleNamespace(memory_bytes=64 * MB, host_memory_bytes=MB**2, residents_max=9)
+    residency = Residency(house, {1: comes}, lambda resident: None, lambda: 0)
+    said = {"bytes": 0, "turn": 1, "memory_bytes": 60 * MB, "settled": True}
+    residency.heard(comes, said)
+    assert comes.level == "device"
+    assert residency.look(0)
+
+
 # --- on a device ----------------------------------------------------------------------------------
 
 

@@ -162,7 +162,7 @@ def test_an_heir_has_one_turn_and_all_of_its_user_s_when_who_was_before_it_has_e
     ground.launch("t2+", "jobs:Stamp", beside=True, params=params)
     ground.event(Started, "t2+")
     grown = grown_us(ground, ["t1", "t2", "t2+"])
-    assert grown["t2+"] <= 3 * TURN_US
+    assert grown["t2+"] <= TURN_US + 25_000  # and what its step and a busy machine add to it
     ground.cancel("t2")
     ground.event(Stopped, "t2")
     grown = grown_us(ground, ["t1", "t2+"])
