@@ -318,10 +318,11 @@ class LaneJob(GraphJob):
         self.unweighed = call, returned, took_s
 
     def _given(self, call: Call) -> JSON:
-        return self._filled(call, {})
+        """In the order in which one executor gives it; those that it maps over come later."""
+        return self._filled(call, dict.fromkeys(port for port, _ in (*call.takes, *call.lists)))
 
     def _filled(self, call: Call, given: JSON) -> JSON:
-        """With all that the node reads but the lists that it maps over."""
+        """All that the node reads but the lists that it maps over."""
         for port, held in call.whole:
             given[port] = self.taken[held]
         for port, n in call.others:

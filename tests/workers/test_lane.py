@@ -30,8 +30,10 @@ WIDE = body(
     node("last", "listed", "x=both.y"),
     node("more", "total", "xs=listed.y"),
     node("end", "listed", "x=more.y"),
+    node("names", "named", "a=d0.y b=d5.y c=draws.y", map="c"),
     y="last.y",
     z="end.y",
+    names="names.y",
 )
 STATES = body(  # what passes is no tensor: modules and optimizers, and what they share
     node("a", "begin_training", writes="state"),

@@ -42,6 +42,11 @@ def pairs(ctx, x, y):
     return {"y": x * 10 + y}
 
 
+def named(ctx, **ports):
+    """What it is given, in that order."""
+    return {"y": ",".join(ports)}
+
+
 def grow(ctx, state, *, by=1.0):
     """Writes to what it is given."""
     state += by
