@@ -194,8 +194,16 @@ def holders(session: Session, ids: Collection[str]) -> dict[str, int]:
 # --- where it lies --------------------------------------------------------------------------------
 
 
-def lie(session: Session, task_id: str, device_id: str) -> None:
-    """The versions that a task takes, and those that it published, lie on this device's host."""
+def are_taken_by(task: Task) -> bool:
+    inputs = task.descriptor.get("inputs") or {}
+    return any(source.startswith("datablock:") for source in inputs.values())
+
+
+def seen_on(session: Session, device_id: str, task_id: str) -> None:
+    """On this device's host lie the versions that a task there takes, and those that it published.
+
+    Whoever takes one elsewhere is told so (`places`).
+    """
     takes = select(DatablockUse.datablock_id).where(DatablockUse.task_id == task_id)
     made = select(Datablock.id).where(Datablock.task_id == task_id)
     found = union(takes, made).subquery()

@@ -876,8 +876,8 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     placement.started_at, placement.first_step = task.started_at, event.step
     placement.input_bytes, placement.fetched_bytes = event.input_bytes, event.fetched_bytes
     placement.ways = event.ways
-    if event.resumed != "resident" and launch.takes_datablocks(task):
-        datablocks.lie(session, task.id, placement.device_id)
+    if event.resumed != "resident" and datablocks.are_taken_by(task):
+        datablocks.seen_on(session, placement.device_id, task.id)
     said = {
         "fresh": f"Started on {task.seat}",
         "resident": f"Went on on {task.seat} after step {event.step}, in place",
@@ -1149,7 +1149,7 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     for output, name in sorted(publish.items()):
         _publish(session, task, output, name)
     if publish:
-        datablocks.lie(session, task.id, placement.device_id)
+        datablocks.seen_on(session, placement.device_id, task.id)
 
 
 def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:

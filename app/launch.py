@@ -182,7 +182,7 @@ def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
         if output not in outputs:
             continue  # of who is not launched yet, or what comes late
         found[id][port] = source(outputs[output], maker or {})
-    if takers := [task.id for task in tasks if takes_datablocks(task)]:
+    if takers := [task.id for task in tasks if datablocks.are_taken_by(task)]:
         uses = (
             select(DatablockUse.task_id, DatablockUse.port, Datablock)
             .join(Datablock, Datablock.id == DatablockUse.datablock_id)
@@ -223,11 +223,6 @@ def _copies(maker: JSON, sha256: str) -> list[JSON]:
 # Without the datablock that it was published as: an edge stays an edge.  Images refer to datablocks
 # that a task declares, and whoever goes on from one elsewhere has those, but no edge of that task.
 _OF_AN_OUTPUT = {"sha256", "size_bytes", "format"}
-
-
-def takes_datablocks(task: Task) -> bool:
-    inputs = task.descriptor.get("inputs") or {}
-    return any(source.startswith("datablock:") for source in inputs.values())
 
 
 def _may_have_images(task: Task) -> bool:

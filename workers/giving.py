@@ -57,6 +57,7 @@ BURST_S = 0.005  # so much of its rate may be made up for, after a thread was la
 _PIECE = 256 << 10  # is sent at a time,
 _TAKEN = 1 << 20  # and so much taken, if it is there
 _SIZE = struct.Struct("!Q")
+_silent_until_s: dict[tuple[str | int, ...], float] = {}  # by place, of this process
 
 
 class Giver:
@@ -272,9 +273,6 @@ def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int |
                 _silent_until_s[place] = time.monotonic() + SILENT_S
                 return None
     return None
-
-
-_silent_until_s: dict[tuple[str | int, ...], float] = {}  # by place
 
 
 def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:

@@ -259,7 +259,7 @@ class GraphJob:
         while self.done < len(calls):
             if plain := self._plain_ahead():
                 self.done = self._burst(ctx, plain, until_s)
-            elif self._special(ctx, calls[self.done], until_s):
+            elif self._node(ctx, calls[self.done], until_s):
                 self.done += 1
             else:
                 return
@@ -276,8 +276,8 @@ class GraphJob:
     def _goes_on(self, ctx: Any, until_s: float) -> bool:
         return _clock() < until_s and ctx.result is None
 
-    def _special(self, ctx: Any, call: Call, until_s: float) -> bool:
-        """A node that is not plain, or shards of it; is it over?"""
+    def _node(self, ctx: Any, call: Call, until_s: float) -> bool:
+        """A node by itself, or shards of it; is it over?"""
         try:
             if call.map:
                 return self._map(ctx, call, until_s)

@@ -21,7 +21,7 @@ from workers import graph
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
 from workers.carrying import Carried
-from workers.graph import Call, GraphJob, Loaded, NodeFailed, items_of, memory_of
+from workers.graph import Call, GraphJob, Loaded, items_of, memory_of
 from workers.passing import Held, Passing
 from workers.turns import Turns
 
@@ -244,9 +244,7 @@ class LaneJob(GraphJob):
         for held in stop.takes:
             if held not in self.taken:
                 self.taken[held] = self.passing.take(held)
-        if call.is_plain and self.room is None:
-            self._plain_one(ctx, call)
-        elif not self._special(ctx, call, until_s):
+        if not self._node(ctx, call, until_s):
             return False
         if ctx.result is None:
             self._did(stop, call)
@@ -255,12 +253,12 @@ class LaneJob(GraphJob):
             self.unweighed = None
         return ctx.result is None
 
-    def _plain_one(self, ctx: Any, call: Call) -> None:
-        try:
-            given = self._filled(call, call.given.copy())
-            self._plain(ctx, call, self.done, given, graph._clock())
-        except BaseException as error:
-            raise NodeFailed(call.name, call.unit.function) from error
+    def _run(self, ctx: Any, call: Call) -> None:
+        if not call.is_plain or self.room is not None:
+            super()._run(ctx, call)
+            return
+        given = self._filled(call, call.given.copy())
+        self._plain(ctx, call, self.done, given, graph._clock())
 
     def _did(self, stop: Stop, call: Call) -> None:
         for n in stop.gives:  # first of all: others wait

@@ -229,7 +229,7 @@ def test_graphs_of_four_tenants_share_two_devices_by_weight_and_give_the_same_bi
     assert system.until(lambda: tasks <= on_devices()), on_devices()
     time.sleep(6)  # who came first has waited for the others
     before = dict(system.sql(HELD, list(weights)))
-    time.sleep(12)
+    time.sleep(12)  # what is judged
     held = {name: s - before[name] for name, s in system.sql(HELD, list(weights))}
     for name, weight in weights.items():
         part = held[name] / sum(held.values())

@@ -560,7 +560,7 @@ class TestDelete:
         assert housekeeping.tidy(session) == []
         task = session.get_one(Task, request["tasks"][0]["id"])
         task.state = "failed"
-        datablocks.lie(session, task.id, "h.0")
+        datablocks.seen_on(session, "h.0", task.id)
         session.commit()
         assert housekeeping.tidy(session) == [blob(sha256(BODY))]
         assert session.scalars(select(DatablockPlace)).all() == []
@@ -603,6 +603,19 @@ class TestOutputs:
         taker.state = "cancelled"
         session.commit()
         assert housekeeping.named(session, [name]) == {name}
+
+
+class TestPlaces:
+    def test_where_one_was_not_seen_for_a_week_is_forgotten(self, red, session):
+        put(red)
+        request = red.post("/v1/requests", json=taking()).json()
+        datablocks.seen_on(session, "h.0", request["tasks"][0]["id"])
+        later(session, DatablockPlace.seen_at, days=6)
+        housekeeping.tidy(session)
+        assert session.scalars(select(DatablockPlace.device_id)).all() == ["h.0"]
+        later(session, DatablockPlace.seen_at, days=8)
+        housekeeping.tidy(session)
+        assert session.scalars(select(DatablockPlace.device_id)).all() == []
 
 
 class TestSweep:
@@ -661,21 +674,21 @@ class TestInputs:
         how |= {"host": "h0", "facts": {"links": ["10.0.0.1", 9], "secret": "99" * 32}}
         session.add(Device(id="h.19", lease_until=until, **how))
         session.flush()
-        datablocks.lie(session, row.id, "h.19")
+        datablocks.seen_on(session, "h.19", row.id)
         older = update(DatablockPlace).values(seen_at=until - timedelta(seconds=200))
         session.execute(older)
         for n in range(5):
-            datablocks.lie(session, row.id, f"h.1{n}")
+            datablocks.seen_on(session, f"h.1{n}", row.id)
             seen = update(DatablockPlace).where(DatablockPlace.device_id == f"h.1{n}")
             session.execute(seen.values(seen_at=until - timedelta(seconds=70 + n)))
-        datablocks.lie(session, row.id, "h.13")
+        datablocks.seen_on(session, "h.13", row.id)
         seen_at = select(DatablockPlace.seen_at).where(DatablockPlace.device_id == "h.13")
         assert session.scalar(seen_at) == until - timedelta(seconds=73)
         copies = launch.look_up(session, [(row, here)]).inputs[row.id]["x"]["copies"]
         key = block_key("00" * 32, sha256(BODY))
         assert copies[0] == {"place": ["10.0.0.1", 0], "key": key}
         assert [copy["place"][1] for copy in copies] == [0, 2, 3]
-        datablocks.lie(session, row.id, "h.19")  # it was seen there longer ago than a minute
+        datablocks.seen_on(session, "h.19", row.id)  # it was seen there longer ago than a minute
         copies = launch.look_up(session, [(row, here)]).inputs[row.id]["x"]["copies"]
         assert [copy["place"][1] for copy in copies] == [9, 2, 3]
 

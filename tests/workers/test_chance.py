@@ -198,6 +198,16 @@ def test_what_was_seeded_ahead_and_forgotten_is_seeded_again():
     assert called(chance, by_torch, 7, True, 0) == drawn(by_torch, 7)
 
 
+@pytest.mark.parametrize("function", [quiet, by_torch])
+def test_who_draws_between_does_not_change_what_was_seeded_ahead(function):
+    """As a block may that is unpickled meanwhile."""
+    chance = Chance(Accelerator("cpu"))
+    called(chance, function, 1, True, 0)
+    chance.seed_ahead(function, 7)
+    torch.rand(3)
+    assert called(chance, function, 7, True, 0) == drawn(function, 7)
+
+
 def test_who_may_not_be_called_twice_is_seeded_each_time():
     chance, some = Chance(Accelerator("cpu")), Sometimes(3)
     got = [called(chance, some, 7, False, x) for x in range(6)]

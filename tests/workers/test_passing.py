@@ -14,8 +14,8 @@ from workers import turns
 from workers.accelerator import Accelerator
 from workers.capture import Surroundings
 from workers.ground import Ground, close, make
-from workers.passing import LARGE_BYTES, Passing
-from workers.turns import Turns
+from workers.passing import _HEAD_BYTES, LARGE_BYTES, Passing
+from workers.turns import GangFailed, Turns
 
 BLOCKS = 8
 LARGE = LARGE_BYTES // 4
@@ -59,6 +59,15 @@ def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, both: Any) -> None:
     for seen in (here, there):
         assert (seen.dtype, seen.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(seen, tensor)
+
+
+def test_a_block_that_another_version_wrote_is_not_guessed_at(both: Any) -> None:
+    one, other = both
+    one.post(3, torch.arange(4.0), (1,))
+    offset = other.words[other._entry((3, 0))]
+    one.ground.write(offset + _HEAD_BYTES - 8, bytes(8))
+    with pytest.raises(GangFailed, match="another version"):
+        other.take((3, 0))
 
 
 def test_what_is_no_tensor_arrives_with_its_ties(both: Any) -> None:
