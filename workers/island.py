@@ -25,6 +25,7 @@ from sqlalchemy.orm import Session
 from app import broker, collector, db, journal, ledger, moving, outbox
 from app.core import record
 from app.core.board import Board
+from app.core.island import Plan
 from app.core.messages import Alive, Answer, BadMessage, decode
 from app.core.rota import as_json
 from app.core.sharing import shares
@@ -39,6 +40,7 @@ from workers.loop import Loop, keep
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.05  # until a wish that is being written now has been written
+TOLD_TASKS = 5  # so many are named in the log when a round looks back
 RESEND_LOOKS = 4  # so often orders are looked for that are due again, in the time of one
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value())
@@ -237,9 +239,25 @@ class Scheduler(Loop):
         moving.make_fit(session, board)
         if self.follower.behind:
             return 0.0
+        return self._wait_s(plan, board, now_s=now_s)
+
+    def _wait_s(self, plan: Plan, board: Board, *, now_s: float) -> float:
+        """Until the next round, if nothing wakes it; a plan that is to be made again in the past
+        is a fault of the scheduler, and must not keep it busy for ever.
+        """
         if plan.look_again_s is None:
             return settings().tick_s
-        return min(settings().tick_s, max(0.0, plan.look_again_s - now_s))
+        if plan.look_again_s <= now_s:
+            waiting = sorted(board.tried.keys() | board.in_the_way)[:TOLD_TASKS]
+            log.error(
+                "island %s: the round at %.6f s asked to be made again at %.6f s; tasks: %s",
+                self.island,
+                now_s,
+                plan.look_again_s,
+                ", ".join(waiting) or "none",
+            )
+            return settings().tick_s
+        return min(settings().tick_s, plan.look_again_s - now_s)
 
     def _spare_the_silent(self, session: Session, board: Board) -> None:
         """While Redis is away, and for one lease after it: devices must get through first."""

@@ -256,7 +256,7 @@ class Board:
         self.in_the_way: set[str] = set()
         self.tried: dict[str, tuple[str, ...]] = {}
         self.goes_on = False  # did a line run out, so that the next round is one with the last?
-        self.astray = False  # is somebody seated on a device that nobody knows?
+        self.astray = False  # may a task be on a device that is lost, or that is not known?
         self.quiet = (-1, -math.inf)  # while the tree's `moved` is this, nobody gains until then
         self.services: dict[tuple[Branch, str], Service] = {}
         self.lifts: dict[tuple[str, str, str], Lift] = {}  # (tenant, user, kind)
@@ -315,7 +315,10 @@ class Board:
                 self.set_task(self.tasks[id])
 
     def next_s(self) -> float:
-        """When time alone next changes what is on the board; NEVER if nothing will."""
+        """When time alone next changes what is on the board: later than now, NEVER if nothing will.
+
+        Before a round has looked at the board (`cycle`), it may be now.
+        """
         at_s = min(self.leases_due_s, self._promise_due_s)
         if self._ripening:
             at_s = min(at_s, self._ripening[0][0])
@@ -418,7 +421,7 @@ class Board:
             due_s = lasts_s if lasts_s > self.now_s else lasts_s + self.policy.lost_grace_s
             self.leases_due_s = min(self.leases_due_s, due_s)
         elif self.on(device.id):
-            self.leases_due_s = self.now_s  # who is there is lost
+            self.astray = True  # the next round looks for the tasks that are lost there
         if old is not None and old.cordoned != device.cordoned:
             self.news.update(self.on(device.id))
         self.tree.version += 1  # who found no seat may find one
@@ -702,7 +705,9 @@ class Board:
         if not self.policy.turns and task.width == 1:
             return
         due_s = self.patience_ends_s(task)
-        if due_s < NEVER:
+        if due_s <= self.now_s:  # its patience is over: no instant is left to wait for
+            self._due[task.id] = min(due_s, self._due.get(task.id, NEVER))
+        elif due_s < NEVER:
             heappush(self._aging, (due_s, task.id, task.epoch))
         if task.epoch and self.policy.tier_share.get(task.tier):
             self._behind.setdefault((task.kind, task.tier), {})[task.id] = None

@@ -40,7 +40,8 @@ from app.core.meter import Interval, Meter
 from app.core.reclaim import shut_by
 
 STORY_LINES = 20  # of the timeline, told with what is broken
-STANDSTILL_ROUNDS = 100  # at one instant
+STANDSTILL_ROUNDS = 100  # at one instant, or in a row that ask to be made again at once
+TOLD_TASKS = 5  # so many are named when the clock stands still
 ASK_EVERY_ROUNDS = 256  # whether to go on
 
 
@@ -173,23 +174,40 @@ def simulate(
     """
     world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users)
     world.keep_timeline = checked or keep_timeline
-    rounds_at_us, rounds, in_all = -1, 0, 0
+    rounds_at_us, rounds, at_once, in_all = -1, 0, 0, 0
     while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
         world.advance(at_us)
         rounds = rounds + 1 if at_us == rounds_at_us else 1
         rounds_at_us, in_all = at_us, in_all + 1
         if in_all % ASK_EVERY_ROUNDS == 0 and not go_on():
             raise Stopped(at_s=world.now_s, done=world.done)
-        if rounds > STANDSTILL_ROUNDS:
-            raise Broken("the clock stands still", at_s=world.now_s, timeline=world.timeline)
         seen = world.snapshot() if checked else None
         plan = cycle(world.board)
+        at_once = at_once + 1 if is_hurried(plan) else 0
+        if max(rounds, at_once) > STANDSTILL_ROUNDS:
+            raise Broken(_standstill(world), at_s=world.now_s, timeline=world.timeline)
         world.obey(plan)
         if seen is not None:
             check(world, replace(seen, lifts=tuple(world.board.lifts.values())), plan)
     if math.isfinite(until_s):
         world.advance(_us(until_s))
     return world.report()
+
+
+def is_hurried(plan: Plan) -> bool:
+    """Does a plan ask for another round no later than its own instant?  No plan should."""
+    return plan.look_again_s is not None and plan.look_again_s <= plan.now_s
+
+
+def _standstill(world: World) -> str:
+    """Names the tasks that the rounds of this instant are about: they wait, and were looked at."""
+    board = world.board
+    waiting = [task.id for task in board.tasks.values() if task.state == State.waiting]
+    looked_at = sorted((board.tried.keys() | board.in_the_way).intersection(waiting))
+    named = looked_at + [id for id in sorted(waiting) if id not in looked_at]
+    more = f" and {len(named) - TOLD_TASKS} more" if len(named) > TOLD_TASKS else ""
+    told = ", ".join(named[:TOLD_TASKS]) + more if named else "none"
+    return f"the clock stands still; tasks that wait: {told}"
 
 
 # --- the world ----------------------------------------------------------------------------------
@@ -621,6 +639,7 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
     """Look at the world after it obeyed a plan made of what was `seen`; raises Broken."""
     anew = decide(seen, now_s=world.now_s)
     for what in (
+        *_hurried(plan),
         *_doubled(world),
         *_idle(world),
         *_hasty(seen, plan),
@@ -629,6 +648,12 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
         *_different(seen, plan, anew),
     ):
         raise Broken(what, at_s=world.now_s, timeline=world.timeline)
+
+
+def _hurried(plan: Plan) -> Iterable[str]:
+    """A round is made again later, never at its own instant or in the past."""
+    if is_hurried(plan):
+        yield f"the round at {plan.now_s} s is to be made again at {plan.look_again_s} s"
 
 
 def _doubled(world: World) -> Iterable[str]:

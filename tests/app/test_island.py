@@ -14,6 +14,7 @@ from sqlalchemy.event import listen, remove
 from app import db, journal, outbox, wishes
 from app.core.island import Decision, Plan
 from app.core.messages import Alive, Finished, ResidentView, Started, decode
+from app.follow import Follower
 from app.models import (
     Account,
     Device,
@@ -256,6 +257,18 @@ class TestRound:
         assert [queue for queue, _ in answers(sent)] == ["device.h.1"]
         hear(running, alive("h.0", residents=[view("tsk_t", step=5)]))
         assert session.get_one(Task, "tsk_t").step == 5
+
+    def test_a_plan_to_be_made_again_in_the_past_is_logged_and_waited_for(
+        self, session, isle, sent, monkeypatch, caplog
+    ):
+        def plan(follower, session, board):
+            return Plan(now_s=board.now_s, look_again_s=board.now_s - 1)
+
+        monkeypatch.setattr(Follower, "cycle", plan)
+        isle.hear(alive())
+        wait_s = isle.look()
+        assert 0.9 * settings().tick_s < wait_s <= settings().tick_s
+        assert "asked to be made again" in caplog.text
 
     def test_what_never_can_start_ends_its_request(self, session, isle, sent):
         add_task(session, "first", state="failed", request="req_r")

@@ -386,9 +386,21 @@ def test_a_device_lost_while_it_is_resized_is_seen_when_that_is_done() -> None:
     board = Board.of(drawn, now_s=NOW_S)
     board.set_device(replace(drawn.devices["d2"], lease_until_s=NOW_S + 1))
     board.at(NOW_S + 2)
-    assert told(cycle(board)) == []
+    plan = cycle(board)
+    assert told(plan) == []
+    assert plan.look_again_s is None or plan.look_again_s > board.now_s, "it waits for the device"
     board.set_task(replace(board.tasks["a"], state="running"))
     assert told(cycle(board)) == ["a: d0 d1"]
+
+
+def test_a_round_in_which_a_device_is_lost_is_not_made_again_at_once() -> None:
+    drawn = at_home(grown("a", "d0 d1 d2"), devices=3)
+    board = Board.of(drawn, now_s=NOW_S)
+    board.set_device(replace(drawn.devices["d2"], lease_until_s=NOW_S + 1))
+    board.at(NOW_S + 2)
+    plan = cycle(board)
+    assert told(plan) == ["a: d0 d1"]
+    assert plan.look_again_s is None or plan.look_again_s > board.now_s
 
 
 def test_a_gang_goes_on_when_its_image_is_durable_and_not_with_fewer_devices() -> None:
