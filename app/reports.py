@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
+from math import isfinite
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, func, select, text, true
@@ -23,10 +24,11 @@ from sqlalchemy.dialects.postgresql import distinct_on
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from app import datablocks as blocks
-from app import lending, tree, why
+from app import lending, phases, tree, why
 from app.core import fairshare
 from app.core.division import Branch, divide_tree
 from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE
+from app.core.phase import request_phase
 from app.forecast import Start
 from app.models import (
     Account,
@@ -40,7 +42,6 @@ from app.models import (
     LedgerBase,
     Lift,
     LogLine,
-    Metric,
     Placement,
     Request,
     Task,
@@ -541,6 +542,7 @@ class Queued:
     tenant: str
     user: str
     state: str
+    phase: str
     place: int | None
     kind: str
     memory_bytes: int
@@ -623,6 +625,7 @@ def _queued(task: Task, request: str, owner: str, user: str, told: Why) -> Queue
         tenant=owner,
         user=user,
         state=task.state,
+        phase=phases.of_task(task),
         place=told.place,
         kind=task.kind,
         memory_bytes=task.memory_bytes,
@@ -663,6 +666,7 @@ class Running:
     tenant: str
     user: str
     state: str
+    phase: str
     devices: tuple[str, ...]
     step: int
     metrics: dict[str, Any]
@@ -685,6 +689,7 @@ def running(session: Session, tenant: str | None) -> list[Running]:
             tenant=owner,
             user=user,
             state=task.state,
+            phase=phases.of_task(task),
             devices=held[task.id],
             step=task.step,
             metrics=task.metrics,
@@ -1055,13 +1060,13 @@ def _decided(row: Any) -> Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLine:
-    """A request in a list.  `tasks` counts its tasks by state."""
+    """A request in a list.  `tasks` counts its tasks by phase."""
 
     id: str
     name: str
     tenant: str
     user: str
-    state: str
+    phase: str
     submitted_at: datetime
     ended_at: datetime | None
     tasks: dict[str, int]
@@ -1074,7 +1079,7 @@ def requests(
     session: Session,
     tenant: str | None,
     *,
-    state: str | None = None,
+    phase: str | None = None,
     before: str | None = None,
     limit: int = 50,
 ) -> list[RequestLine]:
@@ -1082,8 +1087,8 @@ def requests(
     query = select(Request.id).order_by(Request.id.desc()).limit(limit)
     if tenant is not None:
         query = query.where(Request.tenant_id == tenant)
-    if state is not None:
-        query = query.where(Request.state == state)
+    if phase is not None:
+        query = query.where(phases.is_in([phase]))
     if before is not None:
         query = query.where(Request.id < before)
     return _request_lines(session, list(session.scalars(query)))
@@ -1101,20 +1106,24 @@ def request(session: Session, tenant: str | None, id: str) -> RequestLine | None
 def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
     counts: dict[str, dict[str, int]] = defaultdict(dict)
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    per_state = (
+    leading: dict[str, set[str]] = defaultdict(set)
+    per_phase = (
         select(
             Task.request_id,
-            Task.state,
+            phases.TASK_PHASE.label("phase"),
+            phases.IS_NO_TICKET.label("leads"),
             func.count(),
             func.sum(Task.total_held_us + Task.held_us),
             func.sum(Task.pauses),
             func.sum(Task.lost_steps),
         )
         .where(Task.request_id.in_(ids))
-        .group_by(Task.request_id, Task.state)
+        .group_by(Task.request_id, "phase", "leads")
     )
-    for id, state, count, *more in session.execute(per_state):
-        counts[id][state] = count
+    for id, phase, leads, count, *more in session.execute(per_phase):
+        counts[id][phase] = counts[id].get(phase, 0) + count
+        if leads:
+            leading[id].add(phase)
         sums[id] = [int(a) + int(b) for a, b in zip(sums[id], more, strict=True)]
     query = (
         select(Request, Tenant.name, User.name)
@@ -1129,7 +1138,7 @@ def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
             name=row.name,
             tenant=tenant,
             user=user,
-            state=row.state,
+            phase=request_phase(row.state, leading[row.id]),
             submitted_at=row.submitted_at,
             ended_at=row.ended_at,
             tasks=counts[row.id],
@@ -1153,6 +1162,7 @@ class TaskView:
     type: str
     kind: str
     state: str
+    phase: str
     hold: str
     place: int | None
     devices: tuple[str, ...]
@@ -1191,6 +1201,7 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             type=task.type,
             kind=task.kind,
             state=task.state,
+            phase=phases.of_task(task),
             hold=task.hold,
             place=told[task.id].place,
             devices=held[task.id],
@@ -1304,31 +1315,49 @@ class Curve:
 
 
 def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
-    """Each number of each task, thinned evenly to about `points`; the last one always stays."""
-    numbered = (
-        select(
-            Task.name.label("task"),
-            Metric.step,
-            Metric.values,
-            func.row_number().over(partition_by=Task.id, order_by=Metric.step.desc()).label("back"),
-            func.count().over(partition_by=Task.id).label("all"),
-        )
-        .join(Task, Task.id == Metric.task_id)
-        .where(Task.request_id == request)
-        .subquery()
+    """Each number of each task: every row, or, of more than `points` rows, about `points` of them.
+
+    Steps are then cut into equal ranges, and of each range the rows with its lowest and its highest
+    value stay, as do the first and the last row.  So each point is a row, and no extreme is lost.
+    """
+    found: dict[tuple[str, str], set[tuple[int, float]]] = defaultdict(set)
+    for row in session.execute(_CURVES, {"request": request, "points": points}):
+        kept = [(row.lowest[1], row.lowest[0]), (row.highest[1], row.highest[0])]
+        kept += [tuple(row.first)] if row.is_first else []
+        kept += [tuple(row.last)] if row.is_last else []
+        line = ((int(step), float(value)) for step, value in kept)
+        found[row.task, row.name] |= {point for point in line if isfinite(point[1])}
+    return [
+        Curve(task=task, name=name, points=tuple(sorted(line)))
+        for (task, name), line in found.items()
+        if line
+    ]
+
+
+_CURVES = text(
+    """
+    with span as (
+        select t.id, t.name, min(m.step) as first, max(m.step) as last, count(*) as rows
+        from metrics m join tasks t on t.id = m.task_id
+        where t.request_id = :request group by t.id, t.name
+    ), numbers as (
+        select span.name as task, one.key as name, m.step, one.value::numeric as value,
+            case when rows <= :points then m.step
+                else div((m.step - first)::numeric * (:points / 2), last - first + 1) end as range
+        from span join metrics m on m.task_id = span.id
+            cross join lateral jsonb_each(m.values) one
+        where jsonb_typeof(one.value) = 'number'
+    ), ranges as (
+        select task, name, range, min(array[value, step]) as lowest,
+            max(array[value, step]) as highest, min(array[step, value]) as first,
+            max(array[step, value]) as last
+        from numbers group by task, name, range
     )
-    every = func.greatest(1, numbered.c.all / text(str(points)))
-    query = (
-        select(numbered.c.task, numbered.c.step, numbered.c["values"])
-        .where((numbered.c.back - 1) % every == 0)
-        .order_by(numbered.c.task, numbered.c.step)
-    )
-    found: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for task, step, values in session.execute(query):
-        for name, value in values.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                found[task, name].append((step, float(value)))
-    return [Curve(task=task, name=name, points=tuple(line)) for (task, name), line in found.items()]
+    select *, lag(range) over line is null as is_first, lead(range) over line is null as is_last
+    from ranges window line as (partition by task, name order by range)
+    order by task, name, range
+    """
+)
 
 
 # --- datablocks ---------------------------------------------------------------------------------

@@ -291,7 +291,8 @@ class Log:
     def write(self, stream: str, data: bytes) -> None:
         *whole, rest = (self._open[stream] + data).split(b"\n")
         for line in whole:
-            self._add(stream, line)
+            self._add(stream, _last_frame(line))
+        rest = _last_frame(rest)
         while len(rest) > LINE_LIMIT_BYTES:
             self._add(stream, rest[:LINE_LIMIT_BYTES])
             rest = rest[LINE_LIMIT_BYTES:]
@@ -344,6 +345,15 @@ class Log:
         if stream == "stderr":
             self.last.append(text)
         self.held_bytes += _line_bytes(stream, text)
+
+
+def _last_frame(line: bytes) -> bytes:
+    """What a terminal would show of a line that returns to its start, as progress bars do.
+
+    A carriage return at the end stays until the line goes on: what follows it replaces the line.
+    """
+    start = line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1
+    return line[start:]
 
 
 def _line_bytes(stream: str, text: str) -> int:

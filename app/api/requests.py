@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
 from pydantic import BeforeValidator, Field
@@ -15,7 +16,7 @@ from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
-from app import assign, graphs, intake, wishes
+from app import assign, graphs, intake, phases, wishes
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.descriptor_schema import DescriptorIn
@@ -24,6 +25,7 @@ from app.api.problems import declared
 from app.api.reach import of_caller, request_to_act_on, visible_request
 from app.api.schemas import (
     Page,
+    PhaseWord,
     RequestOut,
     RequestPatch,
     RequestPlan,
@@ -31,10 +33,11 @@ from app.api.schemas import (
     RequestSummary,
     Validated,
 )
-from app.api.tasks import new_task_out, task_outs
+from app.api.tasks import AskedPhases, new_task_out, task_outs, words_in
 from app.api.times import Time
 from app.changes import changes
 from app.core.lifecycle import ENDED
+from app.core.phase import request_phase
 from app.db import Db, commit, transaction
 from app.errors import BadInput, Forbidden
 from app.models import Request, Task, Tenant, User
@@ -120,14 +123,6 @@ def _owner(caller: Caller) -> intake.Owner:
 # --- look ---------------------------------------------------------------------------------------
 
 
-def _states(text: str | None) -> list[str]:
-    states = [word.strip() for word in (text or "").split(",") if word.strip()]
-    if unknown := [state for state in states if state not in get_args(RequestState)]:
-        known = ", ".join(get_args(RequestState))
-        raise BadInput.at("?state", f"{unknown[0]!r} is none of {known}", "state")
-    return states
-
-
 @router.get(
     "/requests/{id}/plan",
     response_model=RequestPlan,
@@ -167,6 +162,7 @@ def list_requests(
     caller: Authed,
     session: Db,
     state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    phase: AskedPhases = None,
     label: Annotated[list[str] | None, Query(description="NAME:VALUE; all must fit")] = None,
     name: Annotated[str | None, Query(description="exactly this name")] = None,
     tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
@@ -174,8 +170,10 @@ def list_requests(
 ) -> dict[str, Any]:
     """Those of the tenants that you see; every filter narrows it further."""
     query = select(Request).where(of_caller(caller, Request.tenant_id))
-    if states := _states(state):
+    if states := words_in(state, RequestState, "state"):
         query = query.where(Request.state.in_(states))
+    if asked := words_in(phase, PhaseWord, "phase"):
+        query = query.where(phases.is_in(asked))
     for item in label or []:
         query = query.where(Request.labels.contains(_label(item)))
     if name is not None:
@@ -321,17 +319,20 @@ _TASKS = (
 def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
     """What `request_out` would read of it, once it is written."""
     request, tasks = accepted.request, accepted.tasks
+    shown = [new_task_out(request, task, accepted.needs[task["name"]]) for task in tasks]
     return RequestOut.model_validate(
         {
             **request,
             "state": "queued",
+            "phase": request_phase("queued", (task["phase"] for task in shown)),
             "tenant": caller.tenant_name,
             "user": caller.user_name,
             "ended_at": None,
             "task_states": {"blocked": len(tasks)},
+            "task_phases": dict(Counter(task["phase"] for task in shown)),
             "hold": min(task["hold"] for task in tasks),
             "bundle": str(request["descriptor"].get("bundle") or ""),
-            "tasks": [new_task_out(request, task, accepted.needs[task["name"]]) for task in tasks],
+            "tasks": shown,
         }
     )
 
@@ -351,35 +352,50 @@ _NAMES = (
     .where(Request.id.in_(bindparam("ids", expanding=True)))
 )
 _COUNTED = (
-    select(Task.request_id, Task.state, Task.hold, func.count())
+    select(
+        Task.request_id,
+        Task.state,
+        phases.TASK_PHASE.label("phase"),
+        Task.hold,
+        phases.IS_NO_TICKET.label("leads"),
+        func.count(),
+    )
     .where(Task.request_id.in_(bindparam("ids", expanding=True)))
-    .group_by(Task.request_id, Task.state, Task.hold)
+    .group_by(Task.request_id, Task.state, "phase", Task.hold, "leads")
 )
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The tasks of one request: how many are how, how those stand that lead, who holds the rest."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)
+    leading: set[str] = field(default_factory=set)
+    holders: set[str] = field(default_factory=set)
 
 
 def _summaries(session: Session, requests: list[Request]) -> list[dict[str, Any]]:
     ids = [request.id for request in requests]
     names = {row.id: row for row in session.execute(_NAMES, {"ids": ids})}
-    states: dict[str, dict[str, int]] = {id: {} for id in ids}
-    holders: dict[str, set[str]] = {id: set() for id in ids}
-    for id, state, hold, n in session.execute(_COUNTED, {"ids": ids}):
-        states[id][state] = states[id].get(state, 0) + n
+    counted: dict[str, _Counted] = defaultdict(_Counted)
+    for id, state, phase, hold, leads, n in session.execute(_COUNTED, {"ids": ids}):
+        of = counted[id]
+        of.states[state] += n
+        of.phases[phase] += n
+        if leads:
+            of.leading.add(phase)
         if state not in ENDED:
-            holders[id].add(hold)
-    return [
-        {
-            **_summary(request, names[request.id], states[request.id]),
-            "hold": min(holders[request.id], default=""),  # "" sorts first: one is not held
-        }
-        for request in requests
-    ]
+            of.holders.add(hold)
+    return [_summary(request, names[request.id], counted[request.id]) for request in requests]
 
 
-def _summary(request: Request, names: Any, states: dict[str, int]) -> dict[str, Any]:
+def _summary(request: Request, names: Any, tasks: _Counted) -> dict[str, Any]:
     return {
         "id": request.id,
         "name": request.name,
         "state": request.state,
+        "phase": request_phase(request.state, tasks.leading),
         "tier": request.tier,
         "priority": request.priority,
         "labels": request.labels,
@@ -389,5 +405,7 @@ def _summary(request: Request, names: Any, states: dict[str, int]) -> dict[str, 
         "user": names.user,
         "submitted_at": request.submitted_at,
         "ended_at": request.ended_at,
-        "task_states": states,
+        "task_states": dict(tasks.states),
+        "task_phases": dict(tasks.phases),
+        "hold": min(tasks.holders, default=""),  # "" sorts first: one is not held
     }

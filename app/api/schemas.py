@@ -39,6 +39,14 @@ TaskState = Literal[
     "cancelled",
 ]
 
+PhaseWord = Literal[
+    "queued", "starting", "running", "paused", "preempted", "done", "failed", "cancelled"
+]
+_PHASE = (
+    "the one word that pages and the command show: a person paused what is `paused`, the scheduler"
+    " what is `preempted`, which goes on by itself"
+)
+
 KIND = r"[a-z0-9][a-z0-9._-]{0,62}"  # of devices
 
 _REQUEST, _TASK = "req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b", "tsk_0192f0c1b7e97d3e9a4c5b6d7e8f9a0c"
@@ -190,6 +198,7 @@ class TaskOut(Out):
         devices_max=1,
         tier="standard",
         state="running",
+        phase="running",
         hold="",
         cancel_asked=False,
         island="local",
@@ -212,7 +221,8 @@ class TaskOut(Out):
     devices_max: int = Field(1, description="and so many it can use")
     across_hosts: bool = Field(False, description="which may lie on several hosts")
     tier: Tier = Field("standard", description="its request's")
-    state: TaskState
+    state: TaskState = Field(description="the scheduler's own word, finer than `phase`")
+    phase: PhaseWord = Field(description=_PHASE)
     hold: str = Field("", description="who holds it back: nobody (empty), user or admin")
     cancel_asked: bool = False
     island: str | None = None
@@ -278,6 +288,7 @@ class RequestSummary(Out):
         id=_REQUEST,
         name="sweep-7",
         state="running",
+        phase="running",
         tier="standard",
         priority=0,
         labels={"exp": "a1"},
@@ -288,10 +299,12 @@ class RequestSummary(Out):
         submitted_at=_AT,
         ended_at=None,
         task_states={"running": 1, "blocked": 1},
+        task_phases={"running": 1, "queued": 1},
     )
     id: str
     name: str
-    state: RequestState
+    state: RequestState = Field(description="`running` from its first start to its end")
+    phase: PhaseWord = Field(description=_PHASE + ". That of its most advanced task")
     tier: str
     priority: int
     labels: dict[str, Any]
@@ -301,7 +314,8 @@ class RequestSummary(Out):
     user: str
     submitted_at: datetime
     ended_at: datetime | None
-    task_states: dict[str, int]
+    task_states: dict[str, int] = Field(description="how many tasks are in which state")
+    task_phases: dict[str, int] = Field(description="how many tasks are in which phase")
     hold: str = Field("", description="who holds back all that has not ended: user or admin")
 
 
@@ -352,6 +366,7 @@ class Explained(Out):
     model_config = example(
         task_id=_TASK,
         state="waiting",
+        phase="queued",
         place=2,
         message="2 of 2 cpu devices taken; a turn lasts 1 s or longer.",
         reasons=[
@@ -390,6 +405,7 @@ class Explained(Out):
     )
     task_id: str
     state: TaskState
+    phase: PhaseWord
     place: int | None = Field(
         description="among all that wait for its kind of device on its island, from 1"
     )

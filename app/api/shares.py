@@ -128,6 +128,7 @@ _QUEUED = {
     "tenant": "vision",
     "user": "ada",
     "state": "waiting",
+    "phase": "queued",
     "place": 2,
     "kind": "cpu",
     "memory_bytes": 0,

@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from sqlalchemy import bindparam, select
 from sqlalchemy.orm import Session, aliased
 
-from app import lending, why, wishes
+from app import lending, phases, why, wishes
 from app.api import downloads
 from app.api.auth import Authed
 from app.api.cursors import Paged, PagedBy200
@@ -26,6 +26,7 @@ from app.api.schemas import (
     MetricOut,
     MigrateIn,
     Page,
+    PhaseWord,
     PlacementOut,
     ResizeIn,
     TaskOut,
@@ -34,12 +35,17 @@ from app.api.schemas import (
 from app.core import graph, migration
 from app.core.messages import ARTIFACTS
 from app.core.migration import ANYWHERE
+from app.core.phase import task_phase
 from app.db import Db
 from app.errors import BadInput, Conflict, NotFound
 from app.models import Checkpoint, Device, Host, Metric, Need, Placement, Task
 from app.timespent import time_spent
 
 router = v1_router("tasks", 404)
+
+AskedPhases = Annotated[
+    str | None, Query(description="one or several, with commas: queued, paused, preempted …")
+]
 
 
 @router.get("/tasks", response_model=Page[TaskOut], summary="List tasks, newest first")
@@ -48,24 +54,28 @@ def list_tasks(
     caller: Authed,
     session: Db,
     state: Annotated[str | None, Query(description="one or several, with commas")] = None,
+    phase: AskedPhases = None,
     request_id: str | None = None,
 ) -> dict[str, Any]:
     """Those of the tenants that you see; every filter narrows it further."""
     query = select(Task).where(of_caller(caller, Task.tenant_id))
-    if state is not None:
-        query = query.where(Task.state.in_(_states(state)))
+    if states := words_in(state, TaskState, "state"):
+        query = query.where(Task.state.in_(states))
+    if asked := words_in(phase, PhaseWord, "phase"):
+        query = query.where(phases.TASK_PHASE.in_(asked))
     if request_id is not None:
         query = query.where(Task.request_id == request_id)
     found = paging.read(session, query, by=Task.id, newest_first=True)
     return found.page(task_outs(session, found.rows))
 
 
-def _states(text: str) -> list[str]:
-    states = [word.strip() for word in text.split(",") if word.strip()]
-    if unknown := [state for state in states if state not in get_args(TaskState)]:
-        known = ", ".join(get_args(TaskState))
-        raise BadInput.at("?state", f"{unknown[0]!r} is none of {known}", "state")
-    return states
+def words_in(text: str | None, known: Any, name: str) -> list[str]:
+    """Those between commas; raises BadInput at ?`name` for a word that is not `known`."""
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if unknown := [word for word in words if word not in get_args(known)]:
+        listed = ", ".join(get_args(known))
+        raise BadInput.at(f"?{name}", f"{unknown[0]!r:.80} is none of {listed}", name)
+    return words
 
 
 @router.get("/tasks/{id}", response_model=TaskOut, summary="Show a task")
@@ -113,6 +123,7 @@ def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     return {
         "task_id": task.id,
         "state": task.state,
+        "phase": phases.of_task(task),
         "place": told.place,
         "message": told.reasons[0]["message"] if told.reasons else _does_not_wait(session, task),
         "reasons": told.reasons,
@@ -319,6 +330,9 @@ def new_task_out(
         "tenant_id": request["tenant_id"],
         "tier": request["tier"],
         "state": "blocked",
+        "phase": task_phase(
+            "blocked", hold=task["hold"], begun=False, retries=False, has_image=False
+        ),
         "submitted_at": request["submitted_at"],
         "needs": [{"task": n.task, "port": n.port, "output": n.output} for n in needs],
         "inputs": task["descriptor"]["inputs"],
@@ -345,6 +359,7 @@ def _needs(session: Session, ids: list[str]) -> dict[str, list[dict[str, str]]]:
 def _task_out(task: Task, needs: list[dict[str, str]], lent: list[Placement]) -> TaskOut:
     shown = {name: getattr(task, name) for name in TaskOut.model_fields if hasattr(task, name)}
     shown |= {
+        "phase": phases.of_task(task),
         "needs": needs,
         "inputs": task.descriptor.get("inputs") or {},
         "publish": task.descriptor.get("publish") or {},

@@ -202,15 +202,16 @@ class TimeLine:
     lanes: tuple[Lane, ...]
 
 
-def time_line(stays: Sequence[Stay], *, now: datetime) -> TimeLine:
-    """One lane a task, another for what it is lent, one part a stay, coloured by device."""
-    since = min((stay.launched_at for stay in stays), default=now)
-    until = max((stay.ended_at or now for stay in stays), default=now)
+def time_line(stays: Sequence[Stay], *, since: datetime, until: datetime) -> TimeLine:
+    """One lane a task, another for what it is lent, one part a stay, coloured by device.
+
+    The axis is the request's: from its submission (`since`) to its end, or to now (`until`).
+    """
     devices = tuple(sorted({stay.device for stay in stays}))
     lanes: dict[str, list[Part]] = defaultdict(list)
     for stay in stays:
         lane = f"{stay.task}, lent" if stay.guest else stay.task
-        lanes[lane].append(_part(stay, since, until, devices, now))
+        lanes[lane].append(_part(stay, since, until, devices))
     return TimeLine(
         since=since,
         until=until,
@@ -219,11 +220,9 @@ def time_line(stays: Sequence[Stay], *, now: datetime) -> TimeLine:
     )
 
 
-def _part(
-    stay: Stay, since: datetime, until: datetime, devices: Sequence[str], now: datetime
-) -> Part:
+def _part(stay: Stay, since: datetime, until: datetime, devices: Sequence[str]) -> Part:
     whole_s = max((until - since).total_seconds(), 1e-3)
-    begun, ended = stay.started_at or stay.launched_at, stay.ended_at or now
+    begun, ended = stay.started_at or stay.launched_at, stay.ended_at or until
     x = 100 * (begun - since).total_seconds() / whole_s
     width = 100 * (ended - begun).total_seconds() / whole_s
     return Part(

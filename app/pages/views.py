@@ -42,9 +42,9 @@ from app.api.auth import (
 from app.api.edge import operation_named
 from app.api.reach import visible_request
 from app.changes import ALL, changes
+from app.core.phase import Phase
 from app.db import Db
 from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
-from app.models import REQUEST_STATES
 from app.pages import STATIC, acting, drawing, forms
 from app.settings import settings
 from app.timespent import time_spent
@@ -374,11 +374,11 @@ def _usage(session: Db, tenant: str | None, window: str, now: datetime) -> dict[
 def list_requests(
     request: Request, session: Db, caller: Visitor, state: str = "", before: str = ""
 ) -> Response:
-    state = state if state in REQUEST_STATES else ""
+    state = state if state in list(Phase) else ""
     found = reports.requests(
         session,
         None if caller.sees_all else caller.tenant_id,
-        state=state or None,
+        phase=state or None,
         before=before or None,
         limit=REQUESTS_SHOWN + 1,
     )
@@ -391,7 +391,7 @@ def list_requests(
         requests=found[:REQUESTS_SHOWN],
         more=len(found) > REQUESTS_SHOWN,
         state=state,
-        states=REQUEST_STATES,
+        states=list(Phase),
     )
 
 
@@ -401,6 +401,7 @@ def show_request(
 ) -> Response:
     asked_for = visible_request(session, caller, id)
     found = reports.request(session, None, id)
+    assert found is not None
     now = reports.clock(session)
     tasks, stays = reports.tasks(session, id), reports.stays(session, id)
     acts = acting.choices(session, caller, asked_for)
@@ -419,7 +420,7 @@ def show_request(
         spent_line=drawing.spent_line,
         curves=drawing.curve_charts(reports.curves(session, id)),
         stays=stays,
-        line=drawing.time_line(stays, now=now),
+        line=drawing.time_line(stays, since=found.submitted_at, until=found.ended_at or now),
         grep=grep,
         log=reports.log_tail(session, id, grep=grep),
         happened=drawing.folded(reports.events(session, None, request=id, limit=100)),

@@ -56,7 +56,7 @@ SHARED = ("/v1/devices", "/v1/hosts", "/v1/islands", "/v1/presets")
 #: parameters that name nothing of anybody's
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
-    "state", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
+    "state", "phase", "kind", "island", "if-match", "operation", "action", "target_kind", "service",
     "latest", "range", "if-range", "if-none-match", "content-range", "grep",
 }  # fmt: skip
 #: parts of a path that only have a meaning below the thing before them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -395,7 +396,7 @@ class TestRequests:
         a = scenery.tenant("a")
         task = scenery.task(a, total_held_us=5, held_us=2, pauses=3, lost_steps=4)
         line = reports.request(session, a.id, task.request_id)
-        assert line.tasks == {"waiting": 1}
+        assert (line.phase, line.tasks) == ("queued", {"queued": 1})
         assert (line.total_held_us, line.pauses, line.lost_steps) == (7, 3, 4)
 
     def test_the_newest_come_first_page_by_page(self, session, scenery):
@@ -404,7 +405,7 @@ class TestRequests:
         first = reports.requests(session, a.id, limit=2)
         assert [line.id for line in first] == [ids[2], ids[1]]
         assert [line.id for line in reports.requests(session, a.id, before=ids[1])] == [ids[0]]
-        assert reports.requests(session, a.id, state="failed") == []
+        assert reports.requests(session, a.id, phase="failed") == []
 
     def test_another_tenants_request_is_not_there(self, session, scenery):
         a, b = scenery.tenant("a"), scenery.tenant("b")
@@ -412,15 +413,39 @@ class TestRequests:
         assert reports.request(session, b.id, task.request_id) is None
         assert reports.request(session, None, task.request_id).name == f"request of {task.name}"
 
-    def test_curves_are_thinned_but_keep_the_last_point(self, session, scenery):
+    @pytest.mark.parametrize(
+        ("rows", "points"), [(1000, 100), (1003, 100), (295, 200), (391, 200), (736, 200)]
+    )
+    def test_a_long_curve_is_thinned_evenly_whatever_its_length(
+        self, session, scenery, rows, points
+    ):
         task = scenery.task(scenery.tenant("a"), name="train")
-        for step in range(1, 1001):
-            session.add(Metric(task_id=task.id, step=step, values={"loss": 1 / step, "note": "x"}))
+        told = {step: 1 / step for step in range(1, rows + 1)}
+        told[rows // 2] = 99.0
+        told[rows // 2 + 3] = -7.0
+        for step, loss in told.items():
+            session.add(Metric(task_id=task.id, step=step, values={"loss": loss, "note": "x"}))
         session.flush()
-        (curve,) = reports.curves(session, task.request_id, points=100)
+        (curve,) = reports.curves(session, task.request_id, points=points)
         assert (curve.task, curve.name) == ("train", "loss")
-        assert 100 <= len(curve.points) <= 200
-        assert curve.points[-1] == (1000, 0.001)
+        assert 0.9 * points <= len(curve.points) <= points + 4
+        assert all(told[step] == value for step, value in curve.points)
+        steps = [step for step, _ in curve.points]
+        assert (steps[0], steps[-1]) == (1, rows)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(steps)]
+        assert max(gaps) <= 2 * rows / (points / 2)
+        values = [value for _, value in curve.points]
+        assert (max(values), min(values)) == (99.0, -7.0)
+
+    def test_a_short_curve_is_every_row_and_only_finite_numbers(self, session, scenery):
+        task = scenery.task(scenery.tenant("a"), name="train")
+        told = {0: 0.1, 7: 10**400, 8: True, 9: "nan", 2**62: 3, 2**62 + 1: -1e300}
+        for step, loss in told.items():
+            session.add(Metric(task_id=task.id, step=step, values={"loss": loss}))
+        session.flush()
+        (curve,) = reports.curves(session, task.request_id)
+        assert curve.points == ((0, 0.1), (2**62, 3.0), (2**62 + 1, -1e300))
+        assert reports.curves(session, task.request_id, points=3)
 
     def test_the_log_is_its_end_in_order(self, session, scenery):
         task = scenery.task(scenery.tenant("a"), name="train")

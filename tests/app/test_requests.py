@@ -396,4 +396,31 @@ class TestWishes:
         url = f"/v1/requests/{first['id']}"
         assert red.get(url).json()["hold"] == ""
         assert red.post(f"{url}/hold").json()["hold"] == "user"
-        assert red.get(url).json()["task_states"] == {"blocked": 2, "done": 1}
+        held = red.get(url).json()
+        assert held["task_states"] == {"blocked": 2, "done": 1}
+        assert (held["phase"], held["task_phases"]) == ("paused", {"paused": 2, "done": 1})
+
+    def test_requests_are_found_by_phase(self, red, session):
+        running, paused, preempted, queued = (
+            red.post("/v1/requests", json=descriptor()).json()["id"] for _ in range(4)
+        )
+        stand = {
+            running: {"state": "running"},
+            paused: {"state": "blocked", "hold": "user", "first_started_at": func.now()},
+            preempted: {"state": "waiting", "first_started_at": func.now()},
+        }
+        for id, values in stand.items():
+            session.execute(update(Task).where(Task.request_id == id).values(**values))
+            session.execute(update(Request).where(Request.id == id).values(state="running"))
+        session.commit()
+        for phase, id in {
+            "running": running,
+            "paused": paused,
+            "preempted": preempted,
+            "queued": queued,
+        }.items():
+            (found,) = red.get(f"/v1/requests?phase={phase}").json()["items"]
+            assert (found["id"], found["phase"]) == (id, phase)
+        both = red.get("/v1/requests?phase=paused,done,running").json()["items"]
+        assert [found["id"] for found in both] == [paused, running]
+        problem(red.get("/v1/requests?phase=held"), 422, "validation-error", "?phase")

@@ -82,6 +82,16 @@ class TestList:
         assert [*first.json()["items"], *second["items"]] == every
         problem(red.get("/v1/tasks?state=sleeping"), 422, "validation-error", "?state")
 
+    def test_by_phase(self, red, submitted, session):
+        ids = [task["id"] for task in submitted["tasks"]]
+        found = red.get("/v1/tasks?phase=queued,running").json()["items"]
+        assert [task["id"] for task in found] == ids
+        set_task(session, hold="user")
+        assert red.get("/v1/tasks?phase=queued").json()["items"] == []
+        (found,) = red.get("/v1/tasks?phase=paused").json()["items"]
+        assert (found["state"], found["phase"]) == ("blocked", "paused")
+        problem(red.get("/v1/tasks?phase=waiting"), 422, "validation-error", "?phase")
+
 
 class TestExplain:
     def test_it_gives_every_reason_the_first_as_the_message(self, red, url, session):

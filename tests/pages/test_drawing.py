@@ -100,9 +100,10 @@ def stay(task, device, begun_s, ended_s, *, guest=False):
 
 
 def test_stays_become_lengths_on_one_line():
-    now = NOON + timedelta(seconds=100)
+    until = NOON + timedelta(seconds=100)
     lent = stay("b", "d1", 60, 80, guest=True)
-    line = time_line([stay("a", "d1", 0, 50), stay("b", "d0", 50, None), lent], now=now)
+    stays = [stay("a", "d1", 0, 50), stay("b", "d0", 50, None), lent]
+    line = time_line(stays, since=NOON, until=until)
     assert line.devices == ("d0", "d1")
     drawn = [(lane.task, part) for lane in line.lanes for part in lane.parts]
     assert [(task, part.x, part.width, part.colour) for task, part in drawn] == [
@@ -112,8 +113,15 @@ def test_stays_become_lengths_on_one_line():
     ]
 
 
+def test_the_line_of_a_paused_task_goes_on_to_now():
+    submitted, now = NOON - timedelta(seconds=40), NOON + timedelta(seconds=60)
+    line = time_line([stay("a", "d0", 0, 10)], since=submitted, until=now)
+    ((part,),) = (lane.parts for lane in line.lanes)
+    assert (part.x, part.width) == (40, 10)
+
+
 def test_no_stay_is_an_empty_line():
-    assert time_line([], now=NOON).lanes == ()
+    assert time_line([], since=NOON, until=NOON).lanes == ()
 
 
 def test_a_task_s_seconds_become_one_bar():

@@ -1,0 +1,69 @@
+"""The one word for how a task or a request stands that people see: in the API, the pages, the CLI.
+
+A task's `state` is the scheduler's own word, finer than a person needs (`core.lifecycle`).  Its
+phase is what a person would say:
+
+    queued     waits for a device, an input, a time or a retry
+    starting   has a device, and is not running there yet
+    running    runs on a device
+    paused     a person paused it: it waits until it is resumed
+    preempted  has run, and gave its device up to others: it goes on by itself
+    done, failed, cancelled
+
+A request's phase is that of its most advanced task which has not ended.  `app.phases` says the same
+in SQL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from app.core.lifecycle import ENDED, NOT_STARTED, State
+
+
+class Phase(StrEnum):
+    queued = "queued"
+    starting = "starting"
+    running = "running"
+    paused = "paused"
+    preempted = "preempted"
+    done = "done"
+    failed = "failed"
+    cancelled = "cancelled"
+
+
+#: Where the state alone says it.
+OF_STATE = {
+    State.starting: Phase.starting,
+    State.running: Phase.running,
+    State.splicing: Phase.running,
+    State.pausing: Phase.running,
+    State.stopping: Phase.running,
+    State.done: Phase.done,
+    State.failed: Phase.failed,
+    State.cancelled: Phase.cancelled,
+}
+
+#: A request has the first of these that one of its tasks has.
+MOST_ADVANCED = (Phase.running, Phase.starting, Phase.preempted, Phase.queued, Phase.paused)
+
+
+def task_phase(state: str, *, hold: str, begun: bool, retries: bool, has_image: bool) -> Phase:
+    """`hold`: who holds it back; `begun`: it has run; `retries`: an attempt of it failed;
+    `has_image`: a device keeps its state, so that it left its last device whole."""
+    if state not in NOT_STARTED:
+        return OF_STATE[State(state)]
+    if hold:
+        return Phase.paused
+    if begun and (has_image or not retries):
+        return Phase.preempted
+    return Phase.queued
+
+
+def request_phase(state: str, phases: Iterable[str]) -> Phase:
+    """`state` is the request's; `phases` are those of its tasks, without tickets."""
+    if state in ENDED:
+        return Phase(state)
+    found = set(phases)
+    return next((phase for phase in MOST_ADVANCED if phase in found), Phase.queued)
