@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.core import grant
+from app.core.fairshare import half_life
 from app.core.webhook import networks
 
 
@@ -84,19 +85,25 @@ class Settings(BaseSettings):
 
     # the island
     island: str = "local"
-    tick_s: float = 1.0
-    leader_s: float = 5.0
-    half_life_s: float = 7 * 86400.0
-    idle_credit_s: float = Field(3 * 86400.0, ge=0)
-    slice_min_s: float = 1.0
-    slice_max_s: float = 60.0
+    tick_s: float = Field(1.0, gt=0, allow_inf_nan=False)
+    leader_s: float = Field(5.0, gt=0, allow_inf_nan=False)
+    half_life_s: Annotated[float, AfterValidator(half_life)] = 7 * 86400.0  # 0: it never fades
+    idle_credit_s: float = Field(3 * 86400.0, ge=0, allow_inf_nan=False)
+    slice_min_s: float = Field(1.0, ge=0, allow_inf_nan=False)
+    slice_max_s: float = Field(60.0, ge=0, allow_inf_nan=False)
     sharers_max: int = Field(4, ge=0)  # graphs that take turns on one device; 0: none, as with 1
-    grow_after_s: float = Field(5.0, ge=0)  # so long after a resize a task is left as it is
-    order_resend_s: float = 2.0
-    usage_bucket_s: int = 10
-    island_lost_s: float = Field(120.0, ge=0)  # unseen so long, its tasks go elsewhere; 0: never
+    grow_after_s: float = Field(
+        5.0, ge=0, allow_inf_nan=False
+    )  # so long after a resize a task is left as it is
+    order_resend_s: float = Field(2.0, gt=0, allow_inf_nan=False)
+    usage_bucket_s: int = Field(10, gt=0)
+    island_lost_s: float = Field(
+        120.0, ge=0, allow_inf_nan=False
+    )  # unseen so long, its tasks go elsewhere; 0: never
     island_link_bytes_per_s: int = Field(1_250_000_000, gt=0)  # between any two islands
-    move_deadline_s: float = Field(600.0, gt=0)  # by then a task must have been copied elsewhere
+    move_deadline_s: float = Field(
+        600.0, gt=0, allow_inf_nan=False
+    )  # by then a task must have been copied elsewhere
 
     # leases (reliability: TTL 10, margin 3, beat 2)
     lease_s: float = 10.0

@@ -22,8 +22,9 @@ from rich.text import Text
 from app import login, plot
 from app.bundling import Unreadable
 from app.client import JSON, Client
+from app.core.fairshare import half_life
 from app.core.island import TIERS, Device, Policy, Tenant
-from app.core.simulate import Costs
+from app.core.simulate import Broken, Costs
 from app.core.trace import BadTrace, Trace, read
 from app.core.what_if import POLICIES, Setup, run
 from app.terminal import Column, Output, err, facts, show, table
@@ -32,6 +33,22 @@ HISTORY = "history"
 DAY_S = 86400.0
 SWITCH_S = 60.0  # what a pause and a resume cost each, if nobody says
 ANSWER_S = 120.0  # so long a service may replay its history
+
+
+def _finite(seconds: float | None) -> float | None:
+    if seconds is not None and not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is not a number of seconds or days")
+    return seconds
+
+
+def _half_life_days(days: float | None) -> float | None:
+    if days is not None:
+        try:
+            half_life(days * DAY_S)
+        except ValueError as error:
+            raise typer.BadParameter(f"{days:g} days: {error}") from error
+    return days
+
 
 Several = list[str] | None
 Devices = Annotated[
@@ -44,13 +61,16 @@ Weights = Annotated[Several, typer.Option("--weights", help="TENANT=WEIGHT,...; 
 Guarantees = Annotated[Several, typer.Option("--guarantee", help="TENANT=KIND:DEVICES; repeatable")]
 Limits = Annotated[Several, typer.Option("--limit", help="the same; the kind * is all kinds")]
 PauseCost = Annotated[
-    float | None, typer.Option(min=0, help="a pause holds devices so long; 60 for a list")
+    float | None,
+    typer.Option(min=0, callback=_finite, help="a pause holds devices so long; 60 for a list"),
 ]
 ResumeCost = Annotated[
-    float | None, typer.Option(min=0, help="so does going on, before it steps; 60 for a list")
+    float | None,
+    typer.Option(min=0, callback=_finite, help="so does going on, before it steps; 60 for a list"),
 ]
 ResizeCost = Annotated[
-    float | None, typer.Option(min=0, help="and a resize; half of both together if not given")
+    float | None,
+    typer.Option(min=0, callback=_finite, help="and a resize; half of both together if not given"),
 ]
 
 
@@ -67,7 +87,11 @@ def replay_file(source: Path, asked: Asked) -> JSON:
     runs = []
     for name in asked.named:
         began_s = time.process_time()
-        _, report = run(replace(setup, named=name))
+        try:
+            _, report = run(replace(setup, named=name))
+        except Broken as error:
+            told = f"{source} cannot be replayed: the scheduler broke a rule of its own"
+            raise Unreadable(f"{told}: {error}") from error
         runs.append({**report, "took_s": round(time.process_time() - began_s, 2)})
     jobs = len(setup.arrivals)
     return {"trace": str(source), "jobs": jobs, "left_out": trace.left_out, "runs": runs}
@@ -306,10 +330,12 @@ def simulate(
     guarantee: Guarantees = None,
     limit: Limits = None,
     half_life: Annotated[
-        float | None, typer.Option("--half-life", min=0, help="of usage, in days; 0: never")
+        float | None,
+        typer.Option("--half-life", callback=_half_life_days, help="of usage, in days; 0: never"),
     ] = None,
     slice_s: Annotated[
-        float | None, typer.Option("--slice", min=0.1, help="in seconds; else by the costs")
+        float | None,
+        typer.Option("--slice", min=0.1, callback=_finite, help="in seconds; else by the costs"),
     ] = None,
     pause_s: PauseCost = None,
     resume_s: ResumeCost = None,
@@ -319,7 +345,8 @@ def simulate(
         bool, typer.Option("--unknown-durations", help="the scheduler knows no durations")
     ] = False,
     until: Annotated[
-        float | None, typer.Option("--until", min=0.00001, help="stop after so many days")
+        float | None,
+        typer.Option("--until", min=0.00001, callback=_finite, help="stop after so many days"),
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="how to print it")] = (
         Output.table

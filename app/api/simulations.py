@@ -16,6 +16,7 @@ from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.schemas import KIND, DeviceLimit, Guarantee, In, Name, Out, Tier, Weight, example
 from app.api.times import Time
+from app.core.fairshare import half_life
 from app.core.simulate import Costs
 from app.core.what_if import POLICIES
 from app.db import Db
@@ -23,19 +24,12 @@ from app.errors import BadInput
 from app.settings import settings
 
 YEAR_S = 366 * 86400.0
-SHORTEST_HALF_LIFE_S = 1.0  # usage is a number of as many bits as half-lives have gone by
 
 router = v1_router("simulations", 403)
 
 
-def _half_life(half_life_s: float) -> float:
-    if 0 < half_life_s < SHORTEST_HALF_LIFE_S:
-        raise ValueError(f"0 for never, or at least {SHORTEST_HALF_LIFE_S:g}")
-    return half_life_s
-
-
 Seconds = Annotated[float, Field(ge=0, le=YEAR_S, allow_inf_nan=False)]
-HalfLife = Annotated[Seconds, AfterValidator(_half_life)]
+HalfLife = Annotated[Seconds, AfterValidator(half_life)]
 Named = Annotated[Name, Field(description="a tenant")]
 Count = Annotated[int, Field(ge=1, le=simulations.MOST_DEVICES)]
 

@@ -393,8 +393,8 @@ def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
                 kept[task.kind] = keeper
                 board.in_the_way.add(task.id)
             else:  # who is protected now will not be for ever
-                again_s = board.now_s + slice_us(board.policy, task) / 1e6
-                paper.again_s = min(paper.again_s, again_s)
+                later_s = max(slice_us(board.policy, task) / 1e6, reclaim.RESOLUTION_S)
+                paper.again_s = min(paper.again_s, board.now_s + later_s)
     return kept
 
 

@@ -27,6 +27,18 @@ from typing import Any, Generic, TypeVar
 # --- usage that fades (rule F2) -----------------------------------------------------------------
 
 FIXED_POINT_BITS = 40
+SHORTEST_HALF_LIFE_S = 1.0
+LONGEST_HALF_LIFE_S = 100 * 366 * 86400.0  # 100 years; within it a float counts microseconds
+
+
+def half_life(half_life_s: float) -> float:
+    """The half-life, if usage can fade by it; raises ValueError if not."""
+    if half_life_s and not SHORTEST_HALF_LIFE_S <= half_life_s <= LONGEST_HALF_LIFE_S:
+        raise ValueError(
+            f"a half-life is 0 (usage never fades), or from {SHORTEST_HALF_LIFE_S:g} s "
+            f"to {LONGEST_HALF_LIFE_S:.0f} s (100 years), and not {half_life_s:g} s"
+        )
+    return half_life_s
 
 
 def faded(charge_us: int, *, at_s: float, since_s: float, half_life_s: float) -> int:
@@ -300,7 +312,7 @@ class FairTree(Generic[Item]):
     """
 
     def __init__(self, *, half_life_s: float = 0.0, since_s: float = 0.0) -> None:
-        self._half_life_s, self._since_s = half_life_s, since_s
+        self._half_life_s, self._since_s = half_life(half_life_s), since_s
         self.root = Branch((), None)
         self.root.inner = True
         self.branches: dict[Path, Branch] = {(): self.root}
@@ -418,12 +430,9 @@ class FairTree(Generic[Item]):
         Usage grows with q = 2^(t / half-life), and so does the fee: the scores cross where
         q - 1 = (other's + fee - one's) / (how much faster one's grows).  Infinity if they never do.
         """
-        unit = self._mantissa << max(0, self._doublings)
         own, others = (
-            (self.usage(branch) + branch.lifts.get(kind, 0)) / unit for branch in (one, other)
+            self._now_us(self.usage(branch) + branch.lifts.get(kind, 0)) for branch in (one, other)
         )
-        if self._doublings < 0:
-            own, others = own * 2.0**-self._doublings, others * 2.0**-self._doublings
         behind = (others + fee_us) * one.weight - own * other.weight
         faster = one.rate * other.weight - other.rate * one.weight
         if behind < 0:
@@ -441,8 +450,15 @@ class FairTree(Generic[Item]):
         if self._half_life_s <= 0:
             return self.now_s + faded / (1 << FIXED_POINT_BITS) / 1e6
         mean_us = self._half_life_s * 1e6 / math.log(2)
-        growth = faded / (math.ldexp(self._mantissa, self._doublings) * mean_us)
+        growth = self._now_us(faded) / mean_us
         return self.now_s + self._half_life_s * math.log1p(growth) / math.log(2)
+
+    def _now_us(self, faded: int) -> float:
+        """The decayed device-microseconds that a faded sum stands for now; 0 if it is all faded.
+
+        Both sums may be far larger than any float; their quotient is not.
+        """
+        return (faded << max(0, -self._doublings)) / (self._mantissa << max(0, self._doublings))
 
     def charge(self, branch: Branch, faded: int) -> None:
         """Book usage, to the branch and those above it; a negative one is given back."""

@@ -553,11 +553,11 @@ def next_turn_s(board: Board) -> float:
 
 def _look_s(board: Board) -> float:
     """The first eighth of the shortest slice from now at which anybody may gain."""
-    step_s = board.policy.slice_min_s / 8
+    step_s = max(board.policy.slice_min_s / 8, RESOLUTION_S)
     moved, until_s = board.quiet
     if moved == board.tree.moved and until_s == NEVER:
         return NEVER
-    if moved != board.tree.moved or until_s <= board.now_s + step_s or not step_s:
+    if moved != board.tree.moved or until_s <= board.now_s + step_s:
         return board.now_s + step_s
     return board.now_s + step_s * math.ceil((until_s - board.now_s) / step_s)
 

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from app.core import lifecycle
 from app.core.board import HOLDS_A_SEAT, Board, been_away, slice_us
 from app.core.decide import cycle, decide
-from app.core.fairshare import faded
+from app.core.fairshare import faded, rebase
 from app.core.island import (
     Conditions,
     Decision,
@@ -42,7 +42,7 @@ from app.core.reclaim import shut_by
 STORY_LINES = 20  # of the timeline, told with what is broken
 STANDSTILL_ROUNDS = 100  # at one instant, or in a row that ask to be made again at once
 TOLD_TASKS = 5  # so many are named when the clock stands still
-ASK_EVERY_ROUNDS = 256  # whether to go on
+REBASE_HALF_LIVES = 512  # then T0 moves on, so that numbers do not grow with the time replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,17 +169,17 @@ def simulate(
 ) -> Report:
     """Run an island from 0 s until all is done or `until_s` has come.
 
-    `users` are those whose weight is not 1; `go_on` is asked now and then.  Raises Broken if
+    `users` are those whose weight is not 1; `go_on` is asked in each round.  Raises Broken if
     something does not hold, and Stopped if `go_on` says no.
     """
     world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users)
     world.keep_timeline = checked or keep_timeline
-    rounds_at_us, rounds, at_once, in_all = -1, 0, 0, 0
+    rounds_at_us, rounds, at_once = -1, 0, 0
     while (at_us := world.next_us()) is not None and at_us <= until_s * 1e6:
         world.advance(at_us)
         rounds = rounds + 1 if at_us == rounds_at_us else 1
-        rounds_at_us, in_all = at_us, in_all + 1
-        if in_all % ASK_EVERY_ROUNDS == 0 and not go_on():
+        rounds_at_us = at_us
+        if not go_on():
             raise Stopped(at_s=world.now_s, done=world.done)
         seen = world.snapshot() if checked else None
         plan = cycle(world.board)
@@ -317,8 +317,23 @@ class World:
 
     def _let_it_be(self, at_us: int) -> None:
         if at_us != self.now_us:
+            self._rebase(at_us / 1e6)
             self.now_us = at_us
             self.board.at(self.now_s)
+
+    def _rebase(self, at_s: float) -> None:
+        """Move T0 on by whole half-lives before it is `at_s`, as the ledger of an island does."""
+        since_s, half_life_s = self.policy.since_s, self.policy.half_life_s
+        halvings = int((at_s - since_s) // half_life_s) if half_life_s else 0
+        if halvings < REBASE_HALF_LIVES:
+            return
+        self._faded = {id: rebase(sum_, halvings) for id, sum_ in self._faded.items()}
+        lifts = tuple(
+            replace(lift, faded_us=rebase(lift.faded_us, halvings))
+            for lift in self.board.lifts.values()
+        )
+        self.policy = replace(self.policy, since_s=since_s + halvings * half_life_s)
+        self.board = Board.of(replace(self.snapshot(), lifts=lifts), now_s=self.now_s)
 
     def _arrive(self, arrival: Arrival) -> None:
         self.runs[arrival.task] = _Run(arrival, _us(arrival.work_s) * arrival.ranks)

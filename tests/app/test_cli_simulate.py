@@ -150,3 +150,33 @@ def test_history_takes_one_policy(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ROUNDHOUSE_KEY", "rh_key")
     result = run("history", "--policy", "fair,fifo")
     assert result.exit_code == cli.USAGE
+
+
+def test_a_list_is_replayed_over_thousands_of_half_lives(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "long.csv"
+    file.write_text("timestamp,duration,num_gpus,cluster\n0,100000,1,a\n0,100000,1,b\n")
+    value = told(run(file, "-d", 1, "--half-life", 0.0005, "--slice", 60, "-o", "json"))
+    assert value["runs"][0]["finished"] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "number"),
+    [
+        ("--half-life", "inf"),
+        ("--half-life", "nan"),
+        ("--half-life", "-1"),
+        ("--half-life", "0.000001"),
+        ("--half-life", "1e300"),
+        ("--slice", "inf"),
+        ("--pause-s", "inf"),
+        ("--resume-s", "nan"),
+        ("--resize-s", "inf"),
+        ("--until", "inf"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_by_its_option(
+    run: Run, trace: Path, option: str, number: str
+) -> None:
+    result = run(trace, "-d", 1, option, number)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output

@@ -232,6 +232,8 @@ def test_only_platform_admins_may(post, scenery, role):
         ({"slice_min_s": 100.0, "slice_max_s": 10.0}, "/slice_min_s"),
         ({"half_life_s": -1.0}, "/half_life_s"),
         ({"half_life_s": 5e-324}, "/half_life_s"),
+        ({"half_life_s": 0.99}, "/half_life_s"),
+        ({"half_life_s": 1e300}, "/half_life_s"),
         ({"arrivals": [made()]}, "/arrivals"),
         ({"source": "arrivals"}, "/arrivals"),
         ({"source": "arrivals", "arrivals": [made()], "island": "nowhere"}, "/island"),
@@ -308,3 +310,12 @@ def test_it_cannot_need_more_than_it_can_use(post, scenery):
     arrival = {"tenant": "red", "work_s": 40.0, "devices": 2, "devices_min": 3}
     answer = post({"source": "arrivals", "island": "isle", "arrivals": [arrival]})
     problem(answer, 422, "validation-error", "/arrivals/0/devices_min")
+
+
+def test_a_half_life_may_go_by_thousands_of_times(post, scenery):
+    scenery.tenant("red"), scenery.device("d0")
+    arrivals = [made("red", 1500.0), made("blue", 1500.0)]
+    body = {"source": "arrivals", "island": "isle", "arrivals": arrivals, "half_life_s": 1.0}
+    response = post(body)
+    assert response.status_code == 200, response.text
+    assert [run["finished"] for run in response.json()["runs"]] == [2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -729,3 +730,35 @@ def test_what_is_stale_does_not_pile_up() -> None:
     lines = [line for branch in tree.branches.values() for line in branch.lines.values()]
     sizes = [len(line.heap or ()) + len(line.queue or ()) for line in lines]
     assert max(sizes) < 100
+
+
+# --- half-lives at their bounds -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half_lives", [0, 999, 1100, 5000])
+def test_a_crossing_is_computed_after_any_number_of_half_lives(half_lives: int) -> None:
+    tree = FairTree[str](half_life_s=HOUR)
+    one, other = tree.add(("one",), weight=1000), tree.add(("other",), weight=1000)
+    tree.at(half_lives * HOUR)
+    tree.accrue(one, 1000)
+    tree.charge(other, tree.faded(1_000_000 * 1000))
+    crossing_s = tree.overtakes_s(one, other, 0)
+    assert crossing_s == pytest.approx(tree.now_s + 1.0, rel=0, abs=0.001)
+    assert tree.accrued_s(tree.faded(1_000_000)) == pytest.approx(
+        tree.now_s + 1.0, rel=0, abs=0.001
+    )
+
+
+def test_usage_that_has_faded_to_nothing_counts_as_nothing() -> None:
+    tree = FairTree[str](half_life_s=HOUR)
+    one, other = tree.add(("one",), weight=1000), tree.add(("other",), weight=1000)
+    tree.charge(other, tree.faded(1_000_000 * 1000))
+    tree.at(5000 * HOUR)
+    tree.accrue(one, 1000)
+    assert tree.overtakes_s(one, other, 1000) == pytest.approx(tree.now_s, rel=0, abs=0.001)
+
+
+@pytest.mark.parametrize("half_life_s", [-1.0, 0.5, 1e300, math.inf, math.nan])
+def test_a_half_life_out_of_bounds_is_refused_with_its_bounds(half_life_s: float) -> None:
+    with pytest.raises(ValueError, match=r"a half-life is 0 .* or from 1 s to"):
+        FairTree[str](half_life_s=half_life_s)

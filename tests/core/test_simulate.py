@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from app.core.board import HOLDS_A_SEAT, slice_us
 from app.core.decide import cycle, decide
-from app.core.fairshare import FIXED_POINT_BITS
+from app.core.fairshare import FIXED_POINT_BITS, LONGEST_HALF_LIFE_S, SHORTEST_HALF_LIFE_S
 from app.core.island import Device, Plan, Policy, Snapshot, Task, Tenant
 from app.core.lifecycle import Move
 from app.core.simulate import Arrival, Broken, Costs, Report, World, check, simulate
@@ -237,6 +237,53 @@ def test_random_islands_keep_all_invariants_and_finish(dice: random.Random) -> N
     assert sum(report.device_s.values()) == pytest.approx(work_s, abs=0.001)  # nothing is lost
     for launch, pause in stays(report):
         assert pause - launch >= policy.slice_min_s - 1e-6
+
+
+SHORT_HALF_LIFE_S = 43.2  # 2,300 of them go by while two tasks of 100,000 s share a device
+
+
+def test_two_tasks_share_alike_over_thousands_of_half_lives() -> None:
+    work = [busy(tenant, tasks=1, work_s=100_000)[0] for tenant in "ab"]
+    policy = Policy(half_life_s=SHORT_HALF_LIFE_S, slice_min_s=60, slice_max_s=60)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy, checked=False)
+    assert set(report.finished) == {"a0", "b0"}
+    ended_s = sorted(report.finished.values())
+    assert ended_s[1] == 200_000
+    assert ended_s[0] > 199_000, "they took turns to the end"
+
+
+def test_usage_of_ages_ago_is_forgotten_and_the_replay_goes_on() -> None:
+    """A gap of a million half-lives, longer than any number should be."""
+    work = [*busy("a", tasks=1, work_s=5), *busy("b", at_s=1e6, tasks=2, work_s=5)]
+    policy = Policy(half_life_s=SHORTEST_HALF_LIFE_S, slice_min_s=0.2)
+    report = simulate(work, devices(1), tenants(a=1, b=1), policy)
+    assert report.finished == {"a0": 5, "b0": 1_000_005, "b1": 1_000_010}
+
+
+#: (half-life in seconds, slice in seconds), weights and costs in thousandths: at their bounds.
+HALF_LIVES_S = [0.0, SHORTEST_HALF_LIFE_S, 600.0, 7 * 86400.0, LONGEST_HALF_LIFE_S]
+WEIGHTS_MILLI = [1, 1000, 10**9]
+COSTS_MILLI = [1, 1000, 10**9]
+
+
+@settings(max_examples=15)
+@given(
+    half_life_s=st.sampled_from(HALF_LIVES_S),
+    weights=st.lists(st.sampled_from(WEIGHTS_MILLI), min_size=3, max_size=3),
+    costs=st.lists(st.sampled_from(COSTS_MILLI), min_size=2, max_size=2),
+    starts_s=st.lists(st.sampled_from([0.0, 1.0, 1e5, 3e8]), min_size=6, max_size=6),
+)
+def test_replays_with_numbers_at_their_bounds_end(
+    half_life_s: float, weights: list[int], costs: list[int], starts_s: list[float]
+) -> None:
+    owners = [Tenant(id=id, name=id, weight=w) for id, w in zip("abc", weights, strict=True)]
+    some = [Device(id=f"d{n}", host="h", kind="cpu", cost=cost) for n, cost in enumerate(costs)]
+    work = [
+        Arrival(at_s=at_s, task=f"{id}{n}", tenant=id, user=id, work_s=20.0 + n, width=1 + n // 4)
+        for n, (at_s, id) in enumerate(zip(starts_s, "abcabc", strict=True))
+    ]
+    report = simulate(work, some, owners, Policy(half_life_s=half_life_s), checked=False)
+    assert set(report.finished) == {arrival.task for arrival in work}
 
 
 CELLS = [".", "x", "#", "a", "a'", "a*", "a/", "a!", "b", "b'", "b#", "c", "c2", "a2"]
