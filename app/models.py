@@ -234,6 +234,10 @@ class Device(Base):
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = _now()
     txid: Mapped[int] = _txid(index=True)
+    __table_args__ = (
+        CheckConstraint("cost_milli > 0", name="cost_milli"),
+        CheckConstraint("memory_bytes >= 0", name="memory_bytes"),
+    )
 
 
 class Preset(Base):

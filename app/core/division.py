@@ -16,6 +16,7 @@ other systems divide is `core.formulas_shares`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -28,7 +29,12 @@ Path = tuple[str, ...]
 
 
 def exact(amount: Amount) -> Fraction:
-    """The number that was written: 0.1 is one tenth, not the float that lies nearest to it."""
+    """The number that was written: 0.1 is one tenth, not the float that lies nearest to it.
+
+    Raises ValueError for infinity and nan.
+    """
+    if isinstance(amount, float) and not math.isfinite(amount):
+        raise ValueError(f"{amount} is not a finite number")
     return Fraction(repr(amount)) if isinstance(amount, float) else Fraction(amount)
 
 
@@ -120,12 +126,23 @@ class Claim:
 Claims = Mapping[str, Claim]
 
 
+def above_0(word: str, amount: Amount) -> Fraction:
+    """The amount, exact; raises ValueError, with what it is called, if it is not above 0."""
+    if not 0 < amount < math.inf:
+        raise ValueError(f"{word} {amount} is not a finite number above 0")
+    return exact(amount)
+
+
 def _check(claim: Claim | Branch) -> None:
     if not claim.weight > 0:
         raise ValueError(f"weight {claim.weight} is not above 0: leave out who has no share")
+    if claim.weight == math.inf:
+        raise ValueError("weight inf is not a finite number")
     for word in ("demand", "guarantee", "limit"):
         if (amount := getattr(claim, word)) is not None and not amount >= 0:
             raise ValueError(f"{word} {amount} is below 0")
+        if amount == math.inf:
+            raise ValueError(f"{word} inf is not a finite number")
 
 
 def divide(capacity: Amount, claims: Claims) -> dict[str, Fraction]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heapreplace
 
-from app.core.division import Amount, exact
+from app.core.division import Amount, above_0, exact
 
 Resources = Mapping[str, Amount]
 """Amounts by resource; a resource that is not named counts as 0."""
@@ -91,13 +91,12 @@ def progressive_filling(
     `tasks` is what one task of each user needs, `most` how many a user wants (default: no end).
     Ties go by `order`, then as `tasks` names them.  Who does not fit, or has enough, is out, and
     the others go on; with `stop_at_misfit` the first misfit ends it (Algorithm 1 to the letter).
-    Numbers of tasks are whole; `divisible_filling` is the fluid form.
+    Numbers of tasks are whole; `divisible_filling` is the fluid form.  A weight is above 0.
 
     Source: Ghodsi et al., Dominant Resource Fairness, NSDI 2011, section 4.
     """
-    each = {user: dominant_share(need, capacity)[0] for user, need in tasks.items()}
-    if idle := [user for user, part in each.items() if not part]:
-        raise ValueError(f"{', '.join(idle)}: a task that needs nothing never fills anything")
+    each = {user: _share(user, need, capacity) for user, need in tasks.items()}
+    weighs = {user: above_0(f"{user}: weight", (weights or {}).get(user, 1)) for user in tasks}
     pool, ends = _Pool(capacity), most or {}
     places = {user: place for place, user in enumerate(dict.fromkeys((*order, *tasks)))}
     counts = dict.fromkeys(tasks, 0)
@@ -115,10 +114,17 @@ def progressive_filling(
             continue
         counts[user] += 1
         shares[user] += each[user]
-        by_weight = shares[user] / exact((weights or {}).get(user, 1))
+        by_weight = shares[user] / weighs[user]
         heapreplace(heap, (by_weight, places[user], user))
         steps.append(FillingStep(user=user, shares=dict(shares), used=dict(pool.used)))
     return Filling(steps=tuple(steps), tasks=counts, shares=shares, used=pool.used)
+
+
+def _share(user: str, need: Resources, capacity: Resources) -> Fraction:
+    part = dominant_share(need, capacity)[0]
+    if not part:
+        raise ValueError(f"{user}: a task that needs nothing never fills anything")
+    return part
 
 
 class _Pool:
@@ -154,7 +160,8 @@ def divisible_filling(
     free = {name: exact(amount) for name, amount in capacity.items()}
     # What one unit of level costs each user: tasks per level, and resources per level.
     pace = {
-        user: exact((weights or {}).get(user, 1)) / dominant_share(need, capacity)[0]
+        user: above_0(f"{user}: weight", (weights or {}).get(user, 1))
+        / _share(user, need, capacity)
         for user, need in tasks.items()
     }
     counts = dict.fromkeys(tasks, Fraction(0))
@@ -264,10 +271,13 @@ def armada_cost(
     """Armada's unweighted cost: the largest multiplier_r * held_r / capacity_r.
 
     Without `multipliers` every resource counts once; with them only those named count.  A queue's
-    cost over its weight (1 / priority factor) is what Armada balances.
+    cost over its weight (1 / priority factor) is what Armada balances.  In a pool that has nothing
+    every demand is 1.
 
     Source: Armada, docs/scheduling_and_preempting_jobs.md.
     """
+    if not any(exact(amount) > 0 for amount in capacity.values()):
+        return Fraction(1)
     counted = multipliers if multipliers is not None else dict.fromkeys(capacity, 1)
     costs = (
         exact(factor) * exact(held.get(name, 0)) / exact(capacity[name])

@@ -377,6 +377,8 @@ class FairTree(Generic[Item]):
 
         `guarantee` and `limit` are devices by kind, and of all kinds under `ALL` for a limit.
         """
+        if weight <= 0:
+            raise ValueError(f"{'/'.join(path)}: weight {weight} is not above 0")
         parent = self.branches[path[:-1]]
         parent.inner = True
         parent.children += 1

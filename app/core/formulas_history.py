@@ -17,7 +17,7 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Literal
 
-from app.core.division import Amount, exact
+from app.core.division import Amount, above_0, exact
 
 Parents = Mapping[str, str | None]
 """Every name in a tree with the name above it; None stands right below the root.
@@ -96,6 +96,7 @@ def slurm_classic(
 
     Source: Slurm, classic_fair_share.html (PriorityFlags=NO_FAIR_TREE).
     """
+    damps = above_0("damping", damping)
     tree = _Associations(parents, shares, usage)
     rows: dict[str, ClassicFairshare] = {}
     for name in tree.ordered:
@@ -109,7 +110,7 @@ def slurm_classic(
             norm_shares=norm,
             actual_usage=actual,
             effective_usage=effective,
-            fairshare=2.0 ** -float(effective / norm / exact(damping)) if norm else 0.0,
+            fairshare=2.0 ** -float(effective / norm / damps) if norm else 0.0,
         )
     return rows
 

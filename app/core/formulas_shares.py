@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from app.core.division import Amount, Span, exact, level
+from app.core.division import Amount, Span, above_0, exact, level
 from app.core.formulas_history import kai_time_weights
 
 Amounts = Mapping[str, Amount]
@@ -164,7 +164,7 @@ def condor_slices(
 
     Source: HTCondor, matchmaker.cpp (calculateSubmitterLimit, calculateNormalizationFactor).
     """
-    worth = {name: 1 / exact(priority) for name, priority in priorities.items()}
+    worth = {name: 1 / above_0(f"{name}: priority", p) for name, p in priorities.items()}
     together, held = sum(worth.values()), used or {}
     return {
         name: max(Fraction(0), exact(pie) * part / together - exact(held.get(name, 0)))
@@ -320,6 +320,7 @@ def jain_index(amounts: Amounts, weights: Amounts | None = None) -> Fraction:
 
     Nobody, or all with nothing: 1.  Source: Jain, Chiu, Hawe, DEC-TR-301 (1984).
     """
-    per = [exact(a) / exact((weights or {}).get(name, 1)) for name, a in amounts.items()]
+    weighs = {name: above_0(f"{name}: weight", (weights or {}).get(name, 1)) for name in amounts}
+    per = [exact(amount) / weighs[name] for name, amount in amounts.items()]
     squares = sum(x * x for x in per)
     return sum(per, Fraction(0)) ** 2 / (len(per) * squares) if squares else Fraction(1)

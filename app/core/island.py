@@ -43,6 +43,12 @@ class Policy:
     tier_window_s: float = TIER_WINDOW_S  # F9: of every such time the share of its tier is held
 
 
+def _check_above_0(id: str, word: str, number: int) -> None:
+    """Usage of cost 0 never counts, and a score divides by weight: raises ValueError."""
+    if number <= 0:
+        raise ValueError(f"{id}: {word} {number} is not above 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """A node of the tree; `parent` is None at the top.  What it used, its users used.
@@ -59,6 +65,9 @@ class Tenant:
     limit: Mapping[str, int] = field(default_factory=dict)
     most_running: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_above_0(self.id, "weight", self.weight)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
@@ -68,6 +77,9 @@ class User:
     tenant: str
     faded_us: int = 0
     weight: int = 1000
+
+    def __post_init__(self) -> None:
+        _check_above_0(self.id, "weight", self.weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +108,9 @@ class Device:
     memory_bytes: int = 0
     cost: int = 1000  # thousandths: what a second of this kind costs
     lease_until_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_above_0(self.id, "cost", self.cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import func, select, update
+from sqlalchemy.exc import IntegrityError
 
 from app.models import Device, Host, Island, Placement, Preset
 from tests.app.conftest import problem
@@ -29,6 +30,12 @@ class TestIslands:
 
     def test_another_is_not_found(self, as_):
         problem(as_("red.viewer").get("/v1/islands/x"), 404, "not-found")
+
+
+@pytest.mark.parametrize("column", ["cost_milli", "memory_bytes"])
+def test_a_device_row_with_what_the_api_forbids_is_refused(as_, session, column):
+    with pytest.raises(IntegrityError, match=f"ck_devices_{column}"):
+        session.execute(update(Device).where(Device.id == "h.0").values({column: -1}))
 
 
 class TestHosts:

@@ -6,6 +6,7 @@ import doctest
 import inspect
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction as F
 from pathlib import Path
 
@@ -922,3 +923,33 @@ def written(function):
             found.append("*")
         found.append(name if parameter.default is parameter.empty else f"{name}?")
     return found
+
+
+# --- numbers that no formula can work with ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "asked"),
+    [
+        ("a: priority 0", lambda: condor_slices(10, {"a": 0, "b": 1})),
+        ("damping 0", lambda: slurm_classic({"a": None}, {"a": 1}, {"a": 1}, damping=0)),
+        ("a: weight 0", lambda: progressive_filling({"g": 2}, {"a": {"g": 1}}, weights={"a": 0})),
+        ("a: weight 0", lambda: divisible_filling({"g": 2}, {"a": {"g": 1}}, weights={"a": 0})),
+        ("a: weight 0", lambda: jain_index({"a": 1}, {"a": 0})),
+        ("demand inf", lambda: divide(4, {"a": Claim(demand=math.inf)})),
+        ("limit nan is below 0", lambda: divide(4, {"a": Claim(demand=1, limit=math.nan)})),
+        ("weight inf", lambda: divide(4, {"a": Claim(demand=1, weight=math.inf)})),
+        ("inf is not a finite number", lambda: divide(math.inf, {"a": Claim(demand=1)})),
+    ],
+)
+def test_a_formula_given_an_impossible_number_names_it(
+    what: str, asked: Callable[[], object]
+) -> None:
+    with pytest.raises(ValueError, match=what):
+        asked()
+
+
+def test_armada_cost_in_a_pool_with_nothing_is_1() -> None:
+    assert armada_cost({"gpu": 4}, {}) == 1
+    assert armada_cost({"gpu": 4}, {"gpu": 0, "cpu": 0}) == 1
+    assert armada_cost({"gpu": 4}, {"gpu": 0, "cpu": 8}) == 0

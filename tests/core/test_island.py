@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from app.core.island import Conditions, Task, changed
+from app.core.fairshare import FairTree
+from app.core.island import Conditions, Device, Task, Tenant, User, changed
 
 TASK = Task(
     id="t", request="r", tenant="a", user="u", state="waiting", epoch=3, kind="cpu",
@@ -28,3 +30,21 @@ def test_it_is_as_frozen_as_any() -> None:
 def test_a_field_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(KeyError, match="stat"):
         changed(TASK, stat="done")
+
+
+@pytest.mark.parametrize(
+    ("what", "made"),
+    [
+        ("lab: weight 0", lambda: Tenant(id="lab", name="lab", weight=0)),
+        ("ann: weight -1", lambda: User(id="ann", tenant="lab", weight=-1)),
+        ("d0: cost 0", lambda: Device(id="d0", host="h", kind="cpu", cost=0)),
+    ],
+)
+def test_a_weight_or_cost_of_0_is_refused_by_name(what: str, made: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=f"{what} is not above 0"):
+        made()
+
+
+def test_a_branch_of_weight_0_is_refused_by_its_path() -> None:
+    with pytest.raises(ValueError, match="lab: weight 0 is not above 0"):
+        FairTree[str]().add(("lab",), weight=0)
