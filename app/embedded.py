@@ -4,8 +4,10 @@ Both listen on Unix sockets in a short private folder of that home and nowhere e
 disturb each other.  Postgres keeps fsync on: what it accepted survives `kill -9` and power loss.
 Redis keeps nothing on disk: it carries hints only.
 
-Postgres refuses to run as root.  Then it runs as `nobody`, who owns the data; no folder above the
-home ever gets other rights.  Nothing is supervised here (`app.supervisor`).
+Postgres refuses to run as root.  Then it runs as `nobody`, who owns the data.  A home that we make
+is closed to all accounts but ours, and as root to all but the group of `nobody`, which may pass
+through it to the data; no folder above the home ever gets other rights.  Nothing is supervised here
+(`app.supervisor`).
 
     python -m app.embedded COMMAND...    runs a command with two servers that end with it
 """
@@ -61,8 +63,10 @@ class CannotStart(Exception):
 def prepare(home: Path) -> None:
     """Makes the home; only a folder that we make ourselves gets rights from us."""
     if not home.exists():
-        home.mkdir(parents=True, mode=0o711 if _as_root() else 0o700)
-        home.chmod(0o711 if _as_root() else 0o700)
+        home.mkdir(parents=True, mode=0o700)
+        _let_postgres_pass(home)
+    elif _as_root() and stat.S_IMODE(home.stat().st_mode) == 0o711:
+        _let_postgres_pass(home)  # an earlier version made it, and everybody could pass
     if _as_root() and (closed := closed_to(home, NOBODY)):
         raise CannotStart(
             f"{closed} is closed to user {NOBODY[0]} (nobody), as whom Postgres runs, because it"
@@ -75,6 +79,7 @@ def prepare(home: Path) -> None:
 def locked(home: Path) -> Iterator[None]:
     """Holds the home for this process; raises CannotStart if another one has it."""
     with (home / "lock").open("a+") as lock:
+        os.fchmod(lock.fileno(), 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -95,11 +100,19 @@ def temporary_home() -> Iterator[Path]:
     places = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]
     open_places = [p for p in places if not (_as_root() and closed_to(p, NOBODY))]
     home = Path(tempfile.mkdtemp(prefix="roundhouse-home-", dir=(open_places or places)[0]))
-    home.chmod(0o711 if _as_root() else 0o700)
+    _let_postgres_pass(home)
     try:
         yield home
     finally:
         shutil.rmtree(home, ignore_errors=True)
+
+
+def _let_postgres_pass(folder: Path) -> None:
+    """Nobody else may enter: as root the group of `nobody` passes through, and cannot list it."""
+    folder.chmod(0o700)
+    if _as_root():
+        os.chown(folder, 0, NOBODY[1])
+        folder.chmod(0o710)
 
 
 def socket_folder(home: Path) -> Path:
@@ -352,15 +365,16 @@ def _plain_env() -> dict[str, str]:
 
 
 def _make_socket_folders(home: Path) -> None:
-    _private(socket_folder(home), os.geteuid(), 0o711 if _as_root() else 0o700)
-    _private(socket_folder(home) / "postgres", NOBODY[0] if _as_root() else os.geteuid(), 0o700)
+    folder = socket_folder(home)
+    _private(folder, os.geteuid())
+    _let_postgres_pass(folder)
+    _private(folder / "postgres", NOBODY[0] if _as_root() else os.geteuid())
 
 
-def _private(folder: Path, owner: int, mode: int) -> None:
+def _private(folder: Path, owner: int) -> None:
     """Makes the folder; one that is there already must be a real folder of that owner's."""
     try:
-        folder.mkdir(mode=mode)
-        folder.chmod(mode)
+        folder.mkdir(mode=0o700)
         if owner != os.geteuid():
             os.chown(folder, *NOBODY)
     except FileExistsError:

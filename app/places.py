@@ -4,6 +4,7 @@ A name is a path like "chunks/ten_1/ab/ab12...".  What always holds, for both:
 * a name that is there is whole and durable: bytes are written where nobody looks, made durable,
   and only then get their name;
 * bytes under a name never change; putting them once more is harmless;
+* in a folder, no other account of the machine can read them (`make_private`, `close_to_others`);
 * `Missing` says that the store answered and has no such name; an OSError says that it did not
   answer, or could not do it, and says nothing about the name.
 """
@@ -14,7 +15,10 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
+import logging
 import os
+import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +27,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Protocol
 
+log = logging.getLogger(__name__)
+
 Bytes = bytes | bytearray | memoryview
 
 INCOMING = "incoming"  # bytes without a name; whoever wrote them may have been killed
 PIECE_BYTES = 2**20  # are read at a time
 FLUSH_BYTES = 4 * 2**20  # so much of a file goes to the disk while the rest is still written
 BLOCK_BYTES = 4096  # what bypasses the page cache begins and ends at multiples of this
+OWN_FOLDER, OWN_FILE = 0o700, 0o400  # modes of what we make; no file is ever changed
+OF_OTHERS = 0o077  # the bits of a mode that say what other accounts may do
 
 
 class Missing(Exception):
@@ -96,6 +104,41 @@ class Place(Protocol):
 
     def tidy(self, *, older_than_s: float) -> int:
         """Delete what was begun so long ago and never got a name; returns how many."""
+
+
+# --- only for ourselves -------------------------------------------------------------------------
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, and those above it that are missing; no other account may enter them."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=OWN_FOLDER, exist_ok=True)
+
+
+@functools.cache
+def close_to_others(root: Path, *marks: str) -> None:
+    """Take a folder and all that is in it from other accounts; an earlier version gave it to them.
+
+    A folder that holds none of the names `marks` was made by somebody else, and stays as it is.
+    """
+    if not root.is_dir() or not root.stat().st_mode & OF_OTHERS:
+        return
+    if not any((root / mark).exists() for mark in marks):
+        return
+    try:
+        _take_from_others(root)  # first, as nobody else gets past it from now on
+        for folder, _, names in os.walk(root):
+            for path in (Path(folder), *(Path(folder, name) for name in names)):
+                _take_from_others(path)
+    except PermissionError as error:
+        log.warning("other accounts of this machine can read %s: %s; chmod -R go= it", root, error)
+
+
+def _take_from_others(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        if (mode := stat.S_IMODE(path.lstat().st_mode)) & OF_OTHERS:
+            path.chmod(mode & ~OF_OTHERS)
 
 
 # --- a folder -----------------------------------------------------------------------------------
@@ -171,7 +214,7 @@ class Folder:
 
     def move(self, name: str, to: str) -> None:
         path = self.path(to)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         try:
             # Its age first: whoever is killed between the two leaves a young name, never an old one
             # in the new place.
@@ -196,14 +239,14 @@ class Folder:
 
     def _incoming(self) -> Path:
         folder = self.path(INCOMING)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         return folder
 
     def _draft(self, pieces: Iterable[Bytes], *, sync: bool) -> Path:
         """The pieces in a file without a name, on disk if `sync`."""
         path = self._incoming() / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWN_FILE)
             try:
                 written = flushed = 0
                 for piece in pieces:
@@ -233,7 +276,7 @@ class Folder:
         try:
             os.rename(draft, path)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             self._durable = {self.root}
             os.rename(draft, path)
         return path

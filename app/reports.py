@@ -27,6 +27,7 @@ from app import datablocks as blocks
 from app import lending, phases, tree, why
 from app.core import fairshare
 from app.core.division import Branch, divide_tree
+from app.core.layers import Sandbox
 from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE
 from app.core.phase import request_phase
 from app.forecast import Start
@@ -730,6 +731,7 @@ class DeviceView:
     task: Running | None
     since: datetime | None
     others: int
+    sandbox: Sandbox
 
 
 def devices(session: Session, tenant: str | None, now: datetime) -> list[DeviceView]:
@@ -790,6 +792,7 @@ def _device_view(
         task=tasks.get(placement.task_id) if shown and placement is not None else None,
         since=(placement.started_at or placement.launched_at) if shown and placement else None,
         others=max(0, len(sits) - 1),
+        sandbox=Sandbox.of(device.facts),
     )
 
 

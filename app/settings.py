@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from app.core import grant
 from app.core.fairshare import half_life
+from app.core.layers import Mode
 from app.core.webhook import networks
 
 
@@ -120,7 +121,7 @@ class Settings(BaseSettings):
     block_bytes_per_s: int = Field(0, ge=0)  # given to other hosts; 0: as fast as it goes
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
-    sandbox: str = "preferred"  # "required", "preferred" or "off"
+    sandbox: Mode = "required"
 
     @property
     def store_address(self) -> str:
@@ -129,5 +130,9 @@ class Settings(BaseSettings):
 
 @lru_cache
 def settings() -> Settings:
-    """The settings of this process, read once."""
-    return Settings()
+    """The settings of this process, read once.
+
+    ROUNDHOUSE_SECRETS names a folder with a file for each setting that is a secret, such as
+    `redis_url`; the environment wins.
+    """
+    return Settings(_secrets_dir=os.environ.get("ROUNDHOUSE_SECRETS"))

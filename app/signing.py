@@ -18,6 +18,8 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from app.places import make_private
+
 _CONTEXT = b"roundhouse checkpoint 1\n"  # so that a signature means nothing anywhere else
 _DIGITS = 128
 
@@ -39,7 +41,7 @@ class Signer:
         """
         with contextlib.suppress(FileNotFoundError):
             return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -17,7 +17,7 @@ from typing import IO, TypeVar
 
 from app.chunks import CONDEMNED, Chunks, Damaged, fetched
 from app.core.manifest import BadManifest, Manifest, decode
-from app.places import Bytes, Folder, Missing, Place
+from app.places import INCOMING, Bytes, Folder, Missing, Place, close_to_others
 from app.signing import BadSignature, unsealed
 
 T = TypeVar("T")
@@ -47,6 +47,7 @@ def place_at(address: str | Path) -> Place:
         from app.bucket import Bucket  # an engine of its own: loaded only where it is used
 
         return Bucket(str(address))
+    close_to_others(Path(address), BLOBS, INCOMING)
     return Folder(Path(address))
 
 

@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from app import embedded
+from app.client import Client
+from app.core.layers import Sandbox, warning
 from app.embedded import CannotStart
 from app.settings import default_home, settings
 from app.supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
@@ -130,8 +132,8 @@ class _State:
         file = self.wanted.up_file
         file.parent.mkdir(mode=0o700, exist_ok=True)
         new = file.with_suffix(".new")
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            json.dump(self._facts(), out, indent=2)
+        with _own_file(new) as out:
+            out.write(json.dumps(self._facts(), indent=2).encode())
         new.replace(file)
 
     def _facts(self) -> dict[str, Any]:
@@ -160,6 +162,8 @@ def _env(wanted: Wanted, state: _State, port: int) -> Env:
         "ROUNDHOUSE_HOME": str(wanted.home),
         "ROUNDHOUSE_HOST": wanted.host,
         "ROUNDHOUSE_PORT": str(port),
+        # One's own machine, on loopback: go on with what it allows, and say what that means.
+        "ROUNDHOUSE_SANDBOX": os.environ.get("ROUNDHOUSE_SANDBOX", "preferred"),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -236,8 +240,16 @@ def _usual_port(wanted: Wanted) -> int:
     """The port of the last time, if nobody has taken it, so that addresses in use stay true."""
     kept = wanted.home / "port"
     port = _free_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)
-    kept.write_text(f"{port}\n")
+    with _own_file(kept) as out:
+        out.write(f"{port}\n".encode())
     return port
+
+
+def _own_file(path: Path) -> IO[bytes]:
+    """The file, emptied, to be written to; no other account may read it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.fchmod(fd, 0o600)
+    return os.fdopen(fd, "wb")
 
 
 def _free_port(host: str, wish: int = 0) -> int:
@@ -264,7 +276,15 @@ def _welcome(wanted: Wanted, state: _State) -> str:
         lines += [f"    {tenant:9} {role:15} {key}" for role, key in keys.items()]
     if wanted.home != default_home():
         lines.append(f"For `roundhouse` in another terminal: export ROUNDHOUSE_HOME={wanted.home}")
-    return "\n".join([*lines, "Ctrl-C stops everything."])
+    return "\n".join([*lines, *warning(_sandboxes(state)), "Ctrl-C stops everything."])
+
+
+def _sandboxes(state: _State) -> list[tuple[str, Sandbox]]:
+    """What stands around tenants' code on the devices that are up."""
+    key = json.loads(state.wanted.keys_file.read_text())["platform"]["platform_admin"]
+    with Client(state.url, key) as client:
+        found = [*client.items("/v1/devices")]
+    return [(device["id"], Sandbox.told_as(device["sandbox"])) for device in found if device["up"]]
 
 
 # --- for tests, the demo and benchmarks -----------------------------------------------------------
@@ -349,7 +369,7 @@ def running(
         env={**os.environ, **(env or {})},
         death=signal.SIGTERM,
     )
-    with output.open("wb") as log:
+    with _own_file(output) as log:
         process = subprocess.Popen(
             leashed(spec),
             env=dict(spec.env),

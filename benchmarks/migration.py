@@ -352,6 +352,7 @@ def _device(
         "REDIS_URL": system.facts["redis_url"],
         "ROUNDHOUSE_HOME": str(own),
         "ROUNDHOUSE_DEVICE": device,
+        "ROUNDHOUSE_SANDBOX": "preferred",
     }
     with (own / "log").open("wb") as log:
         started = subprocess.Popen(

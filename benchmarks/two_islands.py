@@ -359,7 +359,7 @@ def _island(handle: Handle, island: str) -> Iterator[None]:
     """A scheduler and a device more, of an island of their own, and a disk of its own."""
     facts, started = handle.facts, list[subprocess.Popen[bytes]]()
     env = {**os.environ, "ROUNDHOUSE_HOME": facts["home"], "REDIS_URL": facts["redis_url"]}
-    env["ROUNDHOUSE_ISLAND"] = island
+    env |= {"ROUNDHOUSE_ISLAND": island, "ROUNDHOUSE_SANDBOX": "preferred"}
     device = {**env, **LINK, "ROUNDHOUSE_DEVICE": f"{island}.0"}
     device["ROUNDHOUSE_STORE"] = f"{facts['home']}/store"
     device["ROUNDHOUSE_HOME"] = f"{facts['home']}/{island}"

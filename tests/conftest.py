@@ -51,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
-        group = "devices" if folder in ("acceptance", "workers") else str(item.path)
+        starts_devices = folder in ("acceptance", "workers")
+        starts_devices |= folder == "security" and "device" in item.path.stem
+        group = "devices" if starts_devices else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -26,7 +26,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO
 
-from app.places import Bytes, Folder
+from app.places import OWN_FILE, Bytes, Folder, make_private
 from app.store import Store, blob
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Cache:
         if not isinstance(store.place, Folder):
             return False
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             return self.folder.stat().st_dev == store.place.root.stat().st_dev
         except OSError:
             return False  # if that matters, it is told when something is written there
@@ -112,7 +112,7 @@ class Cache:
 
     def _take_in(self, sha256: str, file: IO[bytes]) -> None:
         draft = self.folder / f".{uuid.uuid4().hex}"
-        draft.mkdir(parents=True, mode=0o700)
+        make_private(draft)
         try:
             _lay_down(file, draft / BODY)
             self.enter(draft, sha256)
@@ -163,9 +163,9 @@ class Draft:
         self._fd = -1
         self.failed: OSError | None = None
         try:
-            self._folder.mkdir(parents=True, mode=0o700)
+            make_private(self._folder)
             how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._fd = os.open(self._folder / _unflushed(), how, 0o444)
+            self._fd = os.open(self._folder / _unflushed(), how, OWN_FILE)
         except OSError as error:
             self.failed = error
 
@@ -242,7 +242,8 @@ def _lay_down(file: IO[bytes], path: Path) -> None:
     except OSError:
         pass  # it lies elsewhere, has no name at all, or is not ours to name
     file.seek(0)
-    with path.open("xb") as copy:
+    how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(path, how, OWN_FILE), "wb") as copy:
         shutil.copyfileobj(file, copy, _PIECE)
         copy.flush()
         os.fsync(copy.fileno())

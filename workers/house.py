@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from app.core.layers import Mode
 from app.settings import Settings
 from app.signing import Signer
 from app.store import Store
@@ -45,7 +46,7 @@ class House:
     beat_s: float = 2.0
     patience_s: float = 0.5  # so long who lacks an input that comes late stands still on its seat,
     at_rest_s: float = 5.0  # and so long if nobody else wants that
-    sandbox: str = "preferred"
+    sandbox: Mode = "required"
     address: str = "127.0.0.1"  # by which other hosts reach this one
     incarnation: str = field(
         default_factory=lambda: f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"

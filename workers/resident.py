@@ -770,7 +770,9 @@ class Zygote:
 
 def _room(room: Room) -> JSON:
     code, scratch = str(room.code), str(room.scratch)
-    return {"code": code, "scratch": scratch, "uid": room.uid, "kind": room.kind}
+    passages = [os.fspath(folder) for folder in room.passages]
+    told = {"code": code, "scratch": scratch, "uid": room.uid, "kind": room.kind}
+    return {**told, "passages": passages}
 
 
 def _environment() -> dict[str, str]:

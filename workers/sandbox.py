@@ -23,6 +23,7 @@ import os
 import platform
 import resource
 import socket
+import stat
 import struct
 import sys
 import sysconfig
@@ -31,22 +32,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-#: All walls, in the order in which they are raised.
-WALLS = {
-    "processes": "it sees and signals no process but its own, and all of them end with it",
-    "ipc": "no shared memory or queues of other processes",
-    "network": "no network, only its own loopback",
-    "files": "a read-only view of the interpreter, its code, and a folder of its own",
-    "limits": "no core dumps, bounded numbers of files and processes",
-    "user": "a user of its own, with no rights anywhere else",
-    "capabilities": "no capabilities",
-    "privileges": "it can never gain rights",
-    "syscalls": "system calls that a computation does not need are refused",
-}
-#: Those that `sandbox: required` insists on; only root can give a process another user.
-NEEDED = frozenset(WALLS) - {"user"}
-
 CODE, SCRATCH = Path("/code"), Path("/scratch")
+PASSAGE = 0o711  # the mode of a folder that others may pass through, and not list
 
 #: What every process that runs tenants' code is started with; some of it decides bits.
 ENVIRONMENT = {
@@ -71,12 +58,16 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What lies outside for one resident; `uid` is used only where root may give it."""
+    """What lies outside for one resident; `uid` is used only where root may give it.
+
+    `passages` are the folders of ours on the way to its code and scratch folder.
+    """
 
     code: Path
     scratch: Path
     uid: int
     kind: str = "cpu"
+    passages: tuple[Path, ...] = ()
 
     def inside(self, walls: Iterable[str]) -> tuple[Path, Path]:
         """(code, scratch) as the resident sees them."""
@@ -153,9 +144,18 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
         why = _try([*standing, name], room)
         if why:
             missing[name] = why
+            if name == "files":
+                _open_passages(room)
         else:
             standing.append(name)
     return standing, missing
+
+
+def _open_passages(room: Room) -> None:
+    """Without a view of its own a resident of another user walks to its folders by their paths."""
+    if os.geteuid() == 0:
+        for folder in room.passages:
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (PASSAGE & 0o077))
 
 
 def _try(walls: list[str], room: Room) -> str:
@@ -293,6 +293,8 @@ _INNER: dict[str, Callable[[Room], None]] = {
     "privileges": _privileges,
     "syscalls": _syscalls,
 }
+#: All layers, in the order in which they are raised; `app.core.layers` says what each keeps away.
+WALLS = ("processes", *_INNER)
 
 
 # --- files ----------------------------------------------------------------------------------------

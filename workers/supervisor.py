@@ -27,6 +27,7 @@ import queue
 import selectors
 import shutil
 import socket
+import stat
 import threading
 import zlib
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from app.core import messages
+from app.core import layers, messages
 from app.core.messages import (
     Alive,
     Answer,
@@ -49,8 +50,9 @@ from app.core.messages import (
     Wanted,
 )
 from app.core.rota import TURN_US, Rota
+from app.places import make_private
 from app.signing import input_name
-from workers import ahead, links, sandbox, transfer
+from workers import ahead, links, transfer
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
@@ -69,7 +71,7 @@ from workers.resident import (
     Zygote,
     log_lines,
 )
-from workers.sandbox import Room
+from workers.sandbox import PASSAGE, Room
 from workers.transfer import Fetched, NotFetched, OutOfStep
 from workers.wire import Garbled, Trust, pair
 
@@ -205,13 +207,15 @@ class Supervisor(threading.Thread):
     # --- moving in and out ---
 
     def _move_in(self) -> None:
-        self.house.run.mkdir(parents=True, exist_ok=True)
+        make_private(self.house.folder)
         self._lock_fd = locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
         # Residents hold another one, each for itself: a tenant can only let go of its own.
         os.close(locked(self._house_file, LOCK_WAIT_S))
         for name in ("code", "scratch"):
             shutil.rmtree(self.house.folder / name, ignore_errors=True)
-            (self.house.folder / name).mkdir(parents=True)
+            make_private(self.house.folder / name)
+        for folder in self._passages[1:]:  # an earlier version let everybody read them
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & PASSAGE)
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
         self.links.listen(self._selector)
         self.pulse.start()
@@ -274,7 +278,11 @@ class Supervisor(threading.Thread):
 
     def _start_zygote(self) -> None:
         self.zygote_due_us = None
-        probe = None if self.house.sandbox == "off" else self._room("probe")
+        probe = (
+            None
+            if self.house.sandbox == "off"
+            else self._room("probe", transfer.unpack("", self.house))
+        )
         self.zygote = Zygote(lock_fd=self._lock_fd, probe=probe)
         self._selector.register(self.zygote.wire, selectors.EVENT_READ, lambda: self._zygote_says())
 
@@ -297,22 +305,31 @@ class Supervisor(threading.Thread):
         self.zygote.is_ready = True
         self.walls, missing = message["walls"], message["missing"]
         for name, why in missing.items():
-            log.warning("sandbox: no wall %r (%s): %s", name, sandbox.WALLS[name], why)
-        lacking = sorted(sandbox.NEEDED - set(self.walls))
-        if self.house.sandbox == "required" and lacking:
-            raise CannotServe(
-                f"the sandbox is required, and these walls do not stand here: {', '.join(lacking)}"
-                " (the log says why); allow user namespaces, or set ROUNDHOUSE_SANDBOX=preferred"
-            )
+            log.warning("sandbox: no layer %r (%s): %s", name, layers.LAYERS[name], why)
+        self._judge_sandbox()
         if message["unwatched"]:
             log.warning("images are copied while jobs wait: %s", message["unwatched"])
         self.facts = {
             **self.facts,
-            "sandbox": self.walls,
             "torch": message["torch"],
             "capabilities": [] if message["unwatched"] else ["overlap"],
         }
         self.rhythm.happened = True
+
+    def _judge_sandbox(self) -> None:
+        """Raises CannotServe, after the island was told: nothing is ever launched here then."""
+        self.facts |= {"sandbox": self.walls, "sandbox_mode": self.house.sandbox}
+        lacking = layers.missing(self.walls)
+        if self.house.sandbox == "required" and lacking:
+            self.facts["refuses"] = layers.refusal(lacking)
+            self._say_goodbye()
+            raise CannotServe(f"{self.facts['refuses']} (see above, why); {layers.MENDS}")
+        if lacking:
+            log.warning("%s", "\n".join(layers.warning([(self.house.device, self._sandbox)])))
+
+    @property
+    def _sandbox(self) -> layers.Sandbox:
+        return layers.Sandbox.of(self.facts)
 
     def _zygote_gone(self) -> None:
         """Whatever it forked died with it.  Our fault: no task is said to have failed."""
@@ -951,16 +968,23 @@ class Supervisor(threading.Thread):
             "patience_s": self.house.patience_s,
         }
 
+    @property
+    def _passages(self) -> tuple[Path, ...]:
+        """The folders of ours on the way to the code and the scratch folder of a resident."""
+        run, folder = self.house.run, self.house.folder
+        return run.parent, run, folder, folder / "code", folder / "scratch"
+
     def _room(self, name: str, code: Path | None = None) -> Room:
         """A folder of its own for one resident, and a user of its own where root can give one."""
         scratch = self.house.folder / "scratch" / name
-        scratch.mkdir(exist_ok=True)
+        scratch.mkdir(mode=0o700, exist_ok=True)
         slot = zlib.crc32(self.house.device.encode()) % 4096 * 256 + self.last_id % 256
         room = Room(
             code=code or self.house.folder / "code",
             scratch=scratch,
             uid=200_000 + slot,
             kind=self.house.kind,
+            passages=self._passages,
         )
         if os.geteuid() == 0 and (name == "probe" or "user" in self.walls):
             os.chown(scratch, room.uid, room.uid)

@@ -152,8 +152,10 @@ def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[in
 def unpack(bundle: str, house: House) -> Path:
     """The folder with the code of a bundle; raises NotFetched.  A command may do without: ""."""
     if not bundle:
-        (house.folder / "code" / "none").mkdir(exist_ok=True)
-        return house.folder / "code" / "none"
+        none = house.folder / "code" / "none"
+        none.mkdir(exist_ok=True)
+        none.chmod(0o755)  # as a bundle's folder is: see `workers.unpack`
+        return none
     code = house.folder / "code" / bundle
     with _as_cause("bundle"):
         if not code.is_dir():

@@ -1,5 +1,8 @@
 """A bundle as a folder: the tenant's code, unpacked where its resident may read it.
 
+A resident has a user of its own, so what is unpacked is open to everybody.  Nobody else gets there:
+the folders above it are the device worker's alone, and the resident is shown the folder itself.
+
 Archives are not believed: only plain files and folders are taken, names must stay inside, and what
 counts is the bytes really read.  Nothing of a bundle is imported or run here.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tarfile
 import tempfile
 import unicodedata
@@ -15,6 +19,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
+
+from app.places import make_private
 
 FILES_LIMIT = 5_000
 DEPTH_LIMIT = 16
@@ -30,11 +36,11 @@ def unpacked(archive: Path, folder: Path) -> Path:
     """`folder` with the archive's files, read-only.  It appears whole or not at all."""
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_private(folder.parent)
     making = Path(tempfile.mkdtemp(prefix="unpacking-", dir=folder.parent))
     try:
         _unpack(archive, making)
-        os.chmod(making, 0o755)
+        _let_residents_read(making)
         os.rename(making, folder)
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
@@ -42,6 +48,11 @@ def unpacked(archive: Path, folder: Path) -> Path:
             return folder  # another one was quicker
         raise
     return folder
+
+
+def _let_residents_read(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):  # whatever our umask is
+        path.chmod(0o755 if stat.S_ISDIR(path.lstat().st_mode) else 0o444)
 
 
 def _unpack(archive: Path, into: Path) -> None:

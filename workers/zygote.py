@@ -101,7 +101,11 @@ def _lay_on_huge_pages() -> None:
 
 def _room(body: JSON) -> Room:
     return Room(
-        code=Path(body["code"]), scratch=Path(body["scratch"]), uid=body["uid"], kind=body["kind"]
+        code=Path(body["code"]),
+        scratch=Path(body["scratch"]),
+        uid=body["uid"],
+        kind=body["kind"],
+        passages=tuple(map(Path, body["passages"])),
     )
 
 

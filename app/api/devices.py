@@ -20,6 +20,7 @@ from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import DeviceOut, DevicePatch, HostOut, IslandOut, Page
 from app.api.versions import IfMatch, check_version, etag
+from app.core.layers import Sandbox
 from app.db import Db, after_commit
 from app.errors import NotFound
 from app.models import Device, Host, Island, Placement
@@ -273,4 +274,10 @@ def _shown(row: Any) -> dict[str, Any]:
         "task_id": row.tasks[0] if row.tasks else None,
         "tasks": row.tasks,
         "cost": row.Device.cost_milli / 1000,
+        "sandbox": _sandbox(Sandbox.of(row.Device.facts)),
     }
+
+
+def _sandbox(said: Sandbox) -> dict[str, Any]:
+    told = {"mode": said.mode, "missing": said.missing, "refuses": said.refuses}
+    return {**told, "layers": list(said.standing)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from alembic.script import ScriptDirectory
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
-from sqlalchemy import func, select, text
+from sqlalchemy import func, or_, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from app.core.layers import Sandbox, summary
 from app.db import transaction
 from app.models import Device, Island
 from app.settings import settings
 
 REDIS_TIMEOUT_S = 2.0
+REFUSAL_TOLD = timedelta(minutes=5)  # how long what a device refused is told; it tries again sooner
 MIGRATIONS = Path(__file__).parent.parent.parent / "migrations"
 
 router = APIRouter(tags=["meta"])
@@ -116,12 +119,13 @@ def _devices(session: Session) -> Check:
 
 
 def _sandbox(session: Session) -> Check:
-    """What walls the devices that are up have around a job; `sandbox: required` needs real ones."""
-    query = select(Device.facts["sandbox"]).where(Device.lease_until > func.now()).distinct()
-    found = [level if isinstance(level, list) else [level] for level in session.scalars(query)]
-    levels = sorted(", ".join(map(str, level)) for level in found)
-    weak = settings().sandbox == "required" and bool({"off", "none", "None"} & set(levels))
-    return Check(ok=not weak, detail="; ".join(levels) or "no device has told")
+    """What stands around tenants' code on each device that is up; whichever refuses to serve."""
+    is_up = Device.lease_until > func.now()
+    refused = Device.facts.has_key("refuses") & (Device.seen_at > func.now() - REFUSAL_TOLD)
+    query = select(Device.id, Device.facts).where(or_(is_up, refused)).order_by(Device.id)
+    found = [(id, Sandbox.of(facts)) for id, facts in session.execute(query)]
+    refuses = any(sandbox.refuses for _, sandbox in found)
+    return Check(ok=not refuses, detail=summary(found) or "no device has told")
 
 
 def _redis() -> Check:

@@ -948,6 +948,17 @@ class DevicePatch(In):
     cost: Weight
 
 
+class SandboxOut(Out):
+    model_config = example(mode="required", layers=["files", "network"], missing=[], refuses="")
+    mode: str = Field(
+        description="`required`: the device serves only with the whole sandbox; `preferred`: with"
+        " the layers that stand; `off`: without any"
+    )
+    layers: list[str] = Field(description="those that stand around tenants' code")
+    missing: list[str] = Field(description="those that should, and do not")
+    refuses: str = Field(description="why it does not serve; empty if it does")
+
+
 class DeviceOut(Out):
     model_config = example(
         id="host-a.0",
@@ -964,7 +975,8 @@ class DeviceOut(Out):
         cost=1.0,
         seen_at=_AT,
         version=1,
-        facts={"sandbox": "bwrap"},
+        sandbox={"mode": "required", "layers": ["files", "network"], "missing": [], "refuses": ""},
+        facts={"torch": "2.13.0"},
     )
     id: str
     host: str
@@ -982,6 +994,7 @@ class DeviceOut(Out):
     cost: float
     seen_at: datetime | None
     version: int
+    sandbox: SandboxOut
     facts: dict[str, Any]
 
 

@@ -82,6 +82,9 @@ def _run(run: str | list[str] | dict[str, Any]) -> dict[str, Any]:
     return {"function" if run.partition(":")[2][0].islower() else "job": run}
 
 
+_HURRIED = {"lease_margin_s": 1.0, "beat_s": 0.5, "stop_grace_s": 1.0}
+
+
 class Ground:
     """The island, as far as one device can tell."""
 
@@ -101,7 +104,7 @@ class Ground:
             island="test",
             store=self.store,
             run=home / "run",
-            **{"lease_margin_s": 1.0, "beat_s": 0.5, "stop_grace_s": 1.0, **house},
+            **{**_HURRIED, "sandbox": "preferred", **house},
         )
         self.supervisor = Supervisor(self.house, self)
         self.orders: dict[tuple[str, int], int] = {}
