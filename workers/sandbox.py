@@ -438,11 +438,23 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "personality": (135, 92), "clock_settime": (227, 112), "settimeofday": (164, 170),
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "vhangup": (153, 58),
     "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
+    # memory and queues that no other limit sees, and ways around descriptors
+    "memfd_secret": (447, 447), "vmsplice": (278, 75), "pidfd_getfd": (438, 438),
+    "io_setup": (206, 0), "io_submit": (209, 2), "io_getevents": (208, 4), "io_destroy": (207, 1),
+    "io_cancel": (210, 3), "io_pgetevents": (333, 292),
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "mq_unlink": (241, 181), "fanotify_init": (300, 262), "lookup_dcookie": (212, 18),
+    "quotactl_fd": (443, 443), "file_setattr": (469, 469), "lsm_set_self_attr": (460, 460),
+    # newer calls about mounts
+    "statmount": (457, 457), "listmount": (458, 458), "open_tree_attr": (467, 467),
+    "listns": (470, 470),
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_NEWEST = 470  # what a later kernel adds does not exist here
+_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW*
-_FAMILIES_REFUSED = (16, 17, 38, 40, 44)  # netlink, packet, alg, vsock, xdp
+_FAMILIES = (1, 2, 10)  # unix, inet, inet6
+_PROTOCOLS = (0, 1, 6, 17)  # the family's own, icmp, tcp, udp; so neither mptcp nor udplite
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -463,12 +475,18 @@ def _filter() -> bytes:
     lines += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, unknown)]
     lines += [(_EQUAL, 0, 3, _CLONE[column]), (_LOAD, 0, 0, 16)]
     lines += [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, no)]
-    lines += [(_LOAD, 0, 0, 0), (_EQUAL, 0, 1 + 2 * len(_FAMILIES_REFUSED), _SOCKET[column])]
-    lines += [(_LOAD, 0, 0, 16)]
-    for family in _FAMILIES_REFUSED:
-        lines += [(_EQUAL, 0, 1, family), (_RETURN, 0, 0, no)]
-    lines += [(_RETURN, 0, 0, _ALLOW)]
+    lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, unknown)]
+    sockets = [*_only(16, _FAMILIES), *_only(32, _PROTOCOLS)]
+    lines += [(_EQUAL, 1, 0, _SOCKET[column]), (_EQUAL, 0, len(sockets), _SOCKETPAIR[column])]
+    lines += [*sockets, (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
+
+
+def _only(offset: int, allowed: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """Refuse the call unless this argument is one of those."""
+    lines = [(_LOAD, 0, 0, offset)]
+    lines += [(_EQUAL, len(allowed) - at, 0, value) for at, value in enumerate(allowed)]
+    return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
 
 
 # --- the kernel -----------------------------------------------------------------------------------
