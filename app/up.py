@@ -181,8 +181,11 @@ def _seed(wanted: Wanted, env: Env) -> None:
 def _api(env: Env, host: str, port: int) -> Spec:
     # Without the timeout a browser that follows a stream would keep the server from ending.
     options = ("--timeout-graceful-shutdown", "3", "--no-access-log", "--log-level", "warning")
-    words = ("-m", "uvicorn", "app.main:app", "--host", host, "--port", str(port), *options)
-    return Spec(name="api", command=(sys.executable, *words), env=env, folder=ROOT)
+    bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
+    words = ("-m", "uvicorn", "app.main:app", "--host", host, "--port", str(port))
+    return Spec(
+        name="api", command=(sys.executable, *words, *bounded, *options), env=env, folder=ROOT
+    )
 
 
 def _schedulers(wanted: Wanted, env: Env) -> list[Spec]:

@@ -142,7 +142,8 @@ def serving() -> Iterator[Service]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ("--no-access-log", "--log-level", "warning", "--port", str(port))
+    bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
+    options = (*bounded, "--no-access-log", "--log-level", "warning", "--port", str(port))
     command = (sys.executable, "-m", "uvicorn", "app.main:app", *options)
     with subprocess.Popen(command) as process:
         try:

@@ -1,0 +1,168 @@
+"""uvicorn's HTTP protocol with bounds on what a connection may bring before it is a call.
+
+    uvicorn app.main:app --http app.api.http_protocol:BoundedProtocol
+
+uvicorn's own settings bound neither a header section that httptools reads, nor how long a client
+may take to send one, nor how long a client may not read an answer.  (With h11 the header section is
+bounded, the times are not, and each call costs more.)  Closed without an answer are connections
+that send or take nothing for too long; a header section that is too large is answered with 431.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import TimerHandle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-type: text/plain; charset=utf-8\r\n"
+    b"content-length: 33\r\n"
+    b"connection: close\r\n\r\n"
+    b"the header section is too large.\n"
+)
+
+_HalfOpen = OrderedDict["BoundedProtocol", None]
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    HEAD_BYTES: ClassVar = 2**16  # of a header section, or of trailers
+    HEAD_S: ClassVar = 10.0  # for a header section to come whole
+    BODY_BYTES: ClassVar = 2**12  # at least so many of a body come in each BODY_S
+    BODY_S: ClassVar = 20.0
+    WRITE_S: ClassVar = 60.0  # an answer may lie so long before the client takes any of it
+    CONNECTIONS_MAX: ClassVar = 4000
+    HALF_OPEN_MAX: ClassVar = 2000  # connections whose header section has not come whole
+    PIPELINED_MAX: ClassVar = 16  # calls of a connection that wait for the answer of another
+
+    _half_open: ClassVar[WeakKeyDictionary[ServerState, _HalfOpen]] = WeakKeyDictionary()
+
+    def __init__(self, config: Any, server_state: ServerState, *args: Any, **more: Any) -> None:
+        super().__init__(config, server_state, *args, **more)
+        self._others = self._half_open.setdefault(server_state, OrderedDict())
+        self._awaits_head = self._awaits_body = False
+        self._unread_bytes = 0  # received since the parser last had something whole
+        self._body_bytes = 0  # received since somebody looked
+        self._reading: TimerHandle | None = None
+        self._writing: TimerHandle | None = None
+
+    # --- the life of a connection ---
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.CONNECTIONS_MAX:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_there()
+        self._reading = _cancelled(self._reading)
+        self._writing = _cancelled(self._writing)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._awaits_head and not self._awaits_body:
+            self._await_head()
+        self._unread_bytes += len(data)
+        super().data_received(data)
+        if self._unread_bytes > self.HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    # --- what the parser says ---
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._awaits_head:  # several calls came at once
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= self.PIPELINED_MAX:
+            raise ValueError(f"more than {self.PIPELINED_MAX} calls wait on one connection")
+        self._unread_bytes = 0
+        self._head_is_there()
+        self._await_body()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unread_bytes = 0
+        self._awaits_body = False
+        self._reading = _cancelled(self._reading)
+        super().on_message_complete()
+
+    # --- clients that send nothing ---
+
+    def _await_head(self) -> None:
+        self._awaits_head = True
+        self._others[self] = None
+        if len(self._others) > self.HALF_OPEN_MAX:
+            oldest, _ = self._others.popitem(last=False)
+            oldest.transport.abort()
+        self._read_within(self.HEAD_S, self._look_at_head)
+
+    def _look_at_head(self) -> None:
+        """What the client does not send because we do not read is not held against it."""
+        if self.flow.read_paused:
+            self._read_within(self.HEAD_S, self._look_at_head)
+        else:
+            self.transport.abort()
+
+    def _head_is_there(self) -> None:
+        self._awaits_head = False
+        self._others.pop(self, None)
+
+    def _await_body(self) -> None:
+        self._awaits_body, self._body_bytes = True, 0
+        self._read_within(self.BODY_S, self._look_at_body)
+
+    def _look_at_body(self) -> None:
+        if self._body_bytes < self.BODY_BYTES and not self.flow.read_paused:
+            self.transport.abort()
+        else:
+            self._await_body()
+
+    def _read_within(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        self._reading = _cancelled(self._reading)
+        self._reading = self.loop.call_later(seconds, otherwise)
+
+    # --- clients that take nothing ---
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._abort_later()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_later()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_later()
+
+    def _abort_later(self) -> None:
+        """A transport that closes waits without end until the client has taken the rest."""
+        self._writing = _cancelled(self._writing)
+        self._writing = self.loop.call_later(self.WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._writing = _cancelled(self._writing)
+        super().resume_writing()
+
+
+def _cancelled(timer: TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

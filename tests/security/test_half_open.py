@@ -1,0 +1,208 @@
+"""A connection that is never a call costs little, and ends; raw sockets against a real server."""
+
+from __future__ import annotations
+
+import resource
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from app.api.http_protocol import BoundedProtocol
+
+pytestmark = pytest.mark.security
+
+LONGEST_S = 20.0
+CHUNK = 2**20
+
+
+class Hasty(BoundedProtocol):
+    HEAD_S = 0.3
+    BODY_S = 0.3
+    WRITE_S = 0.5
+    HALF_OPEN_MAX = 8
+    CONNECTIONS_MAX = 30
+
+
+async def echo(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+    """Answers with as many bytes as came, or with as many as the path says."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size, more = size + len(message["body"]), message.get("more_body", False)
+    body = bytes(int(scope["path"].strip("/") or size))
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@contextmanager
+def serving(protocol: type[BoundedProtocol]) -> Iterator[tuple[int, uvicorn.Server]]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            echo, http=protocol, lifespan="off", log_level="critical", timeout_keep_alive=1
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        try:
+            yield listening.getsockname()[1], server
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with serving(Hasty) as (port, _):
+        yield port
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=LONGEST_S)
+
+
+def is_closed(connection: socket.socket, within_s: float = LONGEST_S) -> bool:
+    """Reads what comes; True once the server has closed the connection."""
+    until_s = time.monotonic() + within_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if select.select([connection], [], [], left_s)[0]:
+            try:
+                if not connection.recv(65536):
+                    return True
+            except ConnectionResetError:
+                return True
+    return False
+
+
+def sent_until_closed(
+    connection: socket.socket, piece: bytes, *, times: int, pause_s: float = 0.0
+) -> int:
+    """How many pieces could be sent."""
+    for n in range(times):
+        try:
+            connection.sendall(piece)
+        except (ConnectionResetError, BrokenPipeError):
+            return n
+        time.sleep(pause_s)
+    return times
+
+
+def answered(port: int) -> bool:
+    with connected(port) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        return connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nX: ", b"GET /", b"", b"\r\n"])
+def test_header_section_of_100_MB_is_refused_before_it_is_kept(port: int, head: bytes):
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with connected(port) as connection:
+        connection.sendall(head)
+        sent = sent_until_closed(connection, b"a" * CHUNK, times=100)
+    assert sent < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 20 * 1024
+
+
+def test_header_section_that_is_too_large_is_answered_with_431(port: int):
+    with connected(port) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: " + b"a" * (BoundedProtocol.HEAD_BYTES + 1))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+
+
+def test_trailers_and_chunk_extensions_without_end_are_refused(port: int):
+    chunked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for endless in (b"0\r\nX: ", b"1;x="):
+        with connected(port) as connection:
+            connection.sendall(chunked + endless)
+            assert sent_until_closed(connection, b"a" * CHUNK, times=100) < 20
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\nabc",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT",
+    ],
+    ids=["nothing", "half a head", "half a body", "half a second head"],
+)
+def test_half_open_call_is_closed_after_a_while(port: int, sent: bytes):
+    with connected(port) as connection:
+        connection.sendall(sent)
+        assert is_closed(connection)
+
+
+def test_head_that_comes_drop_by_drop_is_closed_though_it_goes_on(port: int):
+    with connected(port) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        assert sent_until_closed(connection, b"a", times=1000, pause_s=0.02) < 1000
+
+
+def test_half_open_connections_beyond_the_bound_end_the_oldest_and_calls_are_answered(port: int):
+    waiting = [connected(port) for _ in range(3 * Hasty.HALF_OPEN_MAX)]
+    try:
+        assert is_closed(waiting[0], Hasty.HEAD_S)
+        assert answered(port)
+    finally:
+        for connection in waiting:
+            connection.close()
+
+
+def test_connections_beyond_the_bound_are_closed_at_once():
+    with serving(Hasty) as (port, server):
+        body = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+        opened = []
+        try:
+            for _ in range(Hasty.CONNECTIONS_MAX + 5):
+                opened.append(connected(port))
+                opened[-1].sendall(body)
+            time.sleep(0.1)
+            assert len(server.server_state.connections) <= Hasty.CONNECTIONS_MAX
+        finally:
+            for connection in opened:
+                connection.close()
+
+
+@pytest.mark.parametrize("size", [20_000_000, 3_000_000])
+def test_client_that_never_reads_its_answer_is_closed(size: int):
+    with serving(Hasty) as (port, server), connected(port) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(f"GET /{size} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        until_s = time.monotonic() + LONGEST_S
+        while not server.server_state.connections:
+            assert time.monotonic() < until_s
+        while server.server_state.connections:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+
+def test_thousands_of_pipelined_calls_are_refused(port: int):
+    with connected(port) as connection:
+        connection.sendall(b"GET /1 HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+        assert is_closed(connection)
+
+
+def test_ordinary_calls_go_on_one_connection(port: int):
+    with connected(port) as connection:
+        for n in (1, 10, 100_000):
+            connection.sendall(
+                f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {n}\r\n\r\n".encode() + b"a" * n
+            )
+            got = b""
+            while not got.endswith(b"0\r\n\r\n"):
+                got += connection.recv(65536)
+            assert got.startswith(b"HTTP/1.1 200")
