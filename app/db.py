@@ -1,7 +1,8 @@
 """The engine and its transactions.
 
-The API uses `get_session`: one transaction per request, committed before the answer leaves.  Loops
-use `transaction()`.  Sessions are synchronous everywhere.
+The API uses `get_session`: one transaction per request, committed before the answer leaves, by
+`released` in the thread that worked in it (`app.api.gate`).  Loops use `transaction()`.  Sessions
+are synchronous everywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from starlette.concurrency import run_in_threadpool
 
 from app.settings import settings
 
+POOL_SIZE = 16  # connections that a process keeps
+POOL_EXTRA = 8  # and so many more for a moment: uploads, checks and loops beside the API's calls
+POOL_WAIT_S = 2.0  # for one that is free
+CONNECT_S = 5  # for Postgres to take a new one
+
 
 @lru_cache
 def engine() -> Engine:
@@ -30,7 +36,13 @@ def engine() -> Engine:
     url = settings().database_url.get_secret_value()
     if not url:
         raise RuntimeError("DATABASE_URL is not set; `make up` starts an embedded Postgres")
-    engine = create_engine(url, pool_size=8, max_overflow=8)
+    engine = create_engine(
+        url,
+        pool_size=POOL_SIZE,
+        max_overflow=POOL_EXTRA,
+        pool_timeout=POOL_WAIT_S,
+        connect_args={"connect_timeout": CONNECT_S},
+    )
 
     @event.listens_for(engine, "checkout")
     def check_alive(connection: Any, *_: Any) -> None:
@@ -82,20 +94,30 @@ def is_awaited(session: Session) -> bool:
     return bool(session.info.get("after_commit"))
 
 
+@contextmanager
+def released(session: Session) -> Iterator[Session]:
+    """Commits on the way out, rolls back on any error, and gives the connection back."""
+    try:
+        yield session
+        commit(session)
+    finally:
+        session.close()
+
+
 async def get_session() -> AsyncIterator[Session]:
-    """What is committed already, or was never begun, costs no change of thread."""
+    """A session that holds no connection yet; whoever works in it uses `released`."""
     session = _sessions()()
     try:
         yield session
-        if session.in_transaction() or "after_commit" in session.info:
-            await run_in_threadpool(commit, session)
+        if session.in_transaction():
+            raise RuntimeError("an endpoint left its transaction open: it must use `released`")
     finally:
         if session.in_transaction():
             with CancelScope(shield=True):
                 await run_in_threadpool(session.close)
 
 
-# scope="function": the commit comes before the answer, so a failed commit is not a 200.
+# scope="function": what is left open is found before the answer.
 Db = Annotated[Session, Depends(get_session, scope="function")]
 
 

@@ -1,6 +1,6 @@
 """The API process: puts the routers, the pages and the edge together.
 
-    uvicorn app.main:app --timeout-graceful-shutdown 3
+    uvicorn app.main:app --http app.api.http_protocol:BoundedProtocol --timeout-graceful-shutdown 3
 
 Nothing is decided and nothing is read here.
 """
@@ -36,7 +36,8 @@ from app.api import simulations as simulation_routes
 from app.api import tasks as task_routes
 from app.api import tenants as tenant_routes
 from app.api import webhooks as webhook_routes
-from app.api.edge import BodyLimit, RequestId, operation_id
+from app.api.edge import AtOnce, BodyLimit, RequestId
+from app.api.scoped import operation_id
 from app.changes import changes
 from app.db import engine, transaction
 from app.settings import settings
@@ -63,6 +64,7 @@ def create_app() -> FastAPI:
     openapi.install(app)
     pages.mount(app)
     app.add_middleware(BodyLimit, limit_of=_body_limit)
+    app.add_middleware(AtOnce)
     app.add_middleware(RequestId)
     app.add_middleware(metric_routes.Measured)  # added last, so it comes first
     return app

@@ -72,6 +72,11 @@ class Settings(BaseSettings):
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
+    # calls of a key that are under way at once in one process, streams and waits included
+    key_calls_max: int = Field(200, gt=0)
+    # event streams that are open at once in one process: of a key, and in all
+    key_streams_max: int = Field(64, gt=0)
+    streams_max: int = Field(1000, gt=0)
     # people by an OpenID Connect provider; without an issuer there is none
     oidc_issuer: Annotated[str, AfterValidator(_issuer)] = ""
     oidc_client_id: str = ""

@@ -25,12 +25,12 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyCookie, HTTPAuthorizationCredentials, HTTPBearer
 from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 
 from app import audit, people
 from app.api import rates
-from app.api.edge import ScopedRoute, operation_id
+from app.api.gate import in_thread
 from app.api.known import callers
+from app.api.scoped import ScopedRoute, operation_id
 from app.core.scope import allows
 from app.db import Db, transaction
 from app.errors import Forbidden, Unauthenticated
@@ -38,7 +38,7 @@ from app.models import ROLES, ApiKey, Tenant, User, WebSession
 from app.people import Person
 from app.settings import settings
 
-COOKIE = "roundhouse_session"
+COOKIE = rates.SESSION_COOKIE
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 NO_SECRET = ""  # the hash of no secret
 USES_EVERY_S = 60.0  # `last_used_at` is written at most this often
@@ -299,24 +299,40 @@ _cookie = APIKeyCookie(
 )
 
 
+async def identified(request: Request) -> Caller:
+    """Whose call it is; looked up at most once for a call."""
+    known: Caller | None = getattr(request.state, "caller", None)
+    if known is None:
+        known = request.state.caller = await _identified(request)
+    return known
+
+
+async def _identified(request: Request) -> Caller:
+    if (bearer := await _bearer(request)) is not None:
+        token = bearer.credentials
+        caller = _known(token)
+        if caller is None or not rates.count_held(request, token):
+            caller = await _in_turn(request, token, _of_bearer)
+        return caller
+    cookie = await _cookie(request)
+    if cookie is None or "authorization" in request.headers:
+        raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
+    caller = await _in_turn(request, cookie, caller_of_cookie)
+    if request.method not in SAFE_METHODS and not from_our_origin(request):
+        raise Forbidden("with a cookie, only the pages of this service may change something")
+    return caller
+
+
 async def authenticated(
     request: Request,
     session: Db,
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
     cookie: Annotated[str | None, Security(_cookie)],
 ) -> Caller:
-    if bearer is not None:
-        token = bearer.credentials
-        caller = _known(token)
-        if caller is None or not rates.count_held(request, token):
-            caller = await run_in_threadpool(_counted, request, session, token, _of_bearer)
-        return _calls(request, session, caller)
-    if cookie is None or "authorization" in request.headers:
-        raise Unauthenticated("send an API key: Authorization: Bearer rh_…")
-    caller = await run_in_threadpool(_counted, request, session, cookie, caller_of_cookie)
-    _calls(request, session, caller)
-    if request.method not in SAFE_METHODS and not from_our_origin(request):
-        raise Forbidden("with a cookie, only the pages of this service may change something")
+    """The caller, whose scope allows this call.  `bearer` and `cookie` are for the document."""
+    caller = await identified(request)
+    _check_scope(caller, request.scope["route"])
+    audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
     return caller
 
 
@@ -342,22 +358,19 @@ def _looks_like_jwt(token: str) -> bool:
     return token.count(".") == 2 and not token.startswith("rh_")
 
 
-def _counted(
-    request: Request,
-    session: Session,
-    credential: str,
-    look_up: Callable[[Session, str], Caller],
-) -> Caller:
+LookUp = Callable[[Session, str], Caller]
+
+
+async def _in_turn(request: Request, credential: str, look_up: LookUp) -> Caller:
+    return await in_thread(rates.whose(request), _counted, request, credential, look_up)
+
+
+def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
     counted = rates.count_known(request, credential)  # no connection is held yet
-    caller = look_up(session, credential)
+    with transaction() as session:
+        caller = look_up(session, credential)
     if not counted:
         rates.count_new(request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id)
-    return caller
-
-
-def _calls(request: Request, session: Session, caller: Caller) -> Caller:
-    _check_scope(caller, request.scope["route"])
-    audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
     return caller
 
 

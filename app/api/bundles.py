@@ -62,7 +62,6 @@ async def put_bundle(
     http: HttpRequest,
     sha256: Sha256,
     caller: Submitter,
-    session: Db,
     content_range: ContentRange = None,
 ) -> Response:
     """The bytes are the archive itself.  It is looked through without running or unpacking it:
@@ -71,7 +70,6 @@ async def put_bundle(
     A large one can be sent in parts, and goes on where it broke: ask with `bytes */TOTAL` how far
     it is.  What your tenant has need not be sent again, and is no error (200 instead of 201).
     """
-    await run_in_threadpool(session.commit)  # no connection is held while the client sends
     length = http.headers.get("content-length")
     if content_range is None and length is None:
         at = await _of_unknown_length(http, caller, sha256)

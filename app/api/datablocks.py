@@ -12,7 +12,6 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session, aliased
-from starlette.concurrency import run_in_threadpool
 
 from app import audit, datablocks
 from app.api import downloads
@@ -20,6 +19,7 @@ from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.downloads import Download
 from app.api.edge import v1_router
+from app.api.gate import in_thread
 from app.api.problems import declared
 from app.api.reach import of_caller
 from app.api.schemas import DatablockOut, Page, UploadOut
@@ -68,7 +68,6 @@ async def put_datablock(
     name: Name,
     sha256: Sha256,
     caller: Submitter,
-    session: Db,
     content_range: ContentRange = None,
 ) -> Response:
     """The bytes become the next version of `name`, when all of them are there, have the hash that
@@ -76,7 +75,6 @@ async def put_datablock(
 
     What your tenant has already, under any name, need not be sent: ask with `bytes */TOTAL` first.
     """
-    await run_in_threadpool(session.commit)  # no connection is held while the client sends
     sent = Sent.of(content_range, http.headers.get("content-length"))
     wanted = Wanted(
         sort=TENSORS,
@@ -87,7 +85,9 @@ async def put_datablock(
         size_bytes=sent.total,
     )
     at = await received(http, wanted, sent)
-    return progress(at) if isinstance(at, Begun) else await run_in_threadpool(_stored, at)
+    if isinstance(at, Begun):
+        return progress(at)
+    return await in_thread(caller.tenant_id, _stored, at)
 
 
 def _stored(done: Done) -> JSONResponse:

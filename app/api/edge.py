@@ -20,18 +20,19 @@ from urllib.parse import unquote_to_bytes
 import uuid_utils
 from fastapi import APIRouter, Depends, Request
 from fastapi._compat import ModelField, field_annotation_is_sequence
+from fastapi.dependencies.models import Dependant
 from fastapi.dependencies.utils import get_flat_params
 from fastapi.params import Query
-from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api import problems
+from app.api import auth, problems, rates
+from app.api.scoped import ScopedRoute
 from app.core.descriptor import Fault
-from app.core.scope import AREAS
-from app.errors import BadInput, TooLarge, WrongMediaType
+from app.errors import BadInput, TooLarge, TooManyCalls, WrongMediaType
+from app.settings import settings
 
 DRAINED_BYTES = 64 * 2**20  # of a body that is too large: so much is still read, and thrown away
 LARGE_BYTES = 2**16  # a body above this is parsed off the event loop
@@ -68,6 +69,34 @@ class RequestId:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class AtOnce:
+    """Refuses calls of a key that has `settings().key_calls_max` calls under way, at little cost.
+
+    Streams and waits count while they last.  Calls of unknown keys count by their address.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._of: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/livez":
+            return await self.app(scope, receive, send)
+        whose = rates.whose_key(Request(scope))
+        if self._of[whose] >= settings().key_calls_max:
+            error = TooManyCalls(
+                f"{self._of[whose]} calls of this key are under way: wait for some"
+            )
+            return await problems.of_error(Request(scope), error)(scope, receive, send)
+        self._of[whose] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._of[whose] -= 1
+            if not self._of[whose]:
+                del self._of[whose]
 
 
 class BodyTooLarge(HTTPException):
@@ -138,16 +167,6 @@ def v1_router(tag: str, *statuses: int) -> APIRouter:
     )
 
 
-def operation_id(route: APIRoute) -> str:
-    return operation_named(route.name)
-
-
-def operation_named(name: str) -> str:
-    """`cancel_task` is cancelTask."""
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)
-
-
 # --- strict reading -----------------------------------------------------------------------------
 
 
@@ -160,31 +179,10 @@ class StrictRequest(Request):
         return self._json
 
 
-class ScopedRoute(APIRoute):
-    """Knows which scope a key must have for it; None: any key will do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.needs_scope = _scope(self)
-        self.openapi_extra = {**(self.openapi_extra or {}), "x-scope": self.needs_scope}
-
-
-#: Anybody may ask who they are; these look, although they take a body.
-_OF_ANYBODY = frozenset({"get_me"})
-_LOOKING = frozenset({"validate_request", "simulate"})
-
-
-def _scope(route: APIRoute) -> str | None:
-    if route.name in _OF_ANYBODY:
-        return None
-    [tag] = route.tags
-    looks = route.name in _LOOKING or bool(route.methods & {"GET", "HEAD"})
-    return f"{AREAS[str(tag)]}:{'read' if looks else 'write'}"
-
-
 class StrictRoute(ScopedRoute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.needs_caller = auth.authenticated in _calls_of(self.dependant)
         if self.body_field is not None:
             self.responses = {**self.responses, **problems.declared(415)}
 
@@ -201,9 +199,17 @@ class StrictRoute(ScopedRoute):
             _check_given_once(request.headers)
             if takes_json:
                 _check_media_type(request.headers)
+            if self.needs_caller:  # before the body is read
+                await auth.identified(request)
             return await handle(StrictRequest(request.scope, request.receive))
 
         return handle_strictly
+
+
+def _calls_of(dependant: Dependant) -> Iterator[object]:
+    for each in dependant.dependencies:
+        yield each.call
+        yield from _calls_of(each)
 
 
 def _check_given_once(headers: Headers) -> None:

@@ -25,8 +25,8 @@ from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.auth import Authed, Caller
-from app.api.edge import ScopedRoute, operation_id
 from app.api.problems import declared
+from app.api.scoped import ScopedRoute, operation_id
 from app.db import Db
 from app.errors import Forbidden
 from app.metrics import figures

@@ -113,7 +113,9 @@ MEANINGS = {
     ),
     "rate-limited": (
         "This key, or all keys of its tenant together, made more calls than the administrator "
-        "allows in a minute; looking (GET) and changing are counted apart. Nothing was changed.",
+        "allows in a minute (looking, GET, and changing are counted apart); or this key has as "
+        "many streams open, or calls under way, as it may have at once; or too many wrong keys "
+        "came from this address. `detail` says which. Nothing was changed.",
         "Try again after the seconds in `Retry-After`, with the same Idempotency-Key. The header "
         "`RateLimit` of every answer says how many calls are left (`r`) and when all of them will "
         "be (`t`, in seconds). Wait for changes with `?wait=` or a stream instead of asking again.",
@@ -123,7 +125,8 @@ MEANINGS = {
         "Compare it with the example in /docs.",
     ),
     "unavailable": (
-        "The database, or for who signs in the identity provider, does not answer for the moment. "
+        "The database, or for who signs in the identity provider, does not answer for the moment; "
+        "or so many calls or streams are under way that this one did not get its turn within 2 s. "
         "Nothing was lost: what was accepted is safe.",
         "Try again after the seconds in `Retry-After`, with the same Idempotency-Key.",
     ),

@@ -20,6 +20,7 @@ from app.rates import WINDOW_S, Bucket, Taken, take, take_held
 
 READS = frozenset({"GET", "HEAD"})
 REMEMBERED = 10_000  # keys and browser sessions
+SESSION_COOKIE = "roundhouse_session"
 
 
 class _Owners:
@@ -47,6 +48,34 @@ def _hash(credential: str) -> bytes:
 _owners = _Owners()
 
 
+def whose(request: Request) -> str:
+    """The tenant of the key or cookie, if it was good before; else the caller's address."""
+    owner = _owner(request)
+    return owner[1] if owner is not None else _address(request)
+
+
+def whose_key(request: Request) -> str:
+    """The key that the call came with, if it was good before; else the caller's address."""
+    owner = _owner(request)
+    return owner[0] if owner is not None else _address(request)
+
+
+def _owner(request: Request) -> tuple[str, str] | None:
+    credential = _credential(request)
+    return _owners.get(credential) if credential else None
+
+
+def _address(request: Request) -> str:
+    return f"address {request.client.host if request.client else ''}"
+
+
+def _credential(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme:
+        return token.strip() if scheme.lower() == "bearer" else None
+    return request.cookies.get(SESSION_COOKIE)
+
+
 def count_held(request: Request, credential: str) -> bool:
     """Count without a look anywhere else; False if that cannot be."""
     owner = _owners.get(credential)
@@ -71,8 +100,13 @@ def count_known(request: Request, credential: str) -> bool:
 
 def count_new(request: Request, credential: str, *, key_id: str, tenant_id: str) -> None:
     """Raises TooManyCalls."""
-    _owners.put(credential, (key_id, tenant_id))
+    remember(credential, key_id=key_id, tenant_id=tenant_id)
     _count(request, key_id, tenant_id)
+
+
+def remember(credential: str, *, key_id: str, tenant_id: str) -> None:
+    """It was good, and whose it is."""
+    _owners.put(credential, (key_id, tenant_id))
 
 
 def _count(request: Request, key_id: str, tenant_id: str) -> None:

@@ -14,13 +14,13 @@ from fastapi import Header, Query, Response
 from pydantic import BeforeValidator, Field
 from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 
 from app import assign, graphs, intake, phases, wishes
 from app.api.auth import Authed, Caller, Submitter
 from app.api.cursors import Paged
 from app.api.descriptor_schema import DescriptorIn
 from app.api.edge import v1_router
+from app.api.gate import in_thread
 from app.api.problems import declared
 from app.api.reach import of_caller, request_to_act_on, visible_request
 from app.api.schemas import (
@@ -38,7 +38,7 @@ from app.api.times import Time
 from app.changes import changes
 from app.core.lifecycle import ENDED
 from app.core.phase import request_phase
-from app.db import Db, commit, transaction
+from app.db import Db, commit, released, transaction
 from app.errors import BadInput, Forbidden
 from app.models import Request, Task, Tenant, User
 
@@ -220,22 +220,21 @@ Wait = Annotated[
 async def get_request(id: str, caller: Authed, session: Db, wait: Wait = 0.0) -> dict[str, Any]:
     """With `wait`, answers when the request or one of its tasks changes its state, or has ended."""
     with changes.subscribe(id) as news:
-        seen = await run_in_threadpool(_read_and_let_go, session, caller, id)
+        seen = await in_thread(caller.tenant_id, _read_and_let_go, session, caller, id)
         shown, until_s = seen, asyncio.get_running_loop().time() + wait
         while _same(seen, shown) and seen["state"] not in ENDED and not changes.closing:
             left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
             await news.wait(min(left_s, 15.0))
-            shown = await run_in_threadpool(_read_again, caller, id)
+            shown = await in_thread(caller.tenant_id, _read_again, caller, id)
     return shown
 
 
 def _read_and_let_go(session: Session, caller: Caller, id: str) -> dict[str, Any]:
     """Reads, and gives the connection back before the wait."""
-    shown = request_out(session, visible_request(session, caller, id))
-    session.commit()
-    return shown
+    with released(session):
+        return request_out(session, visible_request(session, caller, id))
 
 
 def _read_again(caller: Caller, id: str) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """What happened to a request and what its jobs printed: as pages, and live by server-sent events.
 
-A stream holds no connection to the database between two reads.  It sleeps until somebody says that
-the request changed (`app.changes`) or 15 s went by, then reads on after its cursor, which is the id
-of the last event sent; so a client that comes back with `Last-Event-ID` misses nothing and sees
-nothing twice.  The last event is `end`, sent when the request has ended and all is read.
+A stream holds no connection to the database and no thread between two reads.  It sleeps until
+somebody says that the request changed (`app.changes`) or 15 s went by, then reads on after its
+cursor, which is the id of the last event sent; so a client that comes back with `Last-Event-ID`
+misses nothing and sees nothing twice.  The last event is `end`, sent when the request has ended and
+all is read.
 
 Events are read in the order (transaction, id) and only below the oldest transaction still running,
 for a row with a smaller id may be committed later.  Rows above that line are looked for again soon.
@@ -12,7 +13,7 @@ Log lines need no such line: one island writes those of a request, one transacti
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -22,24 +23,26 @@ from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 from sqlalchemy import Select, Text, bindparam, cast, func, literal_column, select, tuple_
 from sqlalchemy.orm import Session
-from starlette.concurrency import run_in_threadpool
 
 from app.api import cursors
-from app.api.auth import Authed
+from app.api.auth import Authed, Caller
 from app.api.cursors import Cursor, PagedByItem
 from app.api.edge import v1_router
+from app.api.event_stream import EventStream
+from app.api.gate import in_thread
 from app.api.reach import visible_request
 from app.api.schemas import EventOut, LogLineOut, Page
 from app.changes import LONGEST_WAIT_S, Subscription, changes
 from app.core.lifecycle import ENDED
 from app.db import Db, transaction
-from app.errors import NotFound
+from app.errors import NotFound, Unavailable
 from app.models import Event, LogLine, Request, Task, Xid8
 
 READ_AT_ONCE = 500  # rows in one read of a stream
 SOONEST_S, LATEST_S = 0.05, 1.0  # how soon rows above the line are looked for again
 MAX_TAIL = 10_000  # lines
 RETRY_MS = 1000  # how soon a browser connects again
+PATIENT_S = 60.0  # a stream that is open may wait so long for its turn to read
 
 router = v1_router("requests", 404)
 
@@ -91,7 +94,7 @@ def list_events(
     """With `Accept: text/event-stream` the same as `…/events/stream`."""
     visible_request(session, caller, id)
     if "text/event-stream" in paging.http.headers.get("accept", ""):
-        return _event_stream(id, _last_seen(last_event_id, 2) or paging.cursor)
+        return _event_stream(caller, id, _last_seen(last_event_id, 2) or paging.cursor)
     found = read_events(session, id, paging.cursor, paging.most).items
     return paging.cut(found, [item.cursor for item in found]).page()
 
@@ -104,16 +107,16 @@ def list_events(
 )
 def stream_events(
     id: str, caller: Authed, session: Db, last_event_id: LastEventId = None, cursor: Cursor = None
-) -> StreamingResponse:
+) -> EventStream:
     """Server-sent events named by their `type`, from the first on, or after `Last-Event-ID`."""
     visible_request(session, caller, id)
-    return _event_stream(id, _last_seen(last_event_id, 2) or cursor)
+    return _event_stream(caller, id, _last_seen(last_event_id, 2) or cursor)
 
 
-def _event_stream(request_id: str, after: str | None) -> StreamingResponse:
+def _event_stream(caller: Caller, request_id: str, after: str | None) -> EventStream:
     if after is not None:
         _event_key(after)
-    return _stream(request_id, after, read_events, lambda item: item.type)
+    return _stream(caller, request_id, after, read_events, lambda item: item.type)
 
 
 def read_events(session: Session, request_id: str, after: str | None, limit: int) -> Read:
@@ -214,7 +217,7 @@ def list_logs(
     lines = Lines(_tasks(session, id, task), grep)
     if "text/event-stream" in paging.http.headers.get("accept", ""):
         after = _last_seen(last_event_id) or paging.cursor or _before(session, lines, tail)
-        return _log_stream(id, lines, after)
+        return _log_stream(caller, id, lines, after)
     if tail is not None and paging.cursor is None:
         first, limit = _before(session, lines, tail), min(tail, cursors.MAX_LIMIT)
         paging = replace(paging, given=first, limit=limit)
@@ -236,20 +239,24 @@ def download_logs(
     lines = Lines(_tasks(session, id, task), grep)
     name = f'attachment; filename="{request.name}.log"'
     return StreamingResponse(
-        _printed(lines), media_type="text/plain", headers={"Content-Disposition": name}
+        _printed(caller, lines), media_type="text/plain", headers={"Content-Disposition": name}
     )
 
 
-def _printed(lines: Lines) -> Iterator[str]:
+async def _printed(caller: Caller, lines: Lines) -> AsyncIterator[str]:
     """Batch by batch, with no connection held while the caller reads."""
     after = None
     while True:
-        with transaction() as session:
-            found = _list_lines(session, lines, after, READ_AT_ONCE)
+        found = await in_thread(caller.tenant_id, _batch, lines, after, wait_s=PATIENT_S)
         yield "".join(f"{line.text}\n" for line in found)
         if len(found) < READ_AT_ONCE:
             return
         after = found[-1].cursor
+
+
+def _batch(lines: Lines, after: str | None) -> list[LogLineOut]:
+    with transaction() as session:
+        return _list_lines(session, lines, after, READ_AT_ONCE)
 
 
 @router.get(
@@ -267,22 +274,22 @@ def stream_logs(
     tail: Tail = None,
     last_event_id: LastEventId = None,
     cursor: Cursor = None,
-) -> StreamingResponse:
+) -> EventStream:
     """Server-sent events named `log`, from the first line on, or the last ones with `tail`."""
     visible_request(session, caller, id)
     lines = Lines(_tasks(session, id, task), grep)
     after = _last_seen(last_event_id) or cursor or _before(session, lines, tail)
-    return _log_stream(id, lines, after)
+    return _log_stream(caller, id, lines, after)
 
 
-def _log_stream(request_id: str, lines: Lines, after: str | None) -> StreamingResponse:
+def _log_stream(caller: Caller, request_id: str, lines: Lines, after: str | None) -> EventStream:
     if after is not None:
         cursors.opened_numbers(after)
 
     def read(session: Session, _: str, after: str | None, limit: int) -> Read:
         return _read_lines(session, lines, after, limit)
 
-    return _stream(request_id, after, read, lambda _: "log")
+    return _stream(caller, request_id, after, read, lambda _: "log")
 
 
 def _tasks(session: Session, request_id: str, wanted: str | None) -> dict[str, str]:
@@ -339,23 +346,32 @@ Reader = Callable[[Session, str, str | None, int], Read]
 
 
 def _stream(
-    request_id: str, after: str | None, read: Reader, type_of: Callable[[Any], str]
-) -> StreamingResponse:
-    return StreamingResponse(
-        _events(request_id, after, read, type_of),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-    )
+    caller: Caller,
+    request_id: str,
+    after: str | None,
+    read: Reader,
+    type_of: Callable[[Any], str],
+) -> EventStream:
+    return EventStream(_events(caller, request_id, after, read, type_of), caller)
 
 
 async def _events(
-    request_id: str, after: str | None, read: Reader, type_of: Callable[[Any], str]
+    caller: Caller,
+    request_id: str,
+    after: str | None,
+    read: Reader,
+    type_of: Callable[[Any], str],
 ) -> AsyncIterator[bytes]:
     yield format_sse_event(comment="roundhouse", retry=RETRY_MS)
     soon_s = SOONEST_S
     with changes.subscribe(request_id) as news:
         while not changes.closing:
-            state, found = await run_in_threadpool(_read, request_id, after, read)
+            try:
+                state, found = await in_thread(
+                    caller.tenant_id, _read, request_id, after, read, wait_s=PATIENT_S
+                )
+            except Unavailable:
+                return  # the client comes back with the id of the last event
             for item in found.items:
                 yield _event(type_of(item), item, item.cursor)
             after = found.after

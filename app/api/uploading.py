@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
 from fastapi import Header, Request
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from app import uploads
@@ -26,6 +27,8 @@ from app.api.schemas import UploadOut
 from app.errors import BadInput, Conflict, Unavailable
 from app.places import Bytes
 from app.uploads import PART_BYTES, Begun, Done, Wanted
+
+THREADS = 6  # fewer than the connections that the pool has beyond the gate
 
 ContentRange = Annotated[
     str | None,
@@ -125,9 +128,17 @@ async def _keep(begun: Begun, at: int, body: bytearray) -> int:
     return at + len(part)
 
 
+_limiter: RunVar[CapacityLimiter] = RunVar("uploads")
+
+
 async def _in_thread(act: Callable[[], Any]) -> Any:
+    """In one of THREADS that uploads have for themselves: a slow store delays nobody else."""
+    limiter = _limiter.get(None)
+    if limiter is None:
+        limiter = CapacityLimiter(THREADS)
+        _limiter.set(limiter)
     try:
-        return await run_in_threadpool(act)
+        return await to_thread.run_sync(act, limiter=limiter)
     except OSError as error:
         raise Unavailable(str(error)) from error
 

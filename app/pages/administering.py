@@ -20,6 +20,7 @@ from app.api import tenants as of_tenants
 from app.api import webhooks as of_webhooks
 from app.api.auth import Caller, check_role
 from app.api.cursors import Paging
+from app.api.gate import GatedRoute
 from app.api.reach import of_caller
 from app.api.schemas import KeyIn, RotateKeyIn, UserIn
 from app.api.times import day
@@ -44,7 +45,7 @@ TARGETS = (
     "host", "preset",
 )  # fmt: skip
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 
 def admin(caller: Visitor) -> Caller:

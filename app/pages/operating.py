@@ -16,6 +16,7 @@ from app.api import devices as of_devices
 from app.api import shares as of_shares
 from app.api.auth import Caller, check_role
 from app.api.cursors import Paging
+from app.api.gate import GatedRoute
 from app.db import Db
 from app.models import Device, Host
 from app.pages import forms, views
@@ -24,7 +25,7 @@ from app.pages.views import Sender, Visitor
 
 ON_A_PAGE = 50
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 
 def platform_admin(caller: Visitor) -> Caller:

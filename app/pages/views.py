@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Cookie, Depends, Form, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import RedirectResponse, StreamingResponse
+from fastapi.responses import RedirectResponse
 from fastapi.templating import Jinja2Templates
 from markupsafe import Markup, escape
 from sqlalchemy.orm import Session
@@ -39,11 +39,13 @@ from app.api.auth import (
     sign_in_person,
     sign_out,
 )
-from app.api.edge import operation_named
+from app.api.event_stream import EventStream
+from app.api.gate import GatedRoute
 from app.api.reach import visible_request
+from app.api.scoped import operation_named
 from app.changes import ALL, changes
 from app.core.phase import Phase
-from app.db import Db
+from app.db import Db, transaction
 from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
 from app.pages import STATIC, acting, drawing, forms
 from app.settings import settings
@@ -58,7 +60,7 @@ QUEUE_SHOWN = 50
 REQUESTS_SHOWN = 50
 DATABLOCKS_SHOWN = 50
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
 templates.env.trim_blocks = templates.env.lstrip_blocks = True
 templates.env.filters.update(
@@ -96,9 +98,11 @@ def visitor(
     if cookie is None:
         raise NotSignedIn
     try:
-        caller = caller_of_cookie(session, cookie)
+        with transaction() as its:
+            caller = caller_of_cookie(its, cookie)
     except Unauthenticated as error:
         raise NotSignedIn from error
+    rates.remember(cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
     audit.begin(session, call_of(request, caller, "page"))
     request.state.caller = caller
     if any(
@@ -528,11 +532,7 @@ def stream(session: Db, caller: Visitor, request: str = "") -> Response:
     tenant = None if caller.sees_all else caller.tenant_id
     if request:
         visible_request(session, caller, request)
-    return StreamingResponse(
-        _changed(request or tenant or ALL),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-    )
+    return EventStream(_changed(request or tenant or ALL), caller, cache="no-store")
 
 
 async def _changed(topic: str) -> AsyncIterator[str]:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import requests as of_requests
 from app.api import tasks as of_tasks
+from app.api.gate import GatedRoute
 from app.api.reach import visible_task
 from app.api.schemas import ResizeIn
 from app.core.lifecycle import ENDED
@@ -20,7 +21,7 @@ from app.pages import forms, views
 from app.pages.forms import Field
 from app.pages.views import Sender
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 
 # --- wishes -------------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ class TestProblems:
 
         app = create_app()
         app.dependency_overrides[get_session] = away
-        answer = TestClient(app).get("/v1/me", headers={"Authorization": "Bearer rh_x"})
+        answer = TestClient(app).get(
+            "/v1/me", headers={"Authorization": f"Bearer {world.keys['root']}"}
+        )
         problem(answer, 503, "unavailable")
         assert int(answer.headers["retry-after"]) > 0
 

@@ -3,59 +3,23 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import httpx2
 import pytest
-import uvicorn
 from sqlalchemy import Engine, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from app.changes import CHANNEL, changes
 from app.db import transaction
-from app.main import create_app
 from app.models import Event, LogLine, Request, Task
-from tests.app.conftest import BUNDLE, World, descriptor, people, problem, sha256
+from tests.app.conftest import BUNDLE, descriptor, problem, sha256
+from tests.serving import Server, server
 
-SOON_S = 5.0  # far below the 15 s after which a stream looks by itself
-
-
-@dataclass
-class Server:
-    url: str
-    world: World
-    uvicorn: uvicorn.Server
-    thread: threading.Thread
-
-    def client(self, who: str = "red.member") -> httpx2.Client:
-        headers = {"Authorization": f"Bearer {self.world.keys[who]}"}
-        return httpx2.Client(base_url=self.url, headers=headers, timeout=SOON_S)
-
-
-@pytest.fixture
-def server(committed: None) -> Iterator[Server]:
-    with transaction() as session:
-        world = people(session)
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-        config = uvicorn.Config(create_app(), log_level="warning", timeout_graceful_shutdown=3)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            time.sleep(0.01)
-        yield Server(f"http://127.0.0.1:{port}", world, server, thread)
-        changes.close()
-        server.should_exit = True
-        thread.join()
+__all__ = ["server"]  # a fixture
 
 
 @pytest.fixture
