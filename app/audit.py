@@ -35,6 +35,7 @@ from app.models import (
     Checkpoint,
     Datablock,
     Device,
+    Enrolment,
     Host,
     Preset,
     Request,
@@ -66,6 +67,7 @@ WATCHED: dict[type[Base], tuple[str, ...]] = {
     Webhook: ("tenant_id", "url", "events", "rotated_at", "disabled_at"),
     Host: ("cordoned",),
     Device: ("cordoned", "cost_milli"),
+    Enrolment: ("key", "enrolled_by", "revoked_at"),
     Preset: ("params",),
 }
 _ASKED: dict[type[Base], tuple[str, ...]] = {

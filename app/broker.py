@@ -2,20 +2,43 @@
 
 Names of queues and messages, and the settings that every process shares.  A bare client made by
 `make_celery` can send to workers that it does not import.
+
+A message carries one text, which `app.envelope` signs and opens; a nudge carries none.  Whoever can
+write to Redis can put anything into a queue.  So `Channel` looks at the size and the form of what
+it reads before anything parses it, and throws away what is no message for this process.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import logging
+import time
 from typing import Any
 
 from celery import Celery
+from kombu import serialization
+from kombu.transport import TRANSPORT_ALIASES
+from kombu.transport import redis as over_redis
+from redis.exceptions import ResponseError
+
+log = logging.getLogger(__name__)
 
 CONTROL_QUEUE = "control"
 
 CONTROL_NUDGE = "control.nudge"  # something was submitted or asked for
 ISLAND_NUDGE = "island.nudge"  # look again
-ISLAND_ALIVE = "island.alive"  # one argument: an encoded messages.Alive
-DEVICE_NEWS = "device.news"  # its arguments: an encoded messages.Answer, orders, in this order
+ISLAND_ALIVE = "island.alive"  # a heartbeat
+DEVICE_NEWS = "device.news"  # an answer, orders
+
+CONTENT_TYPE = "application/x-roundhouse"
+MESSAGE_LIMIT_BYTES = 32 * 2**20
+WRAPPING_LIMIT_BYTES = 8 * 2**10  # a message without its text
+BRACKETS_LIMIT = 32  # of a message without its text: bounds its depth, and the objects in it
+COMPLAIN_EVERY_S = 10.0
+
+#: Names of the messages that this process hears.
+HEARD: set[str] = set()
 
 
 def island_queue(island: str) -> str:
@@ -26,11 +49,12 @@ def device_queue(device: str) -> str:
     return f"device.{device}"
 
 
-def make_celery(name: str, redis_url: str) -> Celery:
+def make_celery(name: str, redis_url: str, tls: dict[str, Any] | None = None) -> Celery:
+    """`tls` says how a `rediss://` server is checked, and what we show it."""
     celery = Celery(name, broker=_broker_url(redis_url))
     celery.conf.update(
-        accept_content=["json"],
-        task_serializer="json",
+        accept_content=[CONTENT_TYPE],
+        task_serializer="roundhouse",
         task_ignore_result=True,
         task_publish_retry=False,  # a hint that cannot be sent is sent again by its owner
         task_default_queue="unused",
@@ -43,20 +67,23 @@ def make_celery(name: str, redis_url: str) -> Celery:
         broker_connection_max_retries=None,
         broker_pool_limit=4,
         broker_transport_options=_transport(redis_url),
+        broker_use_ssl=tls or False,
     )
     return celery
 
 
-def send(celery: Celery, name: str, queue: str, *args: Any, expires_s: float = 30.0) -> None:
+def send(celery: Celery, name: str, queue: str, text: str = "", *, expires_s: float = 30.0) -> None:
     """Publish one hint; raises kombu.exceptions.OperationalError if Redis does not take it."""
     # The body is not shown once more in the headers, for nobody reads it there.
     shown = {"argsrepr": "", "kwargsrepr": ""}
+    args = (text,) if text else ()
     celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True, **shown)
 
 
 def _broker_url(redis_url: str) -> str:
-    # redis-py says unix://, Kombu says redis+socket://
-    return redis_url.replace("unix://", "redis+socket://", 1)
+    """The scheme names our transport, which is Redis read with care."""
+    scheme, _, place = redis_url.partition("://")
+    return f"roundhouse+socket://{place}" if scheme == "unix" else f"roundhouse://{place}"
 
 
 def _transport(redis_url: str) -> dict[str, Any]:
@@ -69,3 +96,125 @@ def _transport(redis_url: str) -> dict[str, Any]:
     if not redis_url.startswith("unix://"):
         options["socket_keepalive"] = True
     return options
+
+
+# --- what a message is ----------------------------------------------------------------------------
+
+
+def _written(body: tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]) -> str:
+    """Celery's arguments of a message are its text, or nothing."""
+    return body[0][0] if body[0] else ""
+
+
+def _read(text: str | bytes) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
+    text = text if isinstance(text, str) else text.decode()
+    return (text,) if text else (), {}, {}
+
+
+serialization.register("roundhouse", _written, _read, CONTENT_TYPE, "utf-8")
+
+
+# --- reading with care ----------------------------------------------------------------------------
+
+
+class NotAMessage(Exception):
+    """Somebody put into a queue what none of us sends."""
+
+
+class Complaint:
+    """Logs what may happen very often: at once, and then now and then how often it happened."""
+
+    def __init__(self, logger: logging.Logger, words: str) -> None:
+        self._log, self._words = logger, words
+        self._left_out, self._next_s = 0, 0.0
+
+    def say(self, why: object, *, exc_info: bool = False) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            self._left_out += 1
+            return
+        more = f"; and {self._left_out} times before" if self._left_out else ""
+        self._log.warning("%s: %s%s", self._words, str(why)[:300], more, exc_info=exc_info)
+        self._left_out, self._next_s = 0, now_s + COMPLAIN_EVERY_S
+
+
+class Channel(over_redis.Channel):
+    """Reads from Redis; what is no message is thrown away, and the worker goes on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._complaint = Complaint(
+            log, "thrown away: somebody put into a queue what is no message"
+        )
+        super().__init__(*args, **kwargs)
+
+    def _create_client(self, asynchronous: bool = False) -> Any:
+        client = super()._create_client(asynchronous)
+        client.set_response_callback("BRPOP", checked)
+        return client
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)
+        except NotAMessage as error:
+            self._complaint.say(error)
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            self._complaint.say(error)
+            self._remove_what_is_no_queue()
+        return True
+
+    def _remove_what_is_no_queue(self) -> None:
+        """Somebody put something else in a queue's place, so that nobody could read or write it."""
+        with self.conn_or_acquire() as client:
+            for queue in self.active_queues:
+                for step in self.priority_steps:
+                    key = self._q_for_pri(queue, step)
+                    if client.type(key) not in (b"list", b"none"):
+                        client.delete(key)
+
+
+class Transport(over_redis.Transport):
+    Channel = Channel
+
+
+TRANSPORT_ALIASES["roundhouse"] = f"{__name__}:Transport"
+
+
+def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
+    """What BRPOP brought, if it is a message for us; raises NotAMessage.
+
+    Nothing here takes longer, or more memory, than the bytes that are there already.
+    """
+    if not reply:
+        return None
+    queue, item = reply
+    if len(item) > MESSAGE_LIMIT_BYTES:
+        raise NotAMessage(f"{len(item)} bytes")
+    if item.count(b"[") + item.count(b"{") > BRACKETS_LIMIT:
+        raise NotAMessage(f"JSON of more than {BRACKETS_LIMIT} lists and objects")
+    try:
+        message = json.loads(item.decode())
+        text_bytes = len(message["body"])
+        base64.b64decode(message["body"], validate=True).decode()
+        _check(message)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise NotAMessage(f"{item[:60]!r}: {error!r:.100}") from error
+    if len(item) - text_bytes > WRAPPING_LIMIT_BYTES:
+        raise NotAMessage(f"{len(item) - text_bytes} bytes of headers")
+    return queue, item
+
+
+def _check(message: dict[str, Any]) -> None:
+    """Raises ValueError, TypeError, KeyError or AttributeError for what none of us sends."""
+    headers, properties = message["headers"], message["properties"]
+    kind = message["content-type"], message["content-encoding"], properties["body_encoding"]
+    if kind != (CONTENT_TYPE, "utf-8", "base64") or headers.get("compression"):
+        raise ValueError(f"it is written as {kind}")
+    if headers["task"] not in HEARD:
+        raise ValueError(f"nobody hears {headers['task']!r} here")
+    if not isinstance(headers.get("expires"), str | None):
+        raise ValueError("its headers are of other types")
+    if not isinstance(properties["delivery_tag"], str):
+        raise ValueError("its tag is no text")
+    properties["delivery_info"].items()

@@ -31,6 +31,8 @@ from app import login, simulating, telling
 from app.bundling import Bundle, Unreadable, bundle_file, bundle_folder, parse_param
 from app.bundling import read_descriptor as read
 from app.client import JSON, Client, Damaged, Problem, Unreachable
+from app.settings import settings
+from app.signing import Signer
 from app.terminal import Output, err, facts, out, show, show_line, table
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
@@ -878,6 +880,65 @@ def user(
 def _new_user(client: Client, body: JSON, tenant: str) -> JSON:
     whose = {"tenant_id": _named(client, "tenant", tenant)["id"]} if tenant else {}
     return client.post("/v1/users", {**body, **whose})
+
+
+# --- devices that may speak -----------------------------------------------------------------------
+
+device = typer.Typer(cls=_Verbs, help="Let devices in, or out.", no_args_is_help=True)
+app.add_typer(device, name="device", rich_help_panel=ADMIN)
+
+_DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="like gpu7.0")]
+
+
+@device.command("key")
+def show_device_key() -> None:
+    """Print the public key of this host, which an administrator enrols its devices with."""
+    typer.echo(Signer.at(settings().host_key_file).public)
+
+
+@device.command("island-key")
+def show_island_key(
+    ctx: typer.Context,
+    island: Annotated[str, typer.Argument(metavar="ISLAND")] = "local",
+) -> None:
+    """Print the public key of an island, which its devices are started with."""
+    with _client(ctx) as client:
+        key = client.get(f"/v1/islands/{island}")["key"]
+    if key is None:
+        _fail(NOT_FOUND, Text(f"Island {island} has no key yet; its scheduler makes it."))
+    typer.echo(key)
+
+
+@device.command("enrol")
+def enrol_devices(
+    ctx: typer.Context,
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="of one host")],
+    key: Annotated[str, typer.Option(help="what `roundhouse device key` prints there")],
+    output: Format = Output.table,
+) -> None:
+    """Let devices of a host in: what the host signs with its key is believed."""
+    with _client(ctx) as client:
+        made = [
+            client.post("/v1/enrolments", {"device_id": each, "key": key.strip()})
+            for each in devices
+        ]
+    show(made, output, lambda: table(made, telling.ENROLMENTS))
+
+
+@device.command("list")
+def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
+    """Which devices may speak, and with which key."""
+    with _client(ctx) as client:
+        found = list(client.items("/v1/enrolments"))
+    show(found, output, lambda: table(found, telling.ENROLMENTS))
+
+
+@device.command("revoke")
+def revoke_device(ctx: typer.Context, id: _DeviceId, output: Format = Output.table) -> None:
+    """Hear a device no more; `drain` it first, and no step is lost."""
+    with _client(ctx) as client:
+        found = client.delete(f"/v1/enrolments/{id}")
+    show([found], output, lambda: table([found], telling.ENROLMENTS))
 
 
 # --- webhooks -------------------------------------------------------------------------------------

@@ -217,12 +217,17 @@ def seen_on(session: Session, device_id: str, task_id: str) -> None:
 _PLACE = [DatablockPlace.datablock_id, DatablockPlace.device_id]
 
 
+def reach(device: Any) -> Any:
+    """How other hosts get blocks from a device's worker: {"links": [address, port], "secret"}."""
+    return func.jsonb_build_object("links", device.links, "secret", device.secret)
+
+
 def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
-    """The facts of device workers that are up and may have each of these, the last seen first, one
-    of each host.
+    """How to reach the device workers that are up and may have each of these (`reach`), the last
+    seen first, one of each host.
     """
     of_host = (
-        select(Device.facts, DatablockPlace.seen_at, DatablockPlace.device_id)
+        select(reach(Device).label("reach"), DatablockPlace.seen_at, DatablockPlace.device_id)
         .ext(distinct_on(Device.host))
         .join(DatablockPlace, DatablockPlace.device_id == Device.id)
         .where(DatablockPlace.datablock_id == Datablock.id, Device.lease_until > func.now())
@@ -232,10 +237,10 @@ def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
     )
     newest = select(of_host).order_by(of_host.c.seen_at.desc(), of_host.c.device_id)
     up = newest.limit(PLACES_TOLD).lateral()
-    query = select(Datablock.id, up.c.facts).join(up, true()).where(Datablock.id.in_(ids))
+    query = select(Datablock.id, up.c.reach).join(up, true()).where(Datablock.id.in_(ids))
     found = defaultdict[str, list[JSON]](list)
-    for id, facts in session.execute(query.order_by(up.c.seen_at.desc(), up.c.device_id)):
-        found[id].append(facts)
+    for id, how in session.execute(query.order_by(up.c.seen_at.desc(), up.c.device_id)):
+        found[id].append(how)
     return found
 
 

@@ -457,7 +457,7 @@ def _order_hosts(
             "surely_until_us": 0,
             "seats": seats,
             "host": host,
-            "links": {**links, "home": home.facts.get("links", [])},
+            "links": {**links, "home": home.links},
         }
         body = {**desk.shelf.body(task, home), **outpost}
         _order_to(session, task, device.id, "Launch", **body)
@@ -670,9 +670,8 @@ def _heard(session: Session, alive: Alive, believed: Believed) -> Device | None:
         device = believed.devices[alive.device] = _register(session, alive)
     if device.incarnation == alive.incarnation and alive.sent_us <= device.heard_us:
         return None
-    lease_open = device.lease_until is not None and device.lease_until > now
-    if alive.incarnation < device.incarnation and lease_open:
-        return None  # a late word of a process that has been replaced
+    if alive.incarnation < device.incarnation:
+        return None  # a late word of a process that has been replaced, or somebody repeats it
     device.heard_us = alive.sent_us
     device.seen_at = now
     lease_s = 0.0 if alive.facts.get("leaving") else settings().lease_s
@@ -682,6 +681,8 @@ def _heard(session: Session, alive: Alive, believed: Believed) -> Device | None:
     device.memory_bytes = int(alive.facts.get("memory_bytes", 0))
     if device.facts != alive.facts:
         device.facts = alive.facts
+    if (device.links, device.secret) != (alive.links, alive.secret):
+        device.links, device.secret = alive.links, alive.secret
     return device
 
 
@@ -1057,7 +1058,9 @@ def _give(
     told = given.values(given=func.pg_current_xact_id()).returning(
         Need.task_id, Need.port, Need.output, Need.late, Task.epoch, Task.seat
     )
-    maker = session.get_one(Device, placement.device_id).facts
+    maker = session.scalars(
+        select(datablocks.reach(Device)).where(Device.id == placement.device_id)
+    ).one()
     rows = session.execute(told.execution_options(synchronize_session=False)).all()
     for row in rows:
         if row.late and row.seat is not None:

@@ -95,7 +95,11 @@ def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
     maker, taker = aliased(Task), aliased(Task)
     makes, takes = aliased(Device), aliased(Device)
     query = (
-        select(Need.port, Need.output, maker, taker, makes.facts, takes.facts)
+        select(
+            *(Need.port, Need.output, maker, taker),
+            makes.facts["key"].is_distinct_from(takes.facts["key"]),
+            datablocks.reach(takes),
+        )
         .join(maker, maker.id == Need.needs_id)
         .join(taker, taker.id == Need.task_id)
         .join(makes, makes.id == maker.seat)
@@ -104,8 +108,8 @@ def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
         .where(Need.late, Need.given.is_(None), maker.state == "running", taker.state == "running")
     )
     found = defaultdict[tuple[str, str, int], list[JSON]](list)
-    for port, output, by, to, here, there in session.execute(query):
-        if here.get("key") != there.get("key") and there.get("links") and there.get("secret"):
+    for port, output, by, to, is_apart, there in session.execute(query):
+        if is_apart and there["links"] and there["secret"]:
             key = block_key(there["secret"], input_name(to.id, to.epoch, port))
             taker_of = {"output": output, "task": to.id, "epoch": to.epoch, "port": port}
             found[str(by.seat), by.id, by.epoch].append(
@@ -172,7 +176,7 @@ def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
         return found
     query = (
-        select(Need.task_id, Need.port, Need.output, Task.outputs, Device.facts)
+        select(Need.task_id, Need.port, Need.output, Task.outputs, datablocks.reach(Device))
         .join(Task, Task.id == Need.needs_id)
         .outerjoin(Placement, and_(*_MADE_THERE))
         .outerjoin(Device, and_(Device.id == Placement.device_id, _IS_UP))
@@ -181,7 +185,7 @@ def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     for id, port, output, outputs, maker in session.execute(query):
         if output not in outputs:
             continue  # of who is not launched yet, or what comes late
-        found[id][port] = source(outputs[output], maker or {})
+        found[id][port] = source(outputs[output], maker)
     if takers := [task.id for task in tasks if datablocks.are_taken_by(task)]:
         uses = (
             select(DatablockUse.task_id, DatablockUse.port, Datablock)
@@ -191,7 +195,7 @@ def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
         rows = session.execute(uses).all()
         near = datablocks.places(session, {row.id for _, _, row in rows})
         for id, port, row in rows:
-            copies = [copy for facts in near[row.id] for copy in _copies(facts, row.sha256)]
+            copies = [copy for how in near[row.id] for copy in _copies(how, row.sha256)]
             found[id][port] = {**datablocks.as_input(row), "copies": copies}
     return found
 
@@ -205,17 +209,17 @@ _IS_UP = Device.lease_until > func.now()
 
 
 def source(kept: JSON, maker: JSON) -> JSON:
-    """An output, made by the device worker with these facts, as the input of who takes it."""
+    """An output as the input of who takes it; its device worker is reached so (`reach`)."""
     said = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
     return {**said, "copies": _copies(maker, kept["sha256"])}
 
 
 def _copies(maker: JSON, sha256: str) -> list[JSON]:
-    """The device worker with these facts had it, and may have it still.
+    """The device worker that is reached so had it, and may have it still.
 
     It has told its secret to its island; the key of this block is all that the taker is told.
     """
-    if not (maker.get("links") and maker.get("secret")):
+    if not (maker["links"] and maker["secret"]):
         return []  # it is down, or of an older version
     return [{"place": maker["links"], "key": block_key(maker["secret"], sha256)}]
 

@@ -197,7 +197,23 @@ class Island(Base):
     term: Mapped[int] = mapped_column(BigInteger, server_default="0")
     tally: Mapped[dict[str, Any]] = _json()
     tallied_at: Mapped[datetime | None]
+    key: Mapped[str | None]  # the public one, which verifies what the island tells devices
     created_at: Mapped[datetime] = _now()
+
+
+class Enrolment(Base):
+    """A device that an administrator lets in: its heartbeats count if `key` verifies them.
+
+    `key` is the public one of the device's host.  There may be no such device yet, and a device
+    whose enrolment was revoked keeps its row.
+    """
+
+    __tablename__ = "enrolments"
+    device_id: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str]
+    enrolled_by: Mapped[str]  # a user's name
+    enrolled_at: Mapped[datetime] = _now()
+    revoked_at: Mapped[datetime | None]
 
 
 class Host(Base):
@@ -215,6 +231,9 @@ class Device(Base):
     `incarnation` is the process that last said it is this device, `heard_us` when it sent the
     newest heartbeat recorded (its own clock), and `lease_until` (database clock) how long it may go
     on without being heard again.
+
+    `links` is where its worker can be reached by others, as [address, port], and `secret` opens the
+    blocks that it gives them.  No response has either of them, and both are new with each process.
     """
 
     __tablename__ = "devices"
@@ -231,6 +250,8 @@ class Device(Base):
     lease_until: Mapped[datetime | None]
     seen_at: Mapped[datetime | None]
     facts: Mapped[dict[str, Any]] = _json()
+    links: Mapped[list[Any]] = mapped_column(JSONB, server_default=text("'[]'"))
+    secret: Mapped[str] = mapped_column(server_default="")
     version: Mapped[int] = mapped_column(server_default="1")
     created_at: Mapped[datetime] = _now()
     txid: Mapped[int] = _txid(index=True)

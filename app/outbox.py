@@ -1,5 +1,7 @@
 """Sends what was committed: nudges to workers, orders to devices.
 
+What goes to a device is signed with the key of this island, once for each message.
+
 Nothing here decides or moves a state.  A message may be lost: orders stay in the table until the
 device shows that it took them in, and are sent again after `order_resend_s`; a nudge lost is a
 tick later.  Nothing is sent inside a transaction, and the API never waits for Redis.
@@ -16,13 +18,16 @@ from typing import Any
 
 from celery import Celery
 from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 from sqlalchemy import Select, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from app import broker
 from app.core.messages import JSON, Answer, encode
+from app.envelope import sealed_news
 from app.models import Order
 from app.settings import settings
+from app.signing import Signer
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +35,20 @@ log = logging.getLogger(__name__)
 @lru_cache
 def celery() -> Celery:
     """A bare client: it sends by name and imports no worker."""
-    return broker.make_celery("roundhouse", settings().redis_url.get_secret_value())
+    ours = settings()
+    return broker.make_celery("roundhouse", ours.redis_url.get_secret_value(), ours.redis_tls)
+
+
+@lru_cache
+def signer() -> Signer:
+    """The key of this island, which only its own processes may read; beside it lies the public one.
+
+    It is made if it is not there.
+    """
+    file = settings().island_key_file
+    made = Signer.at(file)
+    made.publish(file.with_suffix(".pub"))
+    return made
 
 
 class Nudger(threading.Thread):
@@ -65,11 +83,11 @@ def nudge_island(island: str) -> None:
     _nudger(broker.ISLAND_NUDGE, broker.island_queue(island)).wanted.set()
 
 
-def hint(message: str, queue: str, *args: JSON) -> bool:
+def hint(message: str, queue: str, text: str = "") -> bool:
     """Publish one message; False if Redis did not take it, which only delays its effect."""
     try:
-        broker.send(celery(), message, queue, *args)
-    except (OperationalError, OSError) as error:
+        broker.send(celery(), message, queue, text)
+    except (OperationalError, OSError, RedisError) as error:
         log.warning("could not send %s to %s: %s", message, queue, error)
         return False
     return True
@@ -77,7 +95,12 @@ def hint(message: str, queue: str, *args: JSON) -> bool:
 
 def tell(device: str, message: Any) -> None:
     """One message to a device that may be lost: what it says is said again in answers."""
-    hint(broker.DEVICE_NEWS, broker.device_queue(device), encode(message))
+    _send_news(device, [encode(message)])
+
+
+def _send_news(device: str, bodies: Sequence[JSON]) -> bool:
+    text = sealed_news(signer(), device, bodies)
+    return hint(broker.DEVICE_NEWS, broker.device_queue(device), text)
 
 
 def reachable() -> bool:
@@ -121,7 +144,7 @@ def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
         news[order.device_id].append(order.body)
     unsent = dict(news)
     for device, bodies in news.items():
-        if not hint(broker.DEVICE_NEWS, broker.device_queue(device), *bodies):
+        if not _send_news(device, bodies):
             break  # the rest would wait for the same time-out
         del unsent[device]
     return [order.id for order in orders if order.device_id in unsent]

@@ -134,7 +134,9 @@ class Limiter:
             "socket_connect_timeout": TIMEOUT_S,
             "retry": Retry(NoBackoff(), 1),
         }
-        self._take = Redis.from_url(redis_url, **options).register_script(_TAKE)
+        self._take = Redis.from_url(redis_url, **options, **settings().redis_tls).register_script(
+            _TAKE
+        )
         self._away_until_s = 0.0  # by the monotonic clock
         self._ahead: OrderedDict[tuple[Any, ...], _Ahead] = OrderedDict()
         self._lock = threading.Lock()

@@ -1,9 +1,13 @@
 """The newest schema, a platform admin, and (with --tenants) three tenants to try things with.
 
-    python -m app.seed [--tenants] KEYS_FILE
+    python -m app.seed [--tenants] [--island] [--device NAME=KEY ...] KEYS_FILE
 
 Run as often as you like: what is there stays.  Keys are written to KEYS_FILE, readable by its owner
 only, as {tenant: {role: key}}; a key in it that the database does not know is replaced.
+
+With --island this island (ROUNDHOUSE_ISLAND) gets the key in its file (ROUNDHOUSE_ISLAND_KEY),
+which is made if it is not there, and beside it the public one is written, for the devices.  With
+--device a device is enrolled; KEY is its host's public key, or a file with that.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from alembic.config import Config
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from app import audit
+from app import audit, enrolment, outbox
 from app.api import auth
 from app.db import transaction
 from app.models import ApiKey, Tenant, User
+from app.settings import settings
+from app.signing import public_key
 
 Keys = dict[str, dict[str, str]]
 
@@ -109,14 +115,26 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{uuid_utils.uuid7().hex}"
 
 
+def _device(written: str) -> tuple[str, str]:
+    name, _, key = written.partition("=")
+    return name, public_key(key)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.seed", description=__doc__)
     parser.add_argument("--tenants", action="store_true", help="also alpha, beta and gamma")
+    parser.add_argument("--island", action="store_true", help="give this island its key")
+    parser.add_argument("--device", action="append", default=[], metavar="NAME=KEY")
     parser.add_argument("keys_file", type=Path)
     asked = parser.parse_args()
+    enrolled = [_device(each) for each in asked.device]
     migrate()
     with transaction() as session:
         audit.begin(session, audit.Call(operation="seed", user="app.seed"))
+        if asked.island:
+            enrolment.name_key(session, settings().island, outbox.signer().public)
+        for name, its_key in enrolled:
+            enrolment.enrol(session, name, its_key, by="app.seed", may_replace=True)
         keys = seed(session, read_keys(asked.keys_file), tenants=asked.tenants)
         write_keys(asked.keys_file, keys)  # before the commit: a key that nobody has helps nobody
 

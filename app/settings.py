@@ -7,9 +7,10 @@ started without it.
 from __future__ import annotations
 
 import os
+import ssl
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr
@@ -56,6 +57,9 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home)
     database_url: SecretStr = Field(SecretStr(""), validation_alias="DATABASE_URL")
     redis_url: SecretStr = Field(SecretStr(""), validation_alias="REDIS_URL")
+    redis_ca: Path | None = None  # who signed the certificate of a rediss:// server,
+    redis_certificate: Path | None = None  # and what we show it, if it asks for that
+    redis_key: Path | None = None
     address: str = ""  # by which other hosts reach this one; default: as the broker sees it
     store: str = ""  # a folder, or s3://bucket/prefix; default: home/store
 
@@ -91,6 +95,7 @@ class Settings(BaseSettings):
 
     # the island
     island: str = "local"
+    island_key: Path | None = None  # what it signs orders with; default: home/islands/<island>.key
     tick_s: float = Field(1.0, gt=0, allow_inf_nan=False)
     leader_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     half_life_s: Annotated[float, AfterValidator(half_life)] = 7 * 86400.0  # 0: it never fades
@@ -118,6 +123,8 @@ class Settings(BaseSettings):
 
     # a device worker
     device: str = ""  # "<host>.<n>"
+    # its island's public key, or a file with it; default: home/islands/<island>.pub
+    island_public_key: str = ""
     device_kind: str = "cpu"
     device_threads: int = 1
     device_memory_bytes: int = 4 * 2**30
@@ -127,6 +134,35 @@ class Settings(BaseSettings):
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
     sandbox: Mode = "required"
+
+    @property
+    def island_key_file(self) -> Path:
+        return self.island_key or self.home / "islands" / f"{self.island}.key"
+
+    @property
+    def host_key_file(self) -> Path:
+        """With the key by which this host's devices sign."""
+        return self.home / "run" / "signing.key"
+
+    @property
+    def its_island_key(self) -> str:
+        """The public key of a device's island, or the file in which it lies."""
+        return self.island_public_key or str(self.home / "islands" / f"{self.island}.pub")
+
+    @property
+    def redis_tls(self) -> dict[str, Any]:
+        """How a rediss:// server is checked: its certificate must be good for its name, by our CA
+        or by those of the system.  Empty for a server without TLS.
+        """
+        if not self.redis_url.get_secret_value().startswith("rediss://"):
+            return {}
+        files = {
+            "ssl_ca_certs": self.redis_ca,
+            "ssl_certfile": self.redis_certificate,
+            "ssl_keyfile": self.redis_key,
+        }
+        given = {name: str(file) for name, file in files.items() if file is not None}
+        return {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_check_hostname": True, **given}
 
     @property
     def store_address(self) -> str:

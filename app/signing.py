@@ -1,7 +1,9 @@
-"""A host's own signature under what it wrote (Ed25519), so that nothing forged is restored.
+"""Signatures (Ed25519) of hosts and islands: nothing forged is restored, obeyed or believed.
 
-A sealed body is the signature in hexadecimal digits, a line's end, and the body.  The private key
-never leaves its host; the public one goes up with each heartbeat, and comes with a launch.
+A sealed body is the signature in hexadecimal digits, a line's end, and the body.  What is signed is
+the body after a context, so that a signature means nothing anywhere else.  A private key never
+leaves the hosts that need it.  A host's public key goes up with each heartbeat, and comes with a
+launch; an administrator gives it to the islands, and an island's public key to the devices.
 
 Here too: the key by which a device worker gives one block to others, or takes one from them.
 """
@@ -12,6 +14,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import uuid
 from pathlib import Path
 
@@ -20,8 +23,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from app.places import make_private
 
-_CONTEXT = b"roundhouse checkpoint 1\n"  # so that a signature means nothing anywhere else
+CHECKPOINT = b"roundhouse checkpoint 1\n"
+HEARTBEAT = b"roundhouse heartbeat 1\n"
+NEWS = b"roundhouse news 1\n"
 _DIGITS = 128
+_PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class BadSignature(Exception):
@@ -54,8 +60,14 @@ class Signer:
             draft.unlink(missing_ok=True)
         return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
 
-    def sealed(self, body: bytes) -> bytes:
-        return self._private.sign(_CONTEXT + body).hex().encode() + b"\n" + body
+    def publish(self, path: Path) -> None:
+        """Write the public key there, for whoever is to trust it."""
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        draft.write_text(f"{self.public}\n")
+        draft.replace(path)
+
+    def sealed(self, body: bytes, context: bytes = CHECKPOINT) -> bytes:
+        return self._private.sign(context + body).hex().encode() + b"\n" + body
 
 
 def unverified(sealed: bytes) -> bytes:
@@ -63,17 +75,37 @@ def unverified(sealed: bytes) -> bytes:
     return sealed[_DIGITS + 1 :]
 
 
-def unsealed(sealed: bytes, *, key: str) -> bytes:
+def unsealed(sealed: bytes, *, key: str, context: bytes = CHECKPOINT) -> bytes:
     """The body that `key` (a public one, hexadecimal) signed; raises BadSignature."""
     signature, end, body = sealed[:_DIGITS], sealed[_DIGITS : _DIGITS + 1], sealed[_DIGITS + 1 :]
     try:
         public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
-        public.verify(bytes.fromhex(signature.decode("ascii")), _CONTEXT + body)
+        public.verify(bytes.fromhex(signature.decode("ascii")), context + body)
     except (InvalidSignature, ValueError) as error:
         raise BadSignature(f"it was not signed by {key[:16]}…") from error
     if end != b"\n":
         raise BadSignature("it does not begin with a signature")
     return body
+
+
+def is_public_key(written: str) -> bool:
+    return _PUBLIC_KEY.fullmatch(written) is not None
+
+
+def public_key(written: str) -> str:
+    """A public key that is given as 64 hexadecimal digits, or as the path of a file with them.
+
+    Raises ValueError, with words for an operator.
+    """
+    found = written
+    if not is_public_key(written):
+        try:
+            found = Path(written).read_text("ascii").strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no public key can be read from {written!r}: {error}") from error
+    if not is_public_key(found):
+        raise ValueError(f"{written!r} holds no public key: 64 hexadecimal digits")
+    return found
 
 
 def block_key(secret: str, named: str) -> str:

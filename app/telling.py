@@ -417,6 +417,14 @@ DEVICES = [
     Column("HEARD", lambda d: ago(d["seen_at"])),
 ]
 
+ENROLMENTS = [
+    Column("DEVICE", lambda e: e["device_id"]),
+    Column("STATE", lambda e: "revoked" if e["revoked_at"] else "enrolled"),
+    Column("KEY", lambda e: e["key"]),
+    Column("BY", lambda e: e["enrolled_by"]),
+    Column("SINCE", lambda e: ago(e["revoked_at"] or e["enrolled_at"])),
+]
+
 _SHARES = [
     Column("TENANT", lambda t: "  " * t["depth"] + t["tenant"]),
     Column("WEIGHT", lambda t: t["weight"], right=True),

@@ -32,6 +32,7 @@ from app.client import Client
 from app.core.layers import Sandbox, warning
 from app.embedded import CannotStart
 from app.settings import default_home, settings
+from app.signing import Signer
 from app.supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
 
 ROOT = Path(__file__).parent.parent  # where the packages `app` and `workers` lie
@@ -169,7 +170,9 @@ def _env(wanted: Wanted, state: _State, port: int) -> Env:
 
 
 def _seed(wanted: Wanted, env: Env) -> None:
-    words = ("-m", "app.seed", "--tenants", str(wanted.keys_file))
+    host_key = Signer.at(wanted.home / "run" / "signing.key").public
+    ours = [word for name in wanted.device_names for word in ("--device", f"{name}={host_key}")]
+    words = ("-m", "app.seed", "--tenants", "--island", *ours, str(wanted.keys_file))
     spec = Spec(name="seed", command=(sys.executable, *words), env=env)
     run = subprocess.run(
         leashed(spec), env=env, cwd=ROOT, capture_output=True, text=True, timeout=SEED_TIMEOUT_S
@@ -320,6 +323,14 @@ class Handle:
 
     def pids(self) -> dict[str, int]:
         return dict(self.facts["pids"])
+
+    def enrol(self, device: str, home: Path, island: str) -> Env:
+        """Let in a device whose worker has a home of its own; what that must be told."""
+        host = Signer.at(home / "run" / "signing.key")
+        with Client(self.url, self.keys["platform"]["platform_admin"]) as admin:
+            admin.post("/v1/enrolments", {"device_id": device, "key": host.public})
+        its_island = Signer.at(self.wanted.home / "islands" / f"{island}.key")
+        return {"ROUNDHOUSE_ISLAND_PUBLIC_KEY": its_island.public}
 
     def kill(self, name: str) -> int:
         """`kill -9`; returns the process id that is no more."""

@@ -353,6 +353,7 @@ def _device(
         "ROUNDHOUSE_HOME": str(own),
         "ROUNDHOUSE_DEVICE": device,
         "ROUNDHOUSE_SANDBOX": "preferred",
+        **system.enrol(device, own, "local"),
     }
     with (own / "log").open("wb") as log:
         started = subprocess.Popen(

@@ -363,6 +363,7 @@ def _island(handle: Handle, island: str) -> Iterator[None]:
     device = {**env, **LINK, "ROUNDHOUSE_DEVICE": f"{island}.0"}
     device["ROUNDHOUSE_STORE"] = f"{facts['home']}/store"
     device["ROUNDHOUSE_HOME"] = f"{facts['home']}/{island}"
+    device |= handle.enrol(f"{island}.0", Path(device["ROUNDHOUSE_HOME"]), island)
     device.pop("DATABASE_URL", None)
     scheduler = {**env, "DATABASE_URL": facts["database_url"]}
     workers = [

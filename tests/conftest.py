@@ -53,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
         starts_devices = folder in ("acceptance", "workers")
         starts_devices |= folder == "security" and "device" in item.path.stem
+        starts_devices |= item.get_closest_marker("acceptance") is not None
         group = "devices" if starts_devices else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
 
@@ -123,6 +124,7 @@ def _forget() -> None:
     db.engine.cache_clear()
     db._sessions.cache_clear()
     outbox.celery.cache_clear()
+    outbox.signer.cache_clear()
 
 
 @pytest.fixture

@@ -22,7 +22,9 @@ from workers.deliverer import Deliverer
 from workers.hints import hears
 from workers.loop import Loop, keep
 
-celery: Celery = broker.make_celery("control", settings().redis_url.get_secret_value())
+celery: Celery = broker.make_celery(
+    "control", settings().redis_url.get_secret_value(), settings().redis_tls
+)
 
 CHORES_S = 60.0
 SWEEP_S = 600.0

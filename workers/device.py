@@ -2,8 +2,9 @@
 
     celery -A workers.device worker --pool threads -c 2 -Q device.<id>
 
-Orders and answers go into the supervisor's inbox (`workers.supervisor`), and nothing else happens
-here.  No torch, no database.
+Orders and answers that the island signed go into the supervisor's inbox (`workers.supervisor`), and
+nothing else happens here.  What the device says goes up with its host's signature.  No torch, no
+database.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from typing import Any
 from celery import bootsteps
 
 from app import broker
-from app.core.messages import Alive, BadMessage, decode, encode
+from app.core.messages import Alive, BadMessage
+from app.envelope import Mail, sealed_heartbeat
 from app.settings import settings
+from app.signing import BadSignature, Signer, public_key
 from workers.hints import hears
-from workers.house import House
+from workers.house import CannotServe, House
 from workers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
-JSON = dict[str, Any]
-
-celery = broker.make_celery("device", settings().redis_url.get_secret_value())
+celery = broker.make_celery("device", settings().redis_url.get_secret_value(), settings().redis_tls)
 
 
 class ToIsland:
-    """Reports go to the island's queue, as hints that may be lost."""
+    """Reports go to the island's queue, signed, as hints that may be lost."""
 
-    def __init__(self, island: str) -> None:
-        self.queue = broker.island_queue(island)
+    def __init__(self, island: str, signer: Signer) -> None:
+        self.queue, self.signer = broker.island_queue(island), signer
 
     def send(self, alive: Alive) -> None:
-        broker.send(celery, broker.ISLAND_ALIVE, self.queue, encode(alive))
+        text = sealed_heartbeat(self.signer, alive)
+        broker.send(celery, broker.ISLAND_ALIVE, self.queue, text)
 
 
 class Serve(bootsteps.StartStopStep):
@@ -43,12 +45,15 @@ class Serve(bootsteps.StartStopStep):
 
     requires = {"celery.worker.components:Pool"}
     supervisor: Supervisor | None = None
+    mail: Mail | None = None
 
     def start(self, parent: Any) -> None:
         house = House.of(settings())
         if not house.device:
             raise RuntimeError("ROUNDHOUSE_DEVICE is not set: which device does this worker serve?")
-        Serve.supervisor = Supervisor(house, ToIsland(house.island), on_fatal=_end_worker)
+        Serve.mail = Mail(house.device, _island_key())
+        to_island = ToIsland(house.island, house.signer)
+        Serve.supervisor = Supervisor(house, to_island, on_fatal=_end_worker)
         Serve.supervisor.start()
 
     def stop(self, parent: Any) -> None:
@@ -59,24 +64,33 @@ class Serve(bootsteps.StartStopStep):
         self.stop(parent)
 
 
+def _island_key() -> str:
+    """Whose orders are obeyed; without that nobody's are."""
+    try:
+        return public_key(settings().its_island_key)
+    except ValueError as error:
+        raise CannotServe(
+            f"the public key of island {settings().island} is not known: {error}; set "
+            "ROUNDHOUSE_ISLAND_PUBLIC_KEY to what `roundhouse device island-key` prints"
+        ) from error
+
+
 def _end_worker() -> None:
     os._exit(1)  # whoever started us starts us again; nothing here is worth keeping
 
 
 celery.steps["worker"].add(Serve)
+refused = broker.Complaint(log, "a message is not obeyed")
 
 
 @hears(celery, broker.DEVICE_NEWS)
-def news(*bodies: JSON) -> None:
-    for body in bodies:
-        _pass_on(body)
-
-
-def _pass_on(body: JSON) -> None:
-    try:
-        message = decode(body)
-    except BadMessage as error:
-        log.warning("not a message for a device: %s", error)
+def news(text: str) -> None:
+    if Serve.mail is None or Serve.supervisor is None:
         return
-    if Serve.supervisor is not None:
+    try:
+        messages = Serve.mail.opened(text)
+    except (BadSignature, BadMessage) as error:
+        refused.say(error)
+        return
+    for message in messages:
         Serve.supervisor.receive(message)

@@ -16,6 +16,8 @@ import celery
 from celery import Celery
 from celery.signals import celeryd_after_setup
 
+from app import broker
+
 log = logging.getLogger(__name__)
 
 
@@ -26,8 +28,10 @@ class Hint(celery.Task):
 def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The function hears all hints of that name, in the thread that reads them: it must be quick.
 
-    What it raises is logged, for nobody could do anything about it.
+    It is called with the text of the message, or with nothing if that has none.  What it raises is
+    logged now and then, for nobody could do anything about it.
     """
+    broker.HEARD.add(name)
 
     def mark(function: Callable[..., None]) -> Callable[..., None]:
         app.task(function, name=name, base=Hint)
@@ -39,14 +43,15 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
 def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[..., None]:
     """How Celery is told to handle a task's messages (its `Strategy`)."""
 
+    complaint = broker.Complaint(log, f"{task.name} was not heard")
+
     def pass_on(message: Any, *_: object) -> None:
-        if _is_stale(message.headers.get("expires")):
-            return
-        arguments, _, _ = message.payload
         try:
-            task.run(*arguments)
-        except Exception:
-            log.exception("%s was not heard", task.name)
+            if not _is_stale(message.headers.get("expires")):
+                arguments, _, _ = message.payload
+                task.run(*arguments)
+        except Exception as error:
+            complaint.say(repr(error), exc_info=True)
 
     return pass_on
 

@@ -48,9 +48,7 @@ class House:
     at_rest_s: float = 5.0  # and so long if nobody else wants that
     sandbox: Mode = "required"
     address: str = "127.0.0.1"  # by which other hosts reach this one
-    incarnation: str = field(
-        default_factory=lambda: f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
-    )
+    incarnation: str = field(default_factory=lambda: _incarnation(0))
 
     @classmethod
     def of(cls, settings: Settings) -> House:
@@ -70,6 +68,7 @@ class House:
             lease_margin_s=settings.lease_margin_s,
             beat_s=settings.beat_s,
             sandbox=settings.sandbox,
+            incarnation=next_incarnation(settings.home / "run" / f"{settings.device}.incarnation"),
             address=settings.address or _address_towards(settings.redis_url.get_secret_value()),
         )
 
@@ -99,6 +98,25 @@ class House:
             "key": self.signer.public,
             "splice": self.kind == "cpu",  # ranks can take turns here and on other devices
         }
+
+
+def next_incarnation(file: Path) -> str:
+    """The name of this process, which sorts after those of all processes before it on this device,
+    even if the host's clock was put back: an older one's words are never believed again.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    last_ns = 0
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        last_ns = int(file.read_text().partition("-")[0])
+    found = _incarnation(last_ns)
+    draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    draft.write_text(found)
+    draft.replace(file)
+    return found
+
+
+def _incarnation(last_ns: int) -> str:
+    return f"{max(time.time_ns(), last_ns + 1):020d}-{uuid.uuid4().hex[:8]}"
 
 
 def _address_towards(url: str) -> str:

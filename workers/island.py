@@ -3,7 +3,8 @@
     celery -A workers.island worker --pool threads -Q island.<name>
 
 Of several such workers one leads, by a lease in the island's row; the others stand by.  Every round
-locks that row first, so two schedulers never write at once, whoever believes to lead.
+locks that row first, so two schedulers never write at once, whoever believes to lead.  All of them
+sign with the island's one key.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 from sqlalchemy import ColumnElement, Select, bindparam, func, select, true, update
 from sqlalchemy.dialects.postgresql import insert
@@ -26,13 +26,16 @@ from app import broker, collector, db, journal, ledger, moving, outbox
 from app.core import record
 from app.core.board import Board
 from app.core.island import Plan
-from app.core.messages import Alive, Answer, BadMessage, decode
+from app.core.messages import Alive, Answer, BadMessage
 from app.core.rota import as_json
 from app.core.sharing import shares
 from app.core.standing import is_wanted, soonest_first
+from app.enrolment import Roster
+from app.envelope import opened_heartbeat
 from app.follow import Follower
 from app.models import Device, Island, LedgerBase, Order, Placement, Task
 from app.settings import settings
+from app.signing import BadSignature
 from app.tally import Tally
 from workers.hints import hears
 from workers.loop import Loop, keep
@@ -43,7 +46,7 @@ BUSY_S = 0.05  # until a wish that is being written now has been written
 TOLD_TASKS = 5  # so many are named in the log when a round looks back
 RESEND_LOOKS = 4  # so often orders are looked for that are due again, in the time of one
 
-celery = broker.make_celery("island", settings().redis_url.get_secret_value())
+celery = broker.make_celery("island", settings().redis_url.get_secret_value(), settings().redis_tls)
 
 
 class Scheduler(Loop):
@@ -53,6 +56,8 @@ class Scheduler(Loop):
         super().__init__(f"island {island}")
         self.island, self.me = island, uuid.uuid4().hex
         self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
+        self.roster = Roster(island)
+        self.spoken: dict[str, tuple[str, int]] = {}  # by device: its newest process, and when
         self.nudged = threading.Event()
         self.follower = Follower(island)
         self.tally, self.leads = Tally(), False
@@ -60,6 +65,18 @@ class Scheduler(Loop):
         self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
         self.resend_s = 0.0  # by the monotonic clock: when to look for orders to be sent again
         self.deaf_until_s = 0.0  # by the monotonic clock: silence says nothing about devices
+
+    def receive(self, text: str) -> None:
+        """Hear a heartbeat as it came over Redis; raises BadSignature or BadMessage if it does not
+        count.  Called in the thread that reads from Redis.
+        """
+        alive = opened_heartbeat(text, hosts=self.roster.hosts)
+        if objection := self.roster.objection(alive):
+            raise BadSignature(objection)
+        sent = alive.incarnation, alive.sent_us
+        if sent > self.spoken.get(alive.device, ("", 0)):
+            self.spoken[alive.device] = sent
+            self.hear(alive)
 
     def hear(self, alive: Alive) -> None:
         self.inbox.put(alive)
@@ -103,6 +120,7 @@ class Scheduler(Loop):
         with db.transaction() as session:
             # 1. Only one writes at a time.
             row, due = self._begin(session), list[Order]()
+            self.roster.read(session)
             # 2. What devices say is true.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
             changed = look_now or any(changed for _, changed in recorded)
@@ -123,6 +141,7 @@ class Scheduler(Loop):
     def _begin(self, session: Session) -> Island:
         """Nobody else writes until the commit; and who leads is known."""
         row, left_s = self._row(session)
+        _check_key(row)
         self.began_s = time.monotonic()
         self.leads = self._lead(session, row, left_s)
         if not self.leads:
@@ -143,11 +162,13 @@ class Scheduler(Loop):
         return [*outbox.take_unsent(session, _live(self.island), resend_s=resend_s), *new]
 
     def _with_order(self, answer: Answer) -> Answer:
-        """Where a device has too little memory for all that live there, the last of them leaves;
+        """Devices obey the islands that their own one names.
+
+        Where a device has too little memory for all that live there, the last of them leaves;
         where several share one, the least served of them goes next; where nobody waits for such a
         device, who stands still there may stay.
         """
-        board = self.follower.board
+        board, answer = self.follower.board, replace(answer, peers=self.roster.peers)
         if board is None:
             return answer
         rota = [as_json(share) for share in shares(board, answer.device)]
@@ -277,6 +298,18 @@ class Scheduler(Loop):
                 outbox.mark_unsent(session, unsent)
 
 
+def _check_key(row: Island) -> None:
+    """Devices are told one key of an island; what another one signs, they would not obey."""
+    ours = outbox.signer().public
+    row.key = row.key or ours
+    if row.key != ours:
+        raise RuntimeError(
+            f"island {row.name} signs with the key {row.key[:16]}…, and "
+            f"{settings().island_key_file} holds {ours[:16]}…: copy the file from where the island "
+            "runs, or run `python -m app.seed --island` here to give the island this key"
+        )
+
+
 _LEFT_S = func.coalesce(func.extract("epoch", Island.leader_until - func.now()), 0)
 
 # Locked, with the seconds left of its leader's lease, what time it is, and the ledger's row.
@@ -320,11 +353,12 @@ def nudge() -> None:
     scheduler.nudge()
 
 
+not_heard = broker.Complaint(log, "a heartbeat does not count")
+
+
 @hears(celery, broker.ISLAND_ALIVE)
-def alive(body: dict[str, Any]) -> None:
+def alive(text: str) -> None:
     try:
-        message = decode(body)
-    except BadMessage as error:
-        log.warning("not a heartbeat: %s", error)
-        return
-    scheduler.hear(message)
+        scheduler.receive(text)
+    except (BadSignature, BadMessage) as error:
+        not_heard.say(error)

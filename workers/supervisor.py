@@ -144,7 +144,7 @@ class Supervisor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
         self._lock_fd = -1
-        self.facts = {**house.facts, "links": self.links.place, "secret": self.giver.secret}
+        self.facts = house.facts
 
     # --- from other threads ---
 
@@ -378,6 +378,8 @@ class Supervisor(threading.Thread):
             self._expect(stay, order.seats, order.links)
 
     def _launch(self, launch: Launch) -> None:
+        if launch.incarnation not in ("", self.house.incarnation):
+            return  # for a process before us, which it was sent to
         number = launch.epoch, launch.seq
         if number <= self.newest.get(launch.task, (0, 0)) or self.stop_by_us is not None:
             return
@@ -549,7 +551,7 @@ class Supervisor(threading.Thread):
     # --- answers ---
 
     def _answered(self, answer: Answer) -> None:
-        if (answer.device, answer.incarnation) != (self.house.device, self.house.incarnation):
+        if not self._is_new(answer):
             return
         # What must go goes before anything may go on: it may run elsewhere by now.
         for task, epoch in answer.drop:
@@ -575,6 +577,14 @@ class Supervisor(threading.Thread):
         self._may_stay(is_wanted=answer.wanted)
         self.lookout.expect(answer.expect, here=[task for task, _ in self.stays])
         self.rhythm.chatter |= bool(answer.expect)  # soon more of it will be here
+
+    def _is_new(self, answer: Answer) -> bool:
+        """It is for this process, and no answer to a later report came before: that said all that
+        still holds, so an answer that is late, or is sent once more, changes nothing.
+        """
+        ours = (self.house.device, self.house.incarnation)
+        is_late = answer.sent_us <= self.lease.answered_us
+        return (answer.device, answer.incarnation) == ours and not is_late
 
     def _may_stay(self, *, is_wanted: bool) -> None:
         """Who stands still on the seat may do so for longer, as long as nobody else wants it."""
@@ -1499,6 +1509,8 @@ class Supervisor(threading.Thread):
             events=[event for stay in stays for event in stay.events],
             logs=log_lines(stays, LOGS_LIMIT_BYTES),
             ahead=self.lookout.view(),
+            links=self.links.place,
+            secret=self.giver.secret,
         )
 
     def _facts_now(self, leaving: bool) -> JSON:

@@ -12,18 +12,26 @@ from fastapi import Response
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app import outbox, wishes
+from app import enrolment, outbox, wishes
 from app.api.auth import Authed, Caller, PlatformAdmin
 from app.api.cursors import Paged
 from app.api.edge import v1_router
 from app.api.problems import declared
 from app.api.reach import of_caller
-from app.api.schemas import DeviceOut, DevicePatch, HostOut, IslandOut, Page
+from app.api.schemas import (
+    DeviceOut,
+    DevicePatch,
+    EnrolmentIn,
+    EnrolmentOut,
+    HostOut,
+    IslandOut,
+    Page,
+)
 from app.api.versions import IfMatch, check_version, etag
 from app.core.layers import Sandbox
 from app.db import Db, after_commit
 from app.errors import NotFound
-from app.models import Device, Host, Island, Placement
+from app.models import Device, Enrolment, Host, Island, Placement
 
 router = v1_router("devices")
 
@@ -55,6 +63,7 @@ def _islands() -> Any:
             Island.leader,
             func.coalesce(Island.leader_until > func.now(), False).label("led"),
             Island.term,
+            Island.key,
             func.count(Device.id).label("devices"),
         )
         .outerjoin(Device, Device.island == Island.name)
@@ -275,9 +284,62 @@ def _shown(row: Any) -> dict[str, Any]:
         "tasks": row.tasks,
         "cost": row.Device.cost_milli / 1000,
         "sandbox": _sandbox(Sandbox.of(row.Device.facts)),
+        "facts": _facts(row.Device.facts),
     }
 
 
 def _sandbox(said: Sandbox) -> dict[str, Any]:
     told = {"mode": said.mode, "missing": said.missing, "refuses": said.refuses}
     return {**told, "layers": list(said.standing)}
+
+
+def _facts(said: dict[str, Any]) -> dict[str, Any]:
+    """What a device says of itself, as far as everybody may know it: of memory only the sums."""
+    shown = {name: said[name] for name in _SHOWN if name in said}
+    pairs = [pair for pair in said.get("held_bytes", {}).values()]
+    on_device, on_host = (sum(pair[n] for pair in pairs) for n in (0, 1))
+    return {**shown, "held_bytes": {"device": on_device, "host": on_host}}
+
+
+_SHOWN = ("sandbox", "torch", "capabilities", "splice", "host_memory_bytes")
+
+
+# --- enrolments ---------------------------------------------------------------------------------
+
+
+@router.get(
+    "/enrolments",
+    response_model=Page[EnrolmentOut],
+    summary="List enrolments",
+    responses=declared(403),
+)
+def list_enrolments(paging: Paged, caller: PlatformAdmin, session: Db) -> dict[str, Any]:
+    """Which devices may speak, with which key; and those that may not any more."""
+    return paging.read(session, select(Enrolment), by=Enrolment.device_id).page()
+
+
+@router.post(
+    "/enrolments",
+    status_code=201,
+    response_model=EnrolmentOut,
+    summary="Enrol a device",
+    responses=declared(403, 409),
+)
+def create_enrolment(body: EnrolmentIn, caller: PlatformAdmin, session: Db) -> Enrolment:
+    """Its heartbeats count from now on, if its host signed them with this key.  Another key is
+    taken only after the enrolment was revoked.
+    """
+    return enrolment.enrol(session, body.device_id, body.key, by=caller.user_name)
+
+
+@router.delete(
+    "/enrolments/{device_id}",
+    response_model=EnrolmentOut,
+    summary="Revoke a device's enrolment",
+    responses=declared(403, 404),
+)
+def revoke_enrolment(device_id: str, caller: PlatformAdmin, session: Db) -> Enrolment:
+    """It is not heard any more: when its lease ends its tasks go on elsewhere, from their last
+    checkpoint.  `drain` it first, and no step is lost.
+    """
+    return enrolment.revoke(session, device_id)

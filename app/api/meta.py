@@ -160,7 +160,7 @@ def _redis() -> Check:
         return Check(ok=False, detail="REDIS_URL is not set")
     timeouts = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
     try:
-        with redis.Redis.from_url(url, **timeouts) as client:
+        with redis.Redis.from_url(url, **timeouts, **settings().redis_tls) as client:
             client.ping()
     except (redis.RedisError, OSError) as error:
         return Check(ok=False, detail=f"does not answer: {type(error).__name__}")

@@ -926,12 +926,13 @@ class MeOut(Out):
 
 
 class IslandOut(Out):
-    model_config = example(name="local", leader="island.local@host", led=True, term=4, devices=2)
+    model_config = example(name="local", leader="9b2f", led=True, term=4, devices=2, key="5e" * 32)
     name: str
     leader: str | None
     led: bool = Field(description="its scheduler renewed its lease in time")
     term: int
     devices: int
+    key: str | None = Field(description="the public key that verifies what it tells devices")
 
 
 class HostOut(Out):
@@ -941,6 +942,31 @@ class HostOut(Out):
     cordoned: bool
     devices: int
     up: int
+
+
+class EnrolmentIn(In):
+    model_config = example(device_id="host-a.0", key="3d" * 32)
+    device_id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,126}\.[0-9]{1,4}$")] = Field(
+        description="the device: its host's name, a dot and a number"
+    )
+    key: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] = Field(
+        description="its host's public key, as `roundhouse device key` prints it there"
+    )
+
+
+class EnrolmentOut(Out):
+    model_config = example(
+        device_id="host-a.0",
+        key="3d" * 32,
+        enrolled_by="platform_admin",
+        enrolled_at=_AT,
+        revoked_at=None,
+    )
+    device_id: str
+    key: str = Field(description="what its host signs with this key is believed")
+    enrolled_by: str
+    enrolled_at: datetime
+    revoked_at: datetime | None = Field(description="from then on it is not heard")
 
 
 class DevicePatch(In):
@@ -957,6 +983,22 @@ class SandboxOut(Out):
     layers: list[str] = Field(description="those that stand around tenants' code")
     missing: list[str] = Field(description="those that should, and do not")
     refuses: str = Field(description="why it does not serve; empty if it does")
+
+
+class HeldBytes(Out):
+    device: int = Field(description="on the device")
+    host: int = Field(description="in host memory")
+
+
+class DeviceFacts(Out):
+    """All that is shown of what a device says of itself; whatever else it says stays with us."""
+
+    sandbox: list[str] | str | None = Field(None, description="the walls around a task's processes")
+    torch: str | None = None
+    capabilities: list[str] = []
+    splice: bool = Field(False, description="ranks can take turns on it")
+    host_memory_bytes: int | None = None
+    held_bytes: HeldBytes | None = Field(None, description="by the tasks of all tenants together")
 
 
 class DeviceOut(Out):
@@ -976,7 +1018,7 @@ class DeviceOut(Out):
         seen_at=_AT,
         version=1,
         sandbox={"mode": "required", "layers": ["files", "network"], "missing": [], "refuses": ""},
-        facts={"torch": "2.13.0"},
+        facts={"sandbox": ["files", "network"], "torch": "2.13.0", "splice": True},
     )
     id: str
     host: str
@@ -995,7 +1037,7 @@ class DeviceOut(Out):
     seen_at: datetime | None
     version: int
     sandbox: SandboxOut
-    facts: dict[str, Any]
+    facts: DeviceFacts
 
 
 class PresetIn(In):

@@ -15,13 +15,18 @@ the last answer ends.  So an order that comes late, or to a device that has been
 nothing: the answer to the first heartbeat that names it says "drop".
 (tests/app/test_protocol.py finds two devices running one task if this is left out.)
 
-Everything is JSON.  `encode` and `decode` are exact inverses.
+Everything is JSON.  `encode` and `decode` are exact inverses; `decode` refuses what is not well
+formed, so that no name has to be looked at again.
 """
 
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, get_type_hints
+from functools import cache
+from typing import Any
+
+from app.core import wellformed
+from app.core.wellformed import BadMessage
 
 JSON = dict[str, Any]
 
@@ -294,10 +299,12 @@ class LogLines:
 class Alive:
     """All that a device holds, at this instant of its own monotonic clock.
 
-    `incarnation` names the device worker's process and sorts by when it started; `facts` describe
-    the device itself: host, island, kind, threads, memory_bytes, sandbox, torch.  `ahead` are the
-    images of expected tasks that are here: {"task", "sha256", "bytes", "us"}, the last two being
-    what had to be fetched for it and how long that took.
+    `incarnation` names the device worker's process and sorts after those of all processes before
+    it; `facts` describe the device itself: host, island, kind, threads, memory_bytes, sandbox,
+    torch.  `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes",
+    "us"}, the last two being what had to be fetched for it and how long that took.  Other hosts
+    reach the device worker at `links`, [address, port], and `secret` opens the blocks that it gives
+    (`workers.giving`).
     """
 
     device: str
@@ -308,6 +315,8 @@ class Alive:
     events: list[Event]
     logs: list[LogLines]
     ahead: list[JSON] = field(default_factory=list)
+    links: list[Any] = field(default_factory=list)
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +358,8 @@ class Answer:
     may be kept ahead.  `next` are those of `keep` that wait for a device, in the order in which
     they are expected to get one.  `rota` are the shares of those who take turns on it
     (`core.rota`), if several do; None: as before.  `given` is what residents lack and can have.
-    `wanted`: somebody in line could use it, as far as is known.
+    `wanted`: somebody in line could use it, as far as is known.  `peers` are the public keys of the
+    other islands, which may send orders here, too: a gang may span islands.
     """
 
     device: str
@@ -365,6 +375,7 @@ class Answer:
     rota: list[JSON] | None = None
     given: list[Given] = field(default_factory=list)
     wanted: bool = True
+    peers: list[str] = field(default_factory=list)
 
 
 def key(task: str, epoch: int) -> str:
@@ -384,10 +395,6 @@ _KINDS: dict[str, type] = {
 }  # fmt: skip
 
 
-class BadMessage(Exception):
-    """Somebody sent what is none of the messages above."""
-
-
 def encode(message: Any) -> JSON:
     """A message as JSON, its kind under "is"; what is as ever is left out, so that a worker of an
     older version can read what says nothing new.
@@ -404,21 +411,42 @@ def encode(message: Any) -> JSON:
 
 
 def decode(body: JSON) -> Any:
-    """The message that `encode` made `body` of; raises BadMessage for anything else."""
-    kind = _KINDS.get(body.get("is", ""))
+    """The message that `encode` made `body` of; raises BadMessage for anything else.
+
+    Every name in it may be made a path or a key of (`core.wellformed`).
+    """
+    named = body.get("is") if isinstance(body, dict) else body
+    kind = _KINDS.get(named) if isinstance(named, str) else None
     if kind is None:
-        raise BadMessage(f"unknown message {body.get('is')!r}")
-    names = get_type_hints(kind).keys()
-    values = {name: _decode_value(value) for name, value in body.items() if name != "is"}
-    if unknown := values.keys() - names:
-        raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+        raise BadMessage(f"unknown message {named!r:.100}")
+    values = {name: value for name, value in body.items() if name != "is"}
+    if unknown := values.keys() - _types(kind).keys():
+        raise BadMessage(f"{kind.__name__} has no {', '.join(sorted(unknown))[:100]}")
+    wellformed.check(kind.__name__, _types(kind), values)
+    values = {name: _decode_value(kind, name, value) for name, value in values.items()}
     try:
         return kind(**values)
     except TypeError as error:
         raise BadMessage(str(error)) from error
 
 
-def _decode_value(value: Any) -> Any:
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "is" in value[0]:
-        return [decode(item) for item in value]
-    return value
+@cache
+def _types(kind: type) -> dict[str, str]:
+    return {field.name: str(field.type) for field in fields(kind)}
+
+
+def _decode_value(kind: type, name: str, value: Any) -> Any:
+    inner = _INNER.get(_types(kind)[name])
+    if inner is None:
+        return value
+    messages = [decode(item) for item in value]
+    for message in messages:
+        if not isinstance(message, inner):
+            raise BadMessage(f"{kind.__name__}.{name} holds a {type(message).__name__}")
+    return messages
+
+
+#: The types of fields that hold other messages.
+_INNER: dict[str, type] = {
+    f"list[{each.__name__}]": each for each in (Event, ResidentView, LogLines, Given)
+}

@@ -14,7 +14,7 @@ MEANINGS = {
     "work:write": "submit requests, code and data; pause, move, change and cancel",
     "usage:read": "look at shares, the queue, usage and decisions; simulate; scrape /metrics",
     "devices:read": "look at islands, hosts, devices and presets",
-    "devices:write": "drain and cordon; change devices and presets",
+    "devices:write": "drain and cordon; enrol and change devices; change presets",
     "admin:read": "look at tenants, users, keys, webhooks and the audit log",
     "admin:write": "make and change tenants, users, keys and webhooks",
 }

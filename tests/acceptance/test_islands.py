@@ -8,6 +8,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -66,7 +67,9 @@ class Processes:
             env.pop("DATABASE_URL", None)
             env["ROUNDHOUSE_STORE"] = f"{facts['home']}/store"
             env["ROUNDHOUSE_HOME"] = f"{facts['home']}/{self.island}"  # a disk of its own
-            return {**env, "ROUNDHOUSE_DEVICE": self.device(name)}
+            device, home = self.device(name), Path(env["ROUNDHOUSE_HOME"])
+            env |= self.handle.enrol(device, home, self.island)
+            return {**env, "ROUNDHOUSE_DEVICE": device}
         return {**env, "DATABASE_URL": facts["database_url"]}
 
     def kill(self, *names):

@@ -297,7 +297,7 @@ class Played:
     def __init__(self, name, kind="cpu"):
         self.scheduler, self.device = Scheduler(name), f"{name}.0"
         self.facts = {"host": name, "island": name, "kind": kind, "memory_bytes": 2**30}
-        self.clock_us = 0
+        self.links, self.secret, self.clock_us = [], "", 0
 
     def hear(self, *said, **more):
         self.tell(*said, **more)
@@ -308,6 +308,7 @@ class Played:
         alive = Alive(
             device=self.device, incarnation=incarnation, sent_us=self.clock_us, facts=self.facts,
             residents=list(residents), events=list(said), logs=[],
+            links=self.links, secret=self.secret,
         )  # fmt: skip
         self.scheduler.hear(alive)
 
@@ -417,7 +418,7 @@ class TestSeveralIslands:
     @pytest.mark.parametrize("is_up", [True, False])
     def test_a_launch_says_who_may_have_what_it_takes_and_the_plan_how_it_came(self, two, is_up):
         east, west = two
-        east.facts |= {"links": ["10.0.0.1", 9], "secret": "ab" * 32}
+        east.links, east.secret = ["10.0.0.1", 9], "ab" * 32
         east.hear(started("prep"), finished("prep", x=1))
         with db.transaction() as session:
             if not is_up:
@@ -530,7 +531,7 @@ class TestWhatComesLate:
     @pytest.fixture
     def pair(self, up, monkeypatch):
         east, west = up
-        east.facts |= {"links": ["10.0.0.1", 9], "secret": "ab" * 32}
+        east.links, east.secret = ["10.0.0.1", 9], "ab" * 32
         with db.transaction() as session:
             for name, kind, other in (("p.0.0", "cpu", "p.1.0"), ("p.1.0", "cuda", "p.0.0")):
                 part = {"nodes": [name], "ms": 9.0, "bytes": {"x": 7}, "late": ["p0"]}
@@ -562,7 +563,8 @@ class TestWhatComesLate:
         east, west, told = pair
         assert told == []
         for island, name in ((west, "p.1.0"), (east, "p.0.0")):
-            island.facts |= {"links": ["10.0.0.2", 9], "secret": "cd" * 32, "key": name}
+            island.links, island.secret = ["10.0.0.2", 9], "cd" * 32
+            island.facts |= {"key": name}
             island.hear(paused(name), residents=[view(name, "paused")])
             island.look()
             island.hear(started(name, epoch=2))

@@ -233,6 +233,7 @@ def test_every_column_that_an_administrator_sets_is_watched():
         "id", "created_at", "version", "txid", "updated_at", "task_type", "kind", "island", "host",
         "secret_sha256", "last_used_at", "threads", "memory_bytes", "incarnation", "heard_us",
         "lease_until", "seen_at", "facts", "secret", "old_secret", "old_secret_until",
+        "links", "enrolled_at",
     }  # fmt: skip
     for model, watched in audit.WATCHED.items():
         names = {column.key for column in model.__table__.columns}

@@ -744,6 +744,21 @@ class TestOperating:
         assert run("drain", "local").exit_code == cli.NO_ACCESS
         assert run("--as", "platform", "drain", "gone").exit_code == cli.NOT_FOUND
 
+    def test_a_device_is_enrolled_with_its_hosts_key_listed_and_revoked(self, run):
+        key = run("device", "key").stdout.strip()
+        assert key == run("device", "key").stdout.strip()
+        admin = ("--as", "platform", "device")
+        assert run("device", "enrol", "gpu7.0", "--key", key).exit_code == cli.NO_ACCESS
+        made = run(*admin, "enrol", "gpu7.0", "gpu7.1", "--key", key, "-o", "json")
+        assert [each["key"] for each in json.loads(made.stdout)] == [key, key]
+        assert run(*admin, "enrol", "gpu7.0", "--key", "0" * 64).exit_code == cli.REFUSED
+        assert run(*admin, "enrol", "gpu7.0", "--key", "7").exit_code == cli.USAGE
+        assert run(*admin, "revoke", "gpu7.0").exit_code == 0
+        found = json.loads(run(*admin, "list", "-o", "json").stdout)
+        assert [each["revoked_at"] is None for each in found] == [False, True]
+        assert "KEY" in run(*admin, "list").stdout
+        assert run(*admin, "island-key").exit_code == cli.NOT_FOUND, "its scheduler never ran"
+
     def test_presets_are_listed(self, run):
         assert "PARAMETERS" in run("presets").stdout
 

@@ -668,10 +668,10 @@ class TestInputs:
         session.add_all(Host(name=f"h{n}", island=here.island) for n in range(5))
         session.flush()
         for n in range(5):
-            facts = {"links": ["10.0.0.1", n], "secret": f"{n:02}" * 32}
-            how = {"host": f"h{n}", "island": here.island, "kind": "cpu", "facts": facts}
+            reach = {"links": ["10.0.0.1", n], "secret": f"{n:02}" * 32}
+            how = {"host": f"h{n}", "island": here.island, "kind": "cpu", **reach}
             session.add(Device(id=f"h.1{n}", lease_until=None if n == 1 else until, **how))
-        how |= {"host": "h0", "facts": {"links": ["10.0.0.1", 9], "secret": "99" * 32}}
+        how |= {"host": "h0", "links": ["10.0.0.1", 9], "secret": "99" * 32}
         session.add(Device(id="h.19", lease_until=until, **how))
         session.flush()
         datablocks.seen_on(session, "h.19", row.id)

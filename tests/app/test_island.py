@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 from collections import Counter
@@ -44,8 +45,9 @@ def sent(monkeypatch):
     """What is published: (message, queue, body).  The channel itself is Celery's and Redis'."""
     published = []
 
-    def hint(message, queue, *args):
-        published.append((message, queue, *args))
+    def hint(message, queue, text=""):
+        bodies = json.loads(text.split("\n", 2)[2])["news"] if text else []
+        published.append((message, queue, *bodies))
         return True
 
     monkeypatch.setattr(outbox, "hint", hint)

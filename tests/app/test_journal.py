@@ -88,7 +88,9 @@ def task(session):
     return task
 
 
-def hear(session, *, device="h.0", residents=(), events=(), logs=(), incarnation="p1", **facts):
+def hear(
+    session, *, device="h.0", residents=(), events=(), logs=(), incarnation="p1", links=(), **facts
+):
     recorded = journal.record(
         session,
         Alive(
@@ -99,6 +101,7 @@ def hear(session, *, device="h.0", residents=(), events=(), logs=(), incarnation
             residents=list(residents),
             events=list(events),
             logs=list(logs),
+            links=list(links),
         ),
     )
     journal.settle(session)

@@ -20,6 +20,7 @@ from app.models import (
     Checkpoint,
     Datablock,
     Delivery,
+    Enrolment,
     Event,
     Graph,
     Preset,
@@ -122,6 +123,9 @@ GET    /v1/devices/h.0                  401  200  200  200  200  200  200  200  
 PATCH  /v1/devices/h.0                  401  403  403  403  403  403  403  200  devices:write
 POST   /v1/devices/h.0/cordon           401  403  403  403  403  403  403  200  devices:write
 POST   /v1/devices/h.0/uncordon         401  403  403  403  403  403  403  200  devices:write
+GET    /v1/enrolments                   401  403  403  403  403  403  403  200  devices:read
+POST   /v1/enrolments                   401  403  403  403  403  403  403  201  devices:write
+DELETE /v1/enrolments/h.0               401  403  403  403  403  403  403  200  devices:write
 POST   /v1/simulations                  401  403  403  403  403  403  403  200  usage:read
 GET    /v1/audit-events                 401  403  403  403  200  403  200  200  admin:read
 GET    /v1/audit-events/verification    401  403  403  403  403  403  403  200  admin:read
@@ -134,6 +138,7 @@ GRAPH = graphs.read(GRAPH_EXAMPLE)
 BODIES = {
     "POST /v1/requests": {"json": descriptor()},
     "POST /v1/requests:validate": {"json": descriptor()},
+    "POST /v1/enrolments": {"json": {"device_id": "h.1", "key": "ab" * 32}},
     "PATCH /v1/requests/{req}": {"json": {"priority": 5}},
     "POST /v1/tasks/{tsk}/resize": {"json": {"devices_max": 2}},
     "PUT /v1/bundles/{sha}": {"content": BUNDLE},
@@ -265,4 +270,5 @@ def _settle(session, submitted, *, ended):
         session.execute(delete(Event))
     session.add(Graph(tenant_id="ten_red", sha256=GRAPH.sha256, nodes=2, body=GRAPH.body))
     session.add(Preset(task_type="train", kind="cpu", params={}))
+    session.add(Enrolment(device_id="h.0", key="ab" * 32, enrolled_by="root"))
     session.commit()

@@ -109,7 +109,7 @@ def both(committed, sent):
     add_user()
     east, west = Played("east"), Played("west")
     for island in (east, west):
-        island.facts["links"] = [f"{island.device}.test", 7]
+        island.links = [f"{island.device}.test", 7]
         island.hear()
     with db.transaction() as session:
         add_task(session, "wide", **SPANS)

@@ -37,13 +37,52 @@ SAMPLES: dict[str, Any] = {
     "dict[str, int]": {"t/1": 4},
 }
 
+HASH = "0f" * 32
+BLOCK = {"sha256": HASH, "size_bytes": 3}
+
+#: Where a name or a hash has a form of its own.
+NAMED: dict[str, Any] = {
+    "run": {"job": "train:Train"},
+    "bundle": HASH,
+    "inputs": {"x": {**BLOCK, "copies": [{"place": ["10.0.0.1", 9], "key": HASH}]}},
+    "images": [{"sha256": HASH, "step": 3, "key": HASH}],
+    "sha256": HASH,
+    "kept": BLOCK,
+    "source": BLOCK,
+    "takers": [
+        {
+            **{"output": "x", "task": "t", "epoch": 1, "port": "p"},
+            **{"place": ["10.0.0.1", 9], "key": HASH},
+        }
+    ],
+    "expect": [
+        {
+            **{"task": "t", "epoch": 1, "tenant": "ten", "bundle": "", "inputs": [BLOCK]},
+            "image": None,
+        }
+    ],
+    "ahead": [{"task": "t", "sha256": HASH, "bytes": 1, "us": 2}],
+    "peers": [HASH],
+    "secret": HASH,
+    "facts": {"host": "h", "island": "local", "kind": "cpu", "key": HASH},
+    "preset": {"threads": 1, "flush_denormal": False},
+    "Finished.outputs": {"x": BLOCK, "artifacts.zip": BLOCK},
+    "Failed.outputs": {"artifacts.zip": BLOCK},
+    "Launch.links": {"secret": HASH, "home": ["10.0.0.1", 9]},
+    "Resize.links": {"secret": HASH},
+    "Alive.links": ["10.0.0.1", 9],
+}
+
 
 def sample(kind: type) -> Any:
     """A message of this kind, every field filled."""
     values: dict[str, Any] = {}
     for field in fields(kind):
+        named = f"{kind.__name__}.{field.name}"
         inner = str(field.type).removeprefix("list[").removesuffix("]")
-        if inner == "Event":
+        if named in NAMED or field.name in NAMED:
+            values[field.name] = NAMED.get(named, NAMED.get(field.name))
+        elif inner == "Event":
             values[field.name] = [sample(messages.Paused), sample(messages.Started)]
         elif inner in _KINDS:
             values[field.name] = [sample(_KINDS[inner])]

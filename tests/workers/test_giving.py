@@ -337,8 +337,8 @@ def made_on(ground):
     """An output of a task there: as a launch elsewhere names it."""
     ground.launch("maker", "blocks:tokens", outputs=["alone", "tokens"], publish=["tokens"])
     kept = ground.event(Finished, "maker").outputs["tokens"]
-    facts = ground.reports[-1].facts
-    copy = {"place": facts["links"], "key": block_key(facts["secret"], kept["sha256"])}
+    told = ground.reports[-1]
+    copy = {"place": told.links, "key": block_key(told.secret, kept["sha256"])}
     wanted = {name: kept[name] for name in ("sha256", "size_bytes", "format")}
     return {**wanted, "copies": [copy]}
 

@@ -20,7 +20,7 @@ from workers.hints import hears
 celery = broker.make_celery("heard", os.environ["REDIS_URL"])
 
 @hears(celery, "say")
-def say(word):
+def say(word=""):
     os.write(1, f"{word}\\n".encode())
     if word == "nonsense":
         raise ValueError(word)

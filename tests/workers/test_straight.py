@@ -60,10 +60,10 @@ def pair(grounds: Callable[..., Ground], tmp_path: Path) -> tuple[Ground, Ground
 
 
 def wanted(task: str, output: str, taker: Ground, by: str) -> Wanted:
-    facts = taker.supervisor.facts
-    key = block_key(facts["secret"], input_name(by, 1, output))
+    report = taker.reports[-1]
+    key = block_key(report.secret, input_name(by, 1, output))
     told = {"output": output, "task": by, "epoch": 1, "port": output}
-    return Wanted(task=task, epoch=1, takers=[{**told, "place": facts["links"], "key": key}])
+    return Wanted(task=task, epoch=1, takers=[{**told, "place": report.links, "key": key}])
 
 
 def run_both(pair: tuple[Ground, Ground]) -> None:
@@ -210,7 +210,7 @@ def test_only_who_was_told_the_key_may_bring_it(pair: tuple[Ground, Ground]) -> 
     left, _ = pair
     launched(left, "left", RING, part=LEFT, outputs=["l0"])
     left.event(Started, "left")
-    name, place = input_name("left", 1, "r0"), left.supervisor.facts["links"]
+    name, place = input_name("left", 1, "r0"), left.reports[-1].links
     with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
         links.at_desk(links.INPUT, place, "ab" * 32, name)
     assert "r0" in left.supervisor.stays["left", 1].lacks

@@ -1,0 +1,83 @@
+"""What travels over Redis, signed: who writes to Redis can forge, change or redirect none of it.
+
+A text is the signer's public key in hexadecimal digits, a line's end, and the body as
+`app.signing` seals it.  It is opened only if the key is one that the reader was told of otherwise;
+nothing of any other text is parsed.
+
+A heartbeat names its device, the device's process and the time when it was sent.  News names the
+device that it is for; an answer also names the heartbeat that it answers, and an order is numbered.
+So a text that is sent once more, or to somebody else, changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterable
+from typing import Any
+
+from app.core.messages import JSON, Alive, Answer, BadMessage, decode, encode
+from app.signing import HEARTBEAT, NEWS, BadSignature, Signer, unsealed
+
+
+def sealed_heartbeat(signer: Signer, alive: Alive) -> str:
+    return _sealed(signer, HEARTBEAT, encode(alive))
+
+
+def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
+    """Raises BadSignature or BadMessage; `hosts` are the public keys of those that may speak."""
+    key, body = _opened(text, HEARTBEAT, hosts)
+    alive = decode(body)
+    if not isinstance(alive, Alive):
+        raise BadMessage("it is no heartbeat")
+    if alive.facts.get("key") != key:
+        raise BadSignature("it was signed by another host than it says")
+    return alive
+
+
+def sealed_news(signer: Signer, device: str, bodies: Iterable[JSON]) -> str:
+    """An answer and orders for one device, in this order."""
+    return _sealed(signer, NEWS, {"device": device, "news": list(bodies)})
+
+
+class Mail:
+    """Opens the news for one device: what its own island signed, or another one that its own named.
+
+    Only the own island answers, as it alone leases the device.
+    """
+
+    def __init__(self, device: str, island: str) -> None:
+        self.device, self.island = device, island
+        self.peers: tuple[str, ...] = ()
+
+    def opened(self, text: str) -> list[Any]:
+        """The messages; raises BadSignature or BadMessage."""
+        key, body = _opened(text, NEWS, (self.island, *self.peers))
+        if body.get("device") != self.device:
+            raise BadMessage(f"it is for {body.get('device')!r:.100}")
+        if not isinstance(news := body.get("news"), list):
+            raise BadMessage("there is no news in it")
+        messages = [decode(one) for one in news]
+        for message in messages:
+            if isinstance(message, Answer):
+                self._learn(message, key)
+        return messages
+
+    def _learn(self, answer: Answer, key: str) -> None:
+        if key != self.island:
+            raise BadSignature("only its own island answers a device")
+        self.peers = tuple(answer.peers)
+
+
+def _sealed(signer: Signer, context: bytes, body: JSON) -> str:
+    written = signer.sealed(json.dumps(body, separators=(",", ":")).encode(), context)
+    return f"{signer.public}\n{written.decode()}"
+
+
+def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON]:
+    key, _, sealed = text.partition("\n")
+    if key not in known:
+        raise BadSignature(f"{key[:16]!r} is no key that may sign it")
+    body = json.loads(unsealed(sealed.encode(), key=key, context=context))
+    if not isinstance(body, dict):
+        raise BadMessage("it is no object")
+    return key, body

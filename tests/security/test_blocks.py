@@ -1,0 +1,72 @@
+"""Who knows all that a viewer may know of a block does not get it from a device worker over TCP."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+
+import pytest
+
+from app.signing import Signer, block_key
+from tests.workers.test_giving import BODY, OTHER, SHA256, Giving, filled
+from workers import links
+from workers.giving import Giver
+
+pytestmark = pytest.mark.security
+
+
+@pytest.fixture
+def desk(tmp_path):
+    desk = Giving(filled(tmp_path / "theirs"))
+    yield desk
+    desk.close()
+
+
+def fetched(place, key, sha256=SHA256):
+    """The block, as a device worker takes it; raises OSError."""
+    with links.at_desk(links.BLOCK, place, key, sha256) as sock:
+        size = int.from_bytes(links.read(sock, 8), "big")
+        return links.read(sock, size)
+
+
+def test_whoever_was_told_the_key_gets_it(desk):
+    assert fetched(desk.links.place, desk.copy()["key"]) == BODY
+
+
+def test_a_hash_an_address_and_a_public_key_are_not_enough(desk, tmp_path):
+    public = Signer.at(tmp_path / "signing.key").public
+    before = Giver(filled(tmp_path / "before"))  # the worker before this one: its secret is over
+    before.close()
+    guesses = {
+        "nothing": "00" * 32,
+        "the hash": SHA256,
+        "the hash of the hash": hashlib.sha256(bytes.fromhex(SHA256)).hexdigest(),
+        "the host's public key": public,
+        "a key made of the hash": block_key(SHA256, SHA256),
+        "a key made of the public key": block_key(public, SHA256),
+        "a key made of nothing": block_key("", SHA256),
+        "a key of the worker before": block_key(before.secret, SHA256),
+        "the key of another block": desk.copy(OTHER)["key"],
+    }
+    for key in guesses.values():
+        with pytest.raises(OSError, match="does not know the secret"):
+            fetched(desk.links.place, key)
+
+
+def test_a_handshake_that_was_heard_opens_nothing_again(desk, monkeypatch):
+    """What a taker sent once is sent once more: the challenge is another one."""
+    heard = []
+    sendall = socket.socket.sendall
+    monkeypatch.setattr(
+        socket.socket, "sendall", lambda sock, data: heard.append(data) or sendall(sock, data)
+    )
+    with links.at_desk(links.BLOCK, desk.links.place, desk.copy()["key"], SHA256) as sock:
+        assert links.read(sock, 8)
+        ours = [each for each in heard if len(each) in (links._HELLO.size + 32, 32)]
+    hello, proof = ours[0], ours[-1]
+    with socket.create_connection(tuple(desk.links.place), timeout=5.0) as again:
+        sendall(again, hello)
+        links.read(again, links._CHALLENGE_BYTES + links._PROOF_BYTES)
+        sendall(again, proof)
+        with pytest.raises(ConnectionResetError):
+            links.read(again, 8)

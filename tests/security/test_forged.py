@@ -1,0 +1,252 @@
+"""Somebody who may read and write all of Redis, and a whole system: nothing is run, told or ended.
+
+What they can do is forge, change, redirect and repeat what travels, and fill queues with garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from dataclasses import replace
+
+import psycopg
+import pytest
+import redis
+
+from app import broker
+from app.core.messages import (
+    Alive,
+    Answer,
+    Cancel,
+    Failed,
+    Finished,
+    Launch,
+    LogLines,
+    encode,
+)
+from app.embedded import temporary_home
+from app.envelope import sealed_heartbeat, sealed_news
+from app.signing import Signer
+from app.up import running
+from tests.acceptance.conftest import System
+from tests.security.test_garbage import GARBAGE
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.security]
+
+STAYS = {"command": ["sh", "-c", "echo began; sleep 300"]}
+
+
+class Intruder:
+    """Reads all that is sent over Redis, and writes there whatever they like."""
+
+    def __init__(self, url, folder):
+        self.redis = redis.Redis.from_url(url, socket_timeout=60.0)
+        self.celery = broker.make_celery("intruder", url)
+        self.signer = Signer.at(folder / "key")
+        self.seen: list[tuple[str, bytes]] = []
+        self._monitor = redis.Redis.from_url(url, socket_timeout=0.2).monitor()
+        self._ends = threading.Event()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def close(self):
+        self._ends.set()
+        self._listener.join()
+
+    def _listen(self):
+        with self._monitor as monitor:
+            while not self._ends.is_set():
+                try:
+                    each = monitor.next_command()
+                except redis.TimeoutError:
+                    continue
+                command = each["command"].split(" ", 2)
+                if command[0] == "LPUSH":
+                    self.seen.append((command[1], command[2].encode("latin-1")))
+
+    def news(self, device, *messages, signer=None, instead=None):
+        """Send it to a device; `instead` is a key that the text names in place of the signer's."""
+        text = sealed_news(signer or self.signer, device, [encode(each) for each in messages])
+        self._send(broker.DEVICE_NEWS, broker.device_queue(device), text, instead)
+
+    def heartbeat(self, alive, *, instead=None):
+        text = sealed_heartbeat(self.signer, alive)
+        self._send(broker.ISLAND_ALIVE, broker.island_queue("local"), text, instead)
+
+    def _send(self, name, queue, text, instead):
+        if instead is not None:
+            text = instead + text[len(self.signer.public) :]
+        broker.send(self.celery, name, queue, text)
+
+    def repeat(self, *, elsewhere):
+        """All that was seen so far once more; `elsewhere` maps queues to where it goes instead."""
+        for queue, item in [*self.seen]:
+            self.redis.lpush(elsewhere.get(queue, queue), item)
+
+
+@pytest.fixture(scope="module")
+def system():
+    with (
+        temporary_home() as home,
+        running(home, devices=2) as handle,
+        contextlib.closing(System(handle)) as system,
+    ):
+        yield system
+
+
+@pytest.fixture
+def intruder(system, tmp_path):
+    intruder = Intruder(system.handle.facts["redis_url"], tmp_path)
+    yield intruder
+    intruder.close()
+
+
+@pytest.fixture
+def victim(system, intruder):
+    """A running task of beta: (its request, its id, the device where it runs)."""
+    beta = system.client("beta")
+    request = beta.submit({"name": "victim", "tasks": [{"name": "t", "run": STAYS}]})
+    task = request["tasks"][0]["id"]
+    beta.wait_until(
+        request["id"], lambda found: found["tasks"][0]["state"] == "running", timeout_s=60
+    )
+    assert system.until(lambda: beta.log_text(task) == ["began"])
+    device = beta.get(f"/v1/tasks/{task}/placements")["items"][0]["device_id"]
+    yield request["id"], task, device
+    if beta.request(request["id"])["state"] == "running":
+        beta.post(f"/v1/requests/{request['id']}/cancel")
+    beta.wait(request["id"], timeout_s=60)
+
+
+def believed(system, device):
+    """(its key, its process, when it was heard) by the database."""
+    url = system.handle.facts["database_url"].replace("postgresql+psycopg", "postgresql", 1)
+    query = "select facts->>'key', incarnation, heard_us from devices where id = %s"
+    with psycopg.connect(url) as connection:
+        return connection.execute(query, (device,)).fetchone()
+
+
+def island_key(system):
+    return system.client("beta").get("/v1/islands/local")["key"]
+
+
+def beats(system, device):
+    """Wait until the device was heard twice more: what was in its queues was read by then."""
+    for _ in range(2):
+        before = believed(system, device)[2]
+        assert system.until(lambda before=before: believed(system, device)[2] > before)
+
+
+def assert_nothing_came_of_it(system, victim, pids):
+    request, task, device = victim
+    beta = system.client("beta")
+    beats(system, device)
+    assert system.handle.pids() == pids, "nothing died"
+    assert beta.request(request)["tasks"][0]["state"] == "running"
+    assert beta.log_text(task) == ["began"], "nothing ran, nothing was told"
+    placements = beta.get(f"/v1/tasks/{task}/placements")["items"]
+    assert [each["epoch"] for each in placements] == [1]
+    devices = system.client("platform", "platform_admin").items("/v1/devices")
+    assert [(each["id"], each["up"]) for each in devices] == [("local.0", True), ("local.1", True)]
+
+
+def launch_of(task, incarnation, **more):
+    """As the intruder of old: any tenant's running task, and every tenant's store at /code."""
+    given = {
+        "tenant": "ten", "run": {"command": ["sh", "-c", "echo FORGED; ls -R /code"]},
+        "bundle": "../../../store", "params": {}, "inputs": {}, "outputs": [], "world_size": 1,
+        "preset": {}, "images": [], "budget_us": 10**9, "checkpoint_every_s": 0.0,
+        "memory_bytes": 0, "incarnation": incarnation, "surely_until_us": 2**60,
+    }  # fmt: skip
+    return Launch(task=task, epoch=1, seq=9, **{**given, **more})
+
+
+def test_forged_orders_and_answers_are_not_obeyed(system, intruder, victim):
+    _, task, device = victim
+    pids, (_, incarnation, heard_us) = system.handle.pids(), believed(system, device)
+    orders = [
+        launch_of(task, incarnation),
+        launch_of("tsk_" + "0" * 32, incarnation, bundle=""),
+        Cancel(task=task, epoch=1, seq=9),
+        Answer(
+            device=device, incarnation=incarnation, sent_us=heard_us + 10**9, lease_us=10**9,
+            heard={}, logged={}, keep=[], drop=[[task, 1]], peers=[intruder.signer.public],
+        ),
+    ]  # fmt: skip
+    for order in orders:
+        intruder.news(device, order)
+        intruder.news(device, order, instead=island_key(system))
+        intruder.news(device, order, instead="")
+    assert_nothing_came_of_it(system, victim, pids)
+
+
+def test_forged_heartbeats_are_not_believed(system, intruder, victim):
+    _, task, device = victim
+    pids, (key, incarnation, heard_us) = system.handle.pids(), believed(system, device)
+    facts = {"host": "local", "island": "local", "kind": "cpu", "threads": 1, "memory_bytes": 2**30}
+    end = {"task": task, "epoch": 1, "seq": 2, "step": 1, "held_us": 1}
+    alive = Alive(
+        device=device, incarnation=incarnation, sent_us=heard_us + 10**9,
+        facts={**facts, "key": key}, residents=[],
+        events=[
+            Finished(**end, result={"forged": True}, outputs={}),
+            Failed(**{**end, "seq": 3}, cause="exit", message="forged"),
+        ],
+        logs=[LogLines(task=task, epoch=1, first=1, lines=[["stdout", "forged"]])],
+    )  # fmt: skip
+    evil = replace(alive, device="evil.0", events=[], logs=[], facts={**facts, "host": "evil"})
+    for beat in (alive, evil, replace(alive, incarnation="9", events=[], logs=[])):
+        intruder.heartbeat(beat)
+        intruder.heartbeat(beat, instead=key)
+        theirs = {**beat.facts, "key": intruder.signer.public}
+        intruder.heartbeat(replace(beat, facts=theirs))
+    assert_nothing_came_of_it(system, victim, pids)
+
+
+def test_what_was_sent_changes_nothing_if_it_is_repeated_or_sent_elsewhere(
+    system, intruder, victim
+):
+    device, pids = victim[2], system.handle.pids()
+    other = "local.1" if device == "local.0" else "local.0"
+    here, there = broker.device_queue(device), broker.device_queue(other)
+    assert {queue for queue, _ in intruder.seen} >= {here, "island.local"}
+    for _ in range(3):
+        intruder.repeat(elsewhere={})
+    intruder.repeat(elsewhere={here: there, there: here, "island.local": here})
+    intruder.repeat(elsewhere={here: "island.local", there: "control", "island.local": "control"})
+    assert_nothing_came_of_it(system, victim, pids)
+
+
+def test_garbage_ends_no_worker(system, intruder, victim):
+    pids = system.handle.pids()
+    intruder.close()  # it would read all of it
+    for queue in ("control", "island.local", "device.local.0", "device.local.1"):
+        for item in GARBAGE.values():
+            intruder.redis.lpush(queue, item)
+        intruder.redis.lpush(queue, *[b"garbage"] * 1000)
+    assert_nothing_came_of_it(system, victim, pids)
+    logs = "".join(file.read_text() for file in (system.handle.wanted.home / "logs").iterdir())
+    assert "thrown away" in logs
+    assert len(re.findall("thrown away", logs)) < 20
+
+
+def test_what_a_process_heard_is_nothing_to_the_one_after_it(system, intruder, victim):
+    """Its orders and its words, repeated when its successor is there."""
+    request, task, device = victim
+    old = [*intruder.seen]
+    name = f"device.{device.rpartition('.')[2]}"
+    system.kill(name)
+    beta = system.client("beta")
+    assert system.until(lambda: len(beta.get(f"/v1/tasks/{task}/placements")["items"]) == 2)
+    assert system.until(lambda: beta.log_text(task) == ["began", "began"])
+    pids = system.handle.pids()
+    for queue, item in old * 2:
+        intruder.redis.lpush(queue, item)
+    beats(system, "local.0")
+    beats(system, "local.1")
+    assert system.handle.pids() == pids
+    assert beta.log_text(task) == ["began", "began"]
+    assert beta.request(request)["tasks"][0]["state"] == "running"
+    beta.post(f"/v1/requests/{request}/cancel")
+    assert beta.wait(request, timeout_s=60)["state"] == "cancelled"
