@@ -1,0 +1,43 @@
+"""One way to say a time and a size, in the pages, the command and messages."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: "340 ms", "12.3 s", "4m 05s", "3h 20m", "2d 04h"."""
+    seconds = max(0.0, seconds)
+    if 0 < seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds else "0 s"
+    seconds = max(60.0, seconds)
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if seconds < 3600:
+        return f"{minutes}m {int(seconds % 60):02}s"
+    if seconds < 86400:
+        return f"{hours}h {minutes % 60:02}m"
+    return f"{hours // 24}d {hours % 24:02}h"
+
+
+def age(seconds: float) -> str:
+    """How long ago something was, in one unit: "now", "12s", "7m", "3h", "2d"."""
+    whole = int(max(0.0, seconds))
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        if whole >= length:
+            return f"{whole // length}{unit}"
+    return "now"
+
+
+def size(count: int) -> str:
+    """Bytes in binary units: "512 B", "7.9 KiB", "4.0 GiB"."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def counted(count: int, thing: str) -> str:
+    """A number with its thing: "1 task", "2 tasks"."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
