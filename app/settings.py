@@ -129,6 +129,11 @@ class Settings(BaseSettings):
     device_threads: int = 1
     device_memory_bytes: int = 4 * 2**30
     host_memory_bytes: int = Field(0, ge=0)  # for images of its residents; 0: as for themselves
+    # host memory of a resident beside the device's memory and its images: the interpreter, data
+    # loaders, pages of files, /tmp and /dev/shm
+    resident_overhead_bytes: int = Field(2 * 2**30, ge=2**28)
+    # disk of a resident's scratch folder, reserved while it lives; 0: a 16th of what is free
+    scratch_bytes: int = Field(0, ge=0)
     host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs and outputs
     block_bytes_per_s: int = Field(0, ge=0)  # given to other hosts; 0: as fast as it goes
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused

@@ -21,7 +21,9 @@ from app.core.layers import Mode
 from app.settings import Settings
 from app.signing import Signer
 from app.store import Store
+from workers import sandbox
 from workers.cache import Cache
+from workers.cgroups import Bounds
 
 JSON = dict[str, Any]
 
@@ -40,6 +42,8 @@ class House:
     host_memory_bytes: int = 4 * 2**30  # for images, one of which may take all of it
     host_cache_bytes: int = 2**30
     block_bytes_per_s: int = 0  # to other hosts; 0: as fast as it goes
+    overhead_bytes: int = 2 * 2**30  # host memory of each resident beside both
+    scratch_bytes: int = 0  # disk of each resident's scratch folder; 0: a part of what is free
     residents_max: int = 4
     stop_grace_s: float = 5.0
     lease_margin_s: float = 3.0
@@ -63,6 +67,8 @@ class House:
             host_memory_bytes=settings.host_memory_bytes or settings.device_memory_bytes,
             host_cache_bytes=settings.host_cache_bytes,
             block_bytes_per_s=settings.block_bytes_per_s,
+            scratch_bytes=settings.scratch_bytes,
+            overhead_bytes=settings.resident_overhead_bytes,
             residents_max=settings.residents_max,
             stop_grace_s=settings.stop_grace_s,
             lease_margin_s=settings.lease_margin_s,
@@ -75,6 +81,23 @@ class House:
     @property
     def folder(self) -> Path:
         return self.run / self.device
+
+    @property
+    def bounds(self) -> Bounds:
+        """What its residents may take of the host, all together and each."""
+        return Bounds.of(
+            memory_bytes=self.memory_bytes,
+            host_memory_bytes=self.host_memory_bytes,
+            overhead_bytes=self.overhead_bytes,
+            residents_max=self.residents_max,
+            threads=self.threads,
+            nodes=sandbox.device_nodes(self.kind),
+        )
+
+    @property
+    def tmp_bytes(self) -> int:
+        """Size of a resident's /tmp, and of its /dev/shm; both are charged to it as memory."""
+        return max(2**28, self.host_memory_bytes // 2)
 
     @property
     def cache(self) -> Cache:

@@ -442,6 +442,7 @@ class Resident:
     outputs: JSON = field(default_factory=dict)
     verdict: JSON | None = None
     doom: str = ""
+    refused: str = ""  # what the kernel refused it at its limits, in a sentence
     kill_us: int | None = None  # when its grace ends
 
     @property
@@ -769,10 +770,17 @@ class Zygote:
 
 
 def _room(room: Room) -> JSON:
-    code, scratch = str(room.code), str(room.scratch)
-    passages = [os.fspath(folder) for folder in room.passages]
-    told = {"code": code, "scratch": scratch, "uid": room.uid, "kind": room.kind}
-    return {**told, "passages": passages}
+    template = "" if room.template is None else str(room.template)
+    return {
+        "code": str(room.code),
+        "scratch": str(room.scratch),
+        "uid": room.uid,
+        "kind": room.kind,
+        "passages": [os.fspath(folder) for folder in room.passages],
+        "groups": room.groups,
+        "tmp_bytes": room.tmp_bytes,
+        "template": template,
+    }
 
 
 def _environment() -> dict[str, str]:

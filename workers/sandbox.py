@@ -9,8 +9,8 @@ What a walled process sees: the interpreter, its libraries and this package, its
 /code), its scratch folder (/scratch, its home), a /tmp of its own, a few devices, no network.  Not
 the Roundhouse home, not the store, no other process, no secret in its environment.
 
-What a wall is not: one kernel is shared.  Memory and disk space are limited only by cgroups and
-quotas around the device worker, which are not made here.
+What a wall is not: one kernel is shared.  Memory, processes and CPU are limited by control groups
+(`workers.cgroups`), which a resident joins before the walls are raised.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+CANNOT_START = 97  # exit status of a resident that could not be set up
 CODE, SCRATCH = Path("/code"), Path("/scratch")
 PASSAGE = 0o711  # the mode of a folder that others may pass through, and not list
 
@@ -68,6 +69,10 @@ class Room:
     uid: int
     kind: str = "cpu"
     passages: tuple[Path, ...] = ()
+    groups: tuple[str, ...] = ()  # control groups (`workers.cgroups`) that it joins first
+    tmp_bytes: int = 2**30  # size of /tmp, and of /dev/shm
+    template: Path | None = None  # of a file system for its scratch folder (`workers.volumes`)
+    volume: int | None = None  # descriptor of that one's mount, in the resident itself
 
     def inside(self, walls: Iterable[str]) -> tuple[Path, Path]:
         """(code, scratch) as the resident sees them."""
@@ -222,14 +227,15 @@ def _files(room: Room) -> None:
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     trees = [(_tree(path, writable=path in _DEVICES), path) for path in _shown(room.kind)]
     trees.append((_tree(room.code), CODE))
-    trees.append((_tree(room.scratch, writable=True), SCRATCH))
+    scratch = _tree(room.scratch, writable=True) if room.volume is None else room.volume
+    trees.append((scratch, SCRATCH))
     # Everything is held by descriptor now, so it does not matter what this covers.
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755")
     root = Path("/tmp")
-    _give_tmp(root / "tmp")  # before the trees: this checkout may lie there
+    _give_tmp(root / "tmp", room.tmp_bytes)  # before the trees: this checkout may lie there
     for fd, path in trees:
         _place(fd, root / path.relative_to("/"))
-    _furnish(root)
+    _furnish(root, room)
     os.chdir(root)
     _checked(_libc.syscall(_SYS_PIVOT_ROOT, b".", b"."), "pivot_root")
     _checked(_libc.umount2(b".", _MNT_DETACH), "umount2")
@@ -309,6 +315,7 @@ _ETC = (
     "mime.types",
     "ssl",
 )
+_TMP_FILES_MAX = 262_144
 _DEVICES = tuple(Path("/dev") / name for name in ("null", "zero", "full", "random", "urandom"))
 
 
@@ -332,6 +339,12 @@ def _shown(kind: str) -> list[Path]:
         if not below_another and (path.exists() or path.is_symlink()):
             shown.append(path)
     return shown
+
+
+def device_nodes(kind: str) -> list[Path]:
+    """Device nodes that a resident may open, also where no wall hides the others."""
+    wanted = [*_DEVICES, Path("/dev/tty"), *(_of_cuda()[1:] if kind == "cuda" else [])]
+    return [path for path in wanted if path.exists()]
 
 
 def _of_cuda() -> list[Path]:
@@ -373,7 +386,7 @@ def _place(tree: int | str, target: Path) -> None:
     os.close(tree)
 
 
-def _furnish(root: Path) -> None:
+def _furnish(root: Path, room: Room) -> None:
     etc, dev = root / "etc", root / "dev"
     (etc / "passwd").write_text("root:x:0:0:::\njob:x:65534:65534::/scratch:\n")
     (etc / "group").write_text("root:x:0:\njob:x:65534:\n")
@@ -381,17 +394,18 @@ def _furnish(root: Path) -> None:
     for name, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1")):
         (dev / name).symlink_to(target)
     (root / "proc").mkdir()
-    _give_tmp(dev / "shm")
+    _give_tmp(dev / "shm", room.tmp_bytes)
     try:
         _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except PermissionError:
         return  # a container that hides parts of /proc: then there is none at all
 
 
-def _give_tmp(path: Path) -> None:
-    """Everybody may write there."""
+def _give_tmp(path: Path, size_bytes: int) -> None:
+    """Mount a folder in memory where everybody may write; past its size there is no space."""
     path.mkdir()
-    _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+    bounds = f"mode=1777,size={size_bytes},nr_inodes={_TMP_FILES_MAX}"
+    _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, bounds)
 
 
 # --- user namespaces ------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ import shutil
 import socket
 import stat
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -52,7 +51,7 @@ from app.core.messages import (
 from app.core.rota import TURN_US, Rota
 from app.places import make_private
 from app.signing import input_name
-from workers import ahead, links, transfer
+from workers import ahead, cgroups, links, transfer, uids, volumes
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
@@ -71,8 +70,9 @@ from workers.resident import (
     Zygote,
     log_lines,
 )
-from workers.sandbox import PASSAGE, Room
+from workers.sandbox import CANNOT_START, PASSAGE, Room
 from workers.transfer import Fetched, NotFetched, OutOfStep
+from workers.uids import NoUids, UidRange
 from workers.wire import Garbled, Trust, pair
 
 log = logging.getLogger(__name__)
@@ -144,6 +144,10 @@ class Supervisor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
         self._lock_fd = -1
+        self.uids: UidRange | None = None  # only root can give others
+        self.groups = cgroups.ControlGroups("", house.bounds)
+        self.template: Path | None = None  # of scratch folders, where these have a bound
+        self.unlimited: dict[str, str] = {}  # limits that do not stand here, and why
         self.facts = house.facts
 
     # --- from other threads ---
@@ -219,7 +223,35 @@ class Supervisor(threading.Thread):
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
         self.links.listen(self._selector)
         self.pulse.start()
+        device, run = self.house.device, self.house.run
+        self.groups = cgroups.ControlGroups.made(device, run, self.house.bounds)
+        if os.geteuid() == 0:
+            self._reserve_uids()
+        self.unlimited |= self.groups.missing
+        self._make_template()
         self._start_zygote()
+
+    def _reserve_uids(self) -> None:
+        """Host-wide; in a container that cannot write there, among the devices of this home."""
+        run = self.house.run.absolute()
+        folders = (uids.HOST_FOLDER, run / "uids")
+        try:
+            self.uids = uids.reserve(f"{run}/{self.house.device}", folders)
+        except NoUids as error:
+            raise CannotServe(str(error)) from error
+
+    def _make_template(self) -> None:
+        """The file system that a scratch folder begins as, where one can be mounted."""
+        if self.house.sandbox == "off":
+            self.unlimited["disk"] = "the sandbox is off"
+            return
+        template = (self.house.folder / "scratch" / "template").absolute()
+        size_bytes = self.house.scratch_bytes or volumes.usual_bytes(template.parent)
+        why = volumes.make_template(template, size_bytes)
+        if why:
+            self.unlimited["disk"] = why
+        else:
+            self.template = template
 
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -271,6 +303,9 @@ class Supervisor(threading.Thread):
         self.taker.close()
         self._selector.close()
         self.trust.close()
+        self.groups.close()
+        if self.uids is not None:
+            self.uids.close()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
 
@@ -307,6 +342,7 @@ class Supervisor(threading.Thread):
         for name, why in missing.items():
             log.warning("sandbox: no layer %r (%s): %s", name, layers.LAYERS[name], why)
         self._judge_sandbox()
+        self._judge_limits(message["unbounded"])
         if message["unwatched"]:
             log.warning("images are copied while jobs wait: %s", message["unwatched"])
         self.facts = {
@@ -326,6 +362,16 @@ class Supervisor(threading.Thread):
             raise CannotServe(f"{self.facts['refuses']} (see above, why); {layers.MENDS}")
         if lacking:
             log.warning("%s", "\n".join(layers.warning([(self.house.device, self._sandbox)])))
+
+    def _judge_limits(self, unbounded: str) -> None:
+        """Say which limits hold for residents here; `unbounded`: why scratch folders have none."""
+        if unbounded:
+            self.template = None
+            self.unlimited.setdefault("disk", unbounded)
+        for name, why in self.unlimited.items():
+            log.warning("residents have no limit of %s here: %s", name, why)
+        standing = [*self.groups.standing, *([] if self.template is None else ["disk"])]
+        self.facts |= {"limits": standing, "unlimited": sorted(self.unlimited)}
 
     @property
     def _sandbox(self) -> layers.Sandbox:
@@ -890,6 +936,7 @@ class Supervisor(threading.Thread):
         sockets = [control.fileno(), bulk_end.fileno()]
         given = [*sockets, self.trust.fd, *writes, inhabited, fetched.slab]
         sort = "command" if "command" in stay.launch.run else "job"
+        room = replace(room, groups=tuple(self.groups.make(str(self.last_id))))
         self.zygote.spawn(self.last_id, room, self.walls, given, sort)
         resident = Resident(
             id=self.last_id,
@@ -988,15 +1035,16 @@ class Supervisor(threading.Thread):
         """A folder of its own for one resident, and a user of its own where root can give one."""
         scratch = self.house.folder / "scratch" / name
         scratch.mkdir(mode=0o700, exist_ok=True)
-        slot = zlib.crc32(self.house.device.encode()) % 4096 * 256 + self.last_id % 256
         room = Room(
             code=code or self.house.folder / "code",
             scratch=scratch,
-            uid=200_000 + slot,
+            uid=os.geteuid() if self.uids is None else self.uids.uid(self.last_id),
             kind=self.house.kind,
             passages=self._passages,
+            tmp_bytes=self.house.tmp_bytes,
+            template=self.template,
         )
-        if os.geteuid() == 0 and (name == "probe" or "user" in self.walls):
+        if self.uids is not None and (name == "probe" or "user" in self.walls):
             os.chown(scratch, room.uid, room.uid)
         return room
 
@@ -1459,6 +1507,8 @@ class Supervisor(threading.Thread):
         stay.log.end()
         resident.is_gone = True
         del self.residents[resident.id]
+        resident.refused = self.groups.refused(str(resident.id))
+        self.groups.remove(str(resident.id))
         resident.close()
         if resident.is_saving:
             self.read_from.append(resident)
@@ -1592,15 +1642,18 @@ def _last_word(resident: Resident, status: int) -> JSON:
     if doom == "cancel" or resident.stay.state == "stopping":
         return {"is": messages.Stopped}
     if said is not None and not doom:
+        if resident.refused and said["is"] is messages.Failed:
+            said = {**said, "message": f"{resident.refused} {said['message']}"}
         if resident.is_command and said["is"] is messages.Failed:
             detail = said["detail"] or "\n".join(resident.stay.log.last)
             return {**said, "detail": detail, "outputs": resident.artifacts}
         return said
     cause = {"max_duration": "max_duration", "slow": "bundle"}.get(doom, "exit")
-    return {"is": messages.Failed, "cause": cause, "message": _how_it_ended(doom, status)}
+    told = _how_it_ended(doom, status, resident.refused)
+    return {"is": messages.Failed, "cause": cause, "message": told}
 
 
-def _how_it_ended(doom: str, status: int) -> str:
+def _how_it_ended(doom: str, status: int, refused: str) -> str:
     match doom:
         case "max_duration":
             return "It held its seat for max_duration_s and was ended."
@@ -1608,12 +1661,15 @@ def _how_it_ended(doom: str, status: int) -> str:
             return f"Importing its code took more than {PREPARE_US // 1_000_000} s."
         case "nonsense":
             return "Its process sent something that Roundhouse does not understand."
+    if status == CANNOT_START:
+        return "This device could not set up its process; its log says why."
     number = -status if status < 0 else status - 128 if status > 128 else 0
     if number == 9:
-        return "Its process was killed (SIGKILL); perhaps it ran out of memory."
-    if number:
-        return f"Its process died of signal {number}."
-    return f"Its process ended by itself, with status {status}."
+        return refused or "Its process was killed (SIGKILL); perhaps it ran out of memory."
+    told = f"Its process died of signal {number}."
+    if not number:
+        told = f"Its process ended by itself, with status {status}."
+    return f"{refused} {told}" if refused else told
 
 
 def _wait_for_end(resident: Resident) -> None:

@@ -20,10 +20,11 @@ import select
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workers import sandbox
+from workers import cgroups, sandbox, volumes
 from workers.sandbox import Room
 from workers.watch import Unwatchable, Watch
 from workers.wire import FDS_PER_RESIDENT, Wire
@@ -31,7 +32,6 @@ from workers.wire import FDS_PER_RESIDENT, Wire
 JSON = dict[str, Any]
 
 _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
-CANNOT_START = 97  # exit status: a wall that should stand does not
 
 # --- the process ----------------------------------------------------------------------------------
 
@@ -72,7 +72,17 @@ def _ready(wire: Wire, torch_version: str) -> None:
     probe = wire.receive()[0]["probe"]
     walls, missing = sandbox.try_out(_room(probe)) if probe else ([], {})
     told = {"torch": torch_version, "walls": walls, "missing": missing, "unwatched": _unwatched()}
-    wire.send({"is": "ready", **told})
+    wire.send({"is": "ready", **told, "unbounded": _unbounded(probe, walls)})
+
+
+def _unbounded(probe: JSON | None, walls: list[str]) -> str:
+    """Why scratch folders have no bound here; "" where they have."""
+    room = None if probe is None else _room(probe)
+    if room is None or room.template is None:
+        return "no file system could be made for it"
+    if "files" not in walls:
+        return "the sandbox's layer 'files' does not stand"
+    return volumes.try_out(room.template, room.uid)
 
 
 def _unwatched() -> str:
@@ -106,6 +116,9 @@ def _room(body: JSON) -> Room:
         uid=body["uid"],
         kind=body["kind"],
         passages=tuple(map(Path, body["passages"])),
+        groups=tuple(body["groups"]),
+        tmp_bytes=body["tmp_bytes"],
+        template=Path(body["template"]) if body["template"] else None,
     )
 
 
@@ -163,18 +176,18 @@ def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
         os.setsid()
         sandbox.die_with_parent()
         _redirect(fds)
-        walls = message["walls"]
+        walls, room = message["walls"], _room(message["room"])
         if os.getpid() != 1:
             sandbox.separate(walls)
             sandbox.die_with_parent()
             if "processes" in walls and (inner := os.fork()):
                 _keep(inner, lock_fd)
             sandbox.die_with_parent()
-        os._exit(_live(_room(message["room"]), walls, fds, message["sort"]))
+        os._exit(_live(room, walls, fds, message["sort"]))
     except BaseException as error:
         sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
-        os._exit(CANNOT_START)
+        os._exit(sandbox.CANNOT_START)
 
 
 def _redirect(fds: list[int]) -> None:
@@ -201,6 +214,9 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
 
     _close_all_but({0, 1, 2, *fds[:3], *fds[5:]})
     watch = _watch()  # behind the walls nobody can open one
+    if room.template is not None:  # needs a loop device, which its group refuses
+        room = replace(room, volume=volumes.mounted(room.template, room.uid))
+    cgroups.join(room.groups)  # before anything of the tenant's runs or lies in memory
     _, scratch = room.inside(walls)
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()

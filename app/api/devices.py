@@ -301,7 +301,10 @@ def _facts(said: dict[str, Any]) -> dict[str, Any]:
     return {**shown, "held_bytes": {"device": on_device, "host": on_host}}
 
 
-_SHOWN = ("sandbox", "torch", "capabilities", "splice", "host_memory_bytes")
+_SHOWN = (
+    *("sandbox", "torch", "capabilities", "splice", "host_memory_bytes"),
+    *("limits", "unlimited"),
+)
 
 
 # --- enrolments ---------------------------------------------------------------------------------

@@ -149,6 +149,8 @@ _FACTS = _object(
         "host_memory_bytes": _is_count,
         "torch": lambda value: isinstance(value, str) and len(value) < 100,
         "sandbox": _each(is_id),
+        "limits": _each(is_id),
+        "unlimited": _each(is_id),
         "capabilities": _each(is_id),
         "splice": lambda value: isinstance(value, bool),
         "held_bytes": _by_name(is_id, lambda pair: _each(_is_count)(pair) and len(pair) == 2),

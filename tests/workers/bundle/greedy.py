@@ -1,0 +1,38 @@
+"""What a tenant would write who takes all that there is; each is run by a real resident."""
+
+import os
+
+import torch
+
+
+def eat_memory(ctx):
+    held = []
+    while True:
+        held.append(torch.ones(16 * 2**20, dtype=torch.uint8))
+
+
+def eat_memory_in_child(ctx):
+    """The kernel may end the child, and leave its parent."""
+    child = os.fork()
+    if not child:
+        eat_memory(ctx)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    raise RuntimeError(f"a loader ended with {status}")
+
+
+def fork_all(ctx):
+    while True:  # small ones, so that it takes a second
+        os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+
+
+def fill(ctx, *, path):
+    """How much a folder takes before there is no space."""
+    block, written = b"\1" * 2**20, 0
+    with open(f"{path}/full", "wb", buffering=0) as file:
+        try:
+            while True:
+                written += file.write(block)
+        except OSError as error:
+            told = error.strerror
+    os.unlink(f"{path}/full")
+    return {"bytes": written, "told": told}

@@ -1,0 +1,421 @@
+"""Control groups: the kernel's limits on what the residents of a device take of their host.
+
+    <group of the device worker>/roundhouse-<device>-<instance>/<resident>
+
+The device worker makes one group for its device and one below it for each resident, by plain
+files.  A resident joins its group before any of a tenant's code runs.  Version 2 has one hierarchy
+for all controllers, version 1 has one for each; a hybrid host may have both.  A library would not
+help: those for Python cover one version, or need systemd's bus.
+
+Which limits stand is tried out once per start of a device worker, in the same way as the layers of
+the sandbox.  Where one does not stand, the reason is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+import subprocess
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Limits that control groups keep, and the controller of each in version 1 and 2; "": none.
+CONTROLLERS = {
+    "memory": ("memory", "memory"),
+    "processes": ("pids", "pids"),
+    "cpu": ("cpu", "cpu"),
+    "io": ("blkio", "io"),
+    "devices": ("devices", ""),
+}
+PROCESSES_MAX = 1000  # of one resident, threads counted; below RLIMIT_NPROC, so that this one tells
+
+_WORKER = "roundhouse-worker"  # version 2: the device worker's own group, beside its residents'
+_WORKER_WEIGHT = 1000  # version 2: ten times a thread, so that no tenant starves the device worker
+_CONTROL_DEVICES = "rwm"
+_NEARLY_BYTES = 2 * 2**20  # a huge page, the most that is charged at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What all residents of a device may take together, and what one of them may."""
+
+    device_memory_bytes: int
+    resident_memory_bytes: int
+    residents_max: int
+    threads: int
+    nodes: tuple[Path, ...] = ()  # device nodes that a resident may open
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        memory_bytes: int,
+        host_memory_bytes: int,
+        overhead_bytes: int,
+        residents_max: int,
+        threads: int,
+        nodes: Iterable[Path],
+    ) -> Bounds:
+        """A resident may take the whole device, keep an image of that, and has its own overhead."""
+        shared = memory_bytes + host_memory_bytes
+        return cls(
+            device_memory_bytes=shared + residents_max * overhead_bytes,
+            resident_memory_bytes=shared + overhead_bytes,
+            residents_max=residents_max,
+            threads=threads,
+            nodes=tuple(nodes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toll:
+    """What the kernel refused a resident, as its control groups counted it."""
+
+    oom_kills: int = 0
+    memory_refused: int = 0  # its own limit was reached; version 2 counts how often
+    forks_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """One mounted hierarchy: the group of this process in it, and the limits that it keeps."""
+
+    version: int
+    own: Path
+    limits: tuple[str, ...]
+
+
+# --- where this process is ------------------------------------------------------------------------
+
+
+def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
+    """The hierarchies with a controller of ours, out of /proc/self/mountinfo and /proc/self/cgroup.
+
+    A group that lies above what is mounted here (in a container) is left out.
+    """
+    paths = {names: path for _, names, path in (line.split(":", 2) for line in own.splitlines())}
+    found = []
+    for line in mountinfo.splitlines():
+        front, _, back = line.partition(" - ")
+        root, point = front.split()[3:5]
+        kind, _, options = back.split()[:3]
+        if kind == "cgroup2":
+            path = _below(point, root, paths.get("", ""))
+            limits = tuple(name for name, (_, second) in CONTROLLERS.items() if second)
+            found += [Hierarchy(2, path, limits)] if path else []
+        elif kind == "cgroup":
+            mounted = set(options.split(","))
+            names = next((names for names in paths if names and {*names.split(",")} <= mounted), "")
+            path = _below(point, root, paths.get(names, "")) if names else None
+            limits = tuple(name for name, (first, _) in CONTROLLERS.items() if first in mounted)
+            found += [Hierarchy(1, path, limits)] if path and limits else []
+    return found
+
+
+def _below(point: str, root: str, path: str) -> Path | None:
+    if not path.startswith("/") or "/.." in path:
+        return None
+    if root != "/" and path != root and not path.startswith(root + "/"):
+        return None
+    return Path(point) / (path if root == "/" else path[len(root) :]).lstrip("/")
+
+
+# --- the groups of a device -----------------------------------------------------------------------
+
+
+@dataclass
+class ControlGroups:
+    """The groups of one device worker.  `standing` are the limits that hold here."""
+
+    name: str
+    bounds: Bounds
+    standing: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    parents: list[tuple[Hierarchy, Path]] = field(default_factory=list)
+    left: set[Path] = field(default_factory=set)  # groups that could not be removed yet
+
+    @classmethod
+    def made(cls, device: str, run: Path, bounds: Bounds) -> ControlGroups:
+        """The groups of this device; what a device worker before this one left is ended."""
+        mountinfo = Path("/proc/self/mountinfo").read_text()
+        own = Path("/proc/self/cgroup").read_text()
+        groups = cls(name=group_name(device, run), bounds=bounds)
+        groups.take(hierarchies(mountinfo, own))
+        return groups
+
+    def take(self, found: list[Hierarchy]) -> None:
+        """Try out each hierarchy; a limit stands where all of its steps could be done."""
+        self.missing = {name: "this host has no such controller" for name in CONTROLLERS}
+        for hierarchy in found:
+            parent = _own_group(hierarchy) / self.name
+            try:
+                handed = _prepare(hierarchy)
+                _sweep(parent)
+                parent.mkdir(exist_ok=True)
+                if handed:
+                    _write(parent / "cgroup.subtree_control", handed)
+                standing = self._bound(hierarchy, parent)
+                _try_to_join(parent / "probe")
+            except OSError as error:
+                self.missing |= dict.fromkeys(hierarchy.limits, _reason(hierarchy, error))
+                _remove(parent)
+                continue
+            if standing:
+                self.parents.append((hierarchy, parent))
+            self.standing += standing
+        self.standing = [name for name in CONTROLLERS if name in self.standing]
+        self.missing = {k: v for k, v in self.missing.items() if k not in self.standing}
+
+    def _bound(self, hierarchy: Hierarchy, parent: Path) -> list[str]:
+        """Write the device's bounds; the limits that could be."""
+        standing = []
+        for name in hierarchy.limits:
+            try:
+                _write_all(parent, _of_device(hierarchy.version, name, self.bounds))
+            except OSError as error:
+                self.missing[name] = _reason(hierarchy, error)
+            else:
+                standing.append(name)
+        return standing
+
+    def make(self, resident: str) -> list[str]:
+        """The groups of one resident, which joins them itself (`join`)."""
+        made = []
+        for hierarchy, parent in self.parents:
+            group = parent / resident
+            group.mkdir(exist_ok=True)
+            for name in hierarchy.limits:
+                if name in self.standing:
+                    _write_all(group, _of_resident(hierarchy.version, name, self.bounds))
+            made.append(str(group))
+        return made
+
+    def toll(self, resident: str) -> Toll:
+        """What the kernel counted for one resident; read before its groups are removed."""
+        counted: dict[str, int] = {}
+        for _, parent in self.parents:
+            counted |= _counts(parent / resident)
+        return Toll(
+            oom_kills=counted.get("oom_kill", 0),
+            memory_refused=counted.get("memory_refused", 0),
+            forks_refused=counted.get("forks_refused", 0),
+        )
+
+    def refused(self, resident: str) -> str:
+        """What the kernel refused this resident, in a sentence; "" if it refused nothing."""
+        toll = self.toll(resident)
+        if toll.oom_kills and toll.memory_refused:
+            most = _gib(self.bounds.resident_memory_bytes)
+            return (
+                f"It used more than {most} of host memory (limit of this device)"
+                " and was ended by the kernel."
+            )
+        if toll.oom_kills:
+            most = _gib(self.bounds.device_memory_bytes)
+            return (
+                f"The tasks on this device together used more than {most} of host memory"
+                " (limit of this device); the kernel ended a process of this one."
+            )
+        if toll.forks_refused:
+            return f"It reached {PROCESSES_MAX} processes and threads (limit of this device)."
+        return ""
+
+    def remove(self, resident: str) -> None:
+        """The resident is gone; what it started and left behind ends."""
+        self.left |= {parent / resident for _, parent in self.parents}
+        self.left = {group for group in self.left if not _remove(group)}
+
+    def close(self) -> None:
+        for _, parent in self.parents:
+            _sweep(parent)
+            _remove(parent)
+
+
+def group_name(device: str, run: Path) -> str:
+    """Two instances on a host may both have a device of this name."""
+    instance = zlib.crc32(f"{run.absolute()}\0{device}".encode())
+    return f"roundhouse-{re.sub(r'[^A-Za-z0-9.-]', '_', device)[:64]}-{instance:08x}"
+
+
+def join(groups: Iterable[str]) -> None:
+    """In a new process with one thread: enter these groups.
+
+    Version 1 has a file for single threads, by which a thread moves itself within a tenth of a
+    millisecond; to move a whole process stops forks and exits everywhere, and takes some 15 ms.
+    """
+    for group in groups:
+        tasks = Path(group) / "tasks"
+        _write(tasks if tasks.exists() else Path(group) / "cgroup.procs", "0")
+
+
+# --- version 2 ------------------------------------------------------------------------------------
+
+
+def _own_group(hierarchy: Hierarchy) -> Path:
+    """A supervisor that starts again in a process that moved aside begins where that one did."""
+    return hierarchy.own.parent if hierarchy.own.name == _WORKER else hierarchy.own
+
+
+def _prepare(hierarchy: Hierarchy) -> str:
+    """Version 2: hand the controllers down to the groups below; what was written for that.
+
+    A group with processes of its own cannot: then this process moves into a group beside those of
+    its residents.  Other processes stay where they are, and the kernel refuses.
+    """
+    if hierarchy.version == 1:
+        return ""
+    own = _own_group(hierarchy)
+    there = (own / "cgroup.controllers").read_text().split()
+    wanted = [name for _, name in CONTROLLERS.values() if name in there]
+    if not wanted:
+        raise FileNotFoundError("no controller was delegated to the group of this device worker")
+    handed = " ".join(f"+{name}" for name in wanted)
+    try:
+        _write(own / "cgroup.subtree_control", handed)
+    except OSError:
+        (own / _WORKER).mkdir(exist_ok=True)
+        _write(own / _WORKER / "cgroup.procs", str(os.getpid()))
+        _write(own / "cgroup.subtree_control", handed)
+        if "cpu" in wanted:
+            _write(own / _WORKER / "cpu.weight", str(_WORKER_WEIGHT))
+    return handed
+
+
+# --- which file says what -------------------------------------------------------------------------
+
+#: (file, what is written, whether the limit stands without it)
+Line = tuple[str, str, bool]
+
+
+def _of_device(version: int, limit: str, bounds: Bounds) -> list[Line]:
+    match limit:
+        case "memory":
+            return _of_memory(version, bounds.device_memory_bytes)
+        case "processes":
+            return [("pids.max", str(bounds.residents_max * PROCESSES_MAX), False)]
+        case "cpu" if version == 1:
+            return [("cpu.shares", str(1024 * bounds.threads), False)]
+        case "cpu":
+            return [("cpu.weight", str(min(10_000, 100 * bounds.threads)), False)]
+        case "io":
+            return [(_weight_file(version), "100", False)]
+        case _:
+            return _of_devices(bounds.nodes)
+
+
+def _of_resident(version: int, limit: str, bounds: Bounds) -> list[Line]:
+    """What is equal for all below a device (CPU, I/O, device nodes) needs no line of its own."""
+    if limit == "memory":
+        together = [("memory.oom.group", "1", True)] if version == 2 else []
+        return _of_memory(version, bounds.resident_memory_bytes) + together
+    return [("pids.max", str(PROCESSES_MAX), False)] if limit == "processes" else []
+
+
+def _of_memory(version: int, size_bytes: int) -> list[Line]:
+    """Swap would only make a neighbour slow; where it is not counted, it is not limited."""
+    if version == 1:
+        swap = ("memory.memsw.limit_in_bytes", str(size_bytes), True)
+        return [("memory.limit_in_bytes", str(size_bytes), False), swap]
+    return [("memory.max", str(size_bytes), False), ("memory.swap.max", "0", True)]
+
+
+def _weight_file(version: int) -> str:
+    return "blkio.bfq.weight" if version == 1 else "io.weight"
+
+
+def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:
+    lines: list[Line] = [("devices.deny", "a", False)]
+    for node in nodes:
+        status = node.stat()
+        if stat.S_ISCHR(status.st_mode):
+            number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+            lines.append(("devices.allow", f"c {number} {_CONTROL_DEVICES}", False))
+    return lines
+
+
+def _counts(group: Path) -> dict[str, int]:
+    """Events of one group, in our words; what a hierarchy does not count is left out."""
+    found: dict[str, int] = {}
+    for name, words in (
+        ("memory.events", {"oom_kill": "oom_kill", "max": "memory_refused"}),
+        ("memory.oom_control", {"oom_kill": "oom_kill"}),
+        ("pids.events", {"max": "forks_refused"}),
+    ):
+        with suppress(FileNotFoundError):
+            for line in (group / name).read_text().splitlines():
+                word, _, value = line.partition(" ")
+                if word in words:
+                    found[words[word]] = int(value)
+    with suppress(FileNotFoundError):  # version 1: newer kernels do not count in memory.failcnt
+        most = int((group / "memory.max_usage_in_bytes").read_text())
+        limit = int((group / "memory.limit_in_bytes").read_text())
+        found["memory_refused"] = int(most >= limit - _NEARLY_BYTES)
+    return found
+
+
+# --- plain files ----------------------------------------------------------------------------------
+
+
+def _write_all(group: Path, lines: list[Line]) -> None:
+    for name, text, may_fail in lines:
+        try:
+            _write(group / name, text)
+        except OSError:
+            if not may_fail:
+                raise
+
+
+def _write(path: Path, text: str) -> None:
+    """In one call to the kernel, which takes each as one order; the file must be there."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _try_to_join(group: Path) -> None:
+    """Move a process of ours, which does nothing, into a new group; raises OSError."""
+    group.mkdir(exist_ok=True)
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as probe:
+        try:
+            _write(group / "cgroup.procs", str(probe.pid))
+        finally:
+            assert probe.stdin is not None
+            probe.stdin.close()
+    _remove(group)
+
+
+def _sweep(parent: Path) -> None:
+    with suppress(FileNotFoundError):
+        for entry in parent.iterdir():
+            if entry.is_dir():
+                _remove(entry)
+
+
+def _remove(group: Path) -> bool:
+    """Is it gone?  Processes that are still in there are killed; they take a moment to end."""
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        with suppress(OSError):  # those that ended meanwhile; the next removal tries again
+            for pid in map(int, (group / "cgroup.procs").read_text().split()):
+                if pid:  # 0 is a process that has no number where we are
+                    os.kill(pid, signal.SIGKILL)
+        return False
+    return True
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.3g} GiB"
+
+
+def _reason(hierarchy: Hierarchy, error: OSError) -> str:
+    return f"{hierarchy.own}: {error.strerror or error}"

@@ -1,0 +1,176 @@
+"""A resident's scratch folder as a file system of its own, of a fixed size.
+
+The file system lies in a file without a name, by way of a loop device, and is mounted for the
+resident only.  Its space is reserved on the host's disk before the resident starts: a tenant that
+fills it gets ENOSPC, and the host's disk is as full as before.  Quotas of the host's file system
+would do the same, but few hosts have them on.  When the resident's last process has ended, the
+kernel takes mount, loop device and file away, so that nothing of ours walks a tenant's files.
+
+Only root can do this.  The steps that need time are made by the resident itself, before its
+sandbox is raised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import struct
+import subprocess
+from pathlib import Path
+
+SHARE = 16  # of what is free on the disk, one resident's part where nothing else is set
+LARGEST_BYTES = 16 * 2**30
+LEAST_BYTES = 64 * 2**20
+KEPT_FREE_BYTES = 2**30  # of the host's disk, for everything else
+_TEMPLATE = ("-O", "^has_journal", "-E", "lazy_itable_init=1", "-m", "0", "-b", "4096")
+
+
+def usual_bytes(folder: Path) -> int:
+    """Size of one resident's scratch folder, by what is free on its disk."""
+    free = os.statvfs(folder)
+    part = free.f_bavail * free.f_frsize // SHARE
+    return max(LEAST_BYTES, min(LARGEST_BYTES, part) // 2**20 * 2**20)
+
+
+def make_template(path: Path, size_bytes: int) -> str:
+    """Make an empty file system of this size, which is copied for each resident; "" or why not."""
+    if os.geteuid() != 0:
+        return "only root can mount a file system"
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size_bytes)
+    words = ["mkfs.ext4", "-q", "-F", *_TEMPLATE, str(path)]
+    environment = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    except OSError as error:
+        return f"mkfs.ext4: {error.strerror}"
+    return "" if not done.returncode else f"mkfs.ext4: {done.stderr.strip()[-200:]}"
+
+
+def mounted(template: Path, uid: int) -> int:
+    """A descriptor of a new mount that nobody else sees, for this user.  Raises OSError."""
+    image = _copied(template)
+    try:
+        loop, name = _looped(image)
+    finally:
+        os.close(image)
+    try:
+        mount = _mounted(name)
+    finally:
+        os.close(loop)
+    root = f"/proc/self/fd/{mount}"
+    os.rmdir(f"{root}/lost+found")
+    os.chown(root, uid, uid)
+    os.chmod(root, 0o700)
+    return mount
+
+
+def try_out(template: Path, uid: int) -> str:
+    """In a child: mount one and write into it; "" or what went wrong."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            mount = mounted(template, uid)
+            Path(f"/proc/self/fd/{mount}/probe").write_text("probe")
+        except OSError as error:
+            os.write(write, f"{error.strerror or error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        why = answer.read().decode()
+    status = os.waitpid(child, 0)[1]
+    return why or ("" if not status else "the process died while mounting it")
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def _copied(template: Path) -> int:
+    """A file without a name beside the template, all of its space reserved, and its content."""
+    with template.open("rb") as source:
+        size_bytes = os.fstat(source.fileno()).st_size
+        _must_leave_some(template.parent, size_bytes)
+        fd = os.open(template.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        size = ctypes.c_long(size_bytes)
+        _checked(_libc.fallocate(fd, 0, ctypes.c_long(0), size), "reserving disk for its folder")
+        at = 0
+        while (begin := _data_from(source.fileno(), at)) is not None:
+            at = os.lseek(source.fileno(), begin, os.SEEK_HOLE)
+            while begin < at:
+                begin += os.copy_file_range(source.fileno(), fd, at - begin, begin, begin)
+    return fd
+
+
+def _must_leave_some(folder: Path, size_bytes: int) -> None:
+    """Asked first, because `fallocate` takes all there is before it fails."""
+    disk = os.statvfs(folder)
+    if disk.f_bavail * disk.f_frsize < size_bytes + KEPT_FREE_BYTES:
+        told = f"reserving disk for its folder: {os.strerror(errno.ENOSPC)}"
+        raise OSError(errno.ENOSPC, told)
+
+
+def _data_from(fd: int, at: int) -> int | None:
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return None  # only a hole until the end
+
+
+def _looped(image: int) -> tuple[int, str]:
+    """A loop device over this file, which goes when nobody has it open or mounted any more."""
+    flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
+    config = struct.pack("=II52xI176x64x", image, 0, flags)
+    with open("/dev/loop-control", "rb+", buffering=0) as control:
+        while True:
+            name = f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
+            loop = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.ioctl(loop, _LOOP_CONFIGURE, config)
+            except OSError as error:
+                os.close(loop)
+                if error.errno != errno.EBUSY:  # else another process was faster
+                    raise
+            else:
+                return loop, name
+
+
+def _mounted(device: str) -> int:
+    context = _libc.syscall(_SYS_FSOPEN, b"ext4", _CLOEXEC)
+    _checked(context, "fsopen")
+    try:
+        source = os.fsencode(device)
+        done = _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_SET_STRING, b"source", source, 0)
+        _checked(done, "fsconfig source")
+        _checked(_libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, 0, 0, 0), "fsconfig")
+        attributes = _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+        mount = _libc.syscall(_SYS_FSMOUNT, context, _CLOEXEC, attributes)
+        _checked(mount, "fsmount")
+        return int(mount)
+    finally:
+        os.close(context)
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
+_LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
+_SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432  # the same on all architectures
+_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE, _CLOEXEC = 1, 6, 1
+_MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 2, 4
+
+assert platform.architecture()[0] == "64bit"  # sizes are passed as long
+
+
+def _checked(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
