@@ -24,6 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from app.core import units
+
 #: Limits that control groups keep, and the controller of each in version 1 and 2; "": none.
 CONTROLLERS = {
     "memory": ("memory", "memory"),
@@ -210,13 +212,13 @@ class ControlGroups:
         """What the kernel refused this resident, in a sentence; "" if it refused nothing."""
         toll = self.toll(resident)
         if toll.oom_kills and toll.memory_refused:
-            most = _gib(self.bounds.resident_memory_bytes)
+            most = units.size(self.bounds.resident_memory_bytes)
             return (
                 f"It used more than {most} of host memory (limit of this device)"
                 " and was ended by the kernel."
             )
         if toll.oom_kills:
-            most = _gib(self.bounds.device_memory_bytes)
+            most = units.size(self.bounds.device_memory_bytes)
             return (
                 f"The tasks on this device together used more than {most} of host memory"
                 " (limit of this device); the kernel ended a process of this one."
@@ -411,10 +413,6 @@ def _remove(group: Path) -> bool:
                     os.kill(pid, signal.SIGKILL)
         return False
     return True
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.3g} GiB"
 
 
 def _reason(hierarchy: Hierarchy, error: OSError) -> str:

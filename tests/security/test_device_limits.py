@@ -64,7 +64,7 @@ def _goes_on_beside(ground: Ground, attack: str) -> Failed:
 def test_a_task_past_its_memory_is_ended_and_told_the_bound(small, attack):
     _needs(small, "memory")
     failed = _goes_on_beside(small, attack)
-    bound = "It used more than 0.75 GiB of host memory (limit of this device)"
+    bound = "It used more than 768.0 MiB of host memory (limit of this device)"
     assert failed.message.startswith(f"{bound} and was ended by the kernel.")
 
 

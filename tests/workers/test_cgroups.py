@@ -183,7 +183,7 @@ def test_the_kernel_ends_who_takes_too_much_memory_and_counts_it(groups):
     _needs(groups, "memory")
     others = groups.make("2")
     assert _in_child(groups.make("1"), _eat) == -9
-    assert groups.refused("1").startswith("It used more than 0.0625 GiB of host memory")
+    assert groups.refused("1").startswith("It used more than 64.0 MiB of host memory")
     assert _in_child(others, lambda: None) == 0
     assert groups.refused("2") == ""
 
