@@ -47,7 +47,7 @@ insert into accounts (user_id, tenant_id, faded)
   select 'u' || n, 't' || n, (n * 7919 % 1000003)::numeric * 1000000 * power(2::numeric, 40)
   from generate_series(1, {tenants}) n;
 insert into requests (id, tenant_id, user_id, name, state, descriptor)
-  select 'r' || n, 't' || n, 'u' || n, 'request', 'queued', '{{"bundle": "sha256:0"}}'
+  select 'r' || n, 't' || n, 'u' || n, 'request', 'queued', '{{"bundle": "sha256:{'0' * 64}"}}'
   from generate_series(1, {tenants}) n;
 insert into tasks (id, request_id, tenant_id, user_id, island, ordinal, name, type, kind, state,
     priority, submitted_at, waiting_since, descriptor)

@@ -396,7 +396,7 @@ class TestPause:
         resident = view(running, "paused", step=9, order_seq=2)
         hear(session, residents=[resident], events=[event(Paused, running, 2, step=9)])
         assert (running.state, running.image_on, running.saved) == ("waiting", "h.0", False)
-        saved = event(Saved, running, 3, step=9, sha256="ab", size_bytes=5, took_us=1)
+        saved = event(Saved, running, 3, step=9, sha256="ab" * 32, size_bytes=5, took_us=1)
         hear(session, residents=[resident], events=[saved])
         assert running.saved
         assert session.scalars(select(Checkpoint)).one().step == 9
@@ -414,9 +414,9 @@ class TestPause:
         paused = [view(running, "paused", step=9)]
         hear(session, residents=paused, events=[event(Paused, running, 2, step=9)])
         decide(session, running, "Launch", devices=("h.0",))
-        saved = event(Saved, running, 3, epoch=1, step=9, sha256="ab", size_bytes=5, took_us=1)
+        saved = event(Saved, running, 3, epoch=1, step=9, sha256="ab" * 32, size_bytes=5, took_us=1)
         hear(session, residents=[view(running, "seating", epoch=2)], events=[saved])
-        assert session.scalars(select(Checkpoint)).one().sha256 == "ab"
+        assert session.scalars(select(Checkpoint)).one().sha256 == "ab" * 32
 
     def test_nobody_is_told_whose_task_takes_the_device(self, session, running):
         decide(session, running, "Pause", against="tsk_of_another_tenant")
@@ -424,7 +424,7 @@ class TestPause:
         assert "tsk_of_another_tenant" not in f"{told.message} {told.data}"
 
     def test_a_checkpoint_made_again_counts_again(self, session, running):
-        saved = {"step": 9, "sha256": "ab", "size_bytes": 5, "took_us": 1}
+        saved = {"step": 9, "sha256": "ab" * 32, "size_bytes": 5, "took_us": 1}
         hear(
             session,
             residents=[view(running, "running")],
@@ -496,7 +496,7 @@ class TestEnd:
     @pytest.fixture
     def restoring(self, session, running):
         """Lost after its checkpoint at step 9, and launched again from it, in epoch 2."""
-        saved = event(Saved, running, 2, step=9, sha256="ab", size_bytes=5, took_us=1)
+        saved = event(Saved, running, 2, step=9, sha256="ab" * 32, size_bytes=5, took_us=1)
         hear(session, residents=[view(running, "running")], events=[saved])
         lose(session, running)
         decide(session, running, "Launch", devices=("h.0",))
@@ -509,12 +509,14 @@ class TestEnd:
         assert session.scalars(select(Checkpoint)).one().damaged_at is not None
 
     def test_the_checkpoint_that_was_restored_is_the_damaged_one(self, session, restoring):
-        late = event(Saved, restoring, 3, epoch=1, step=12, sha256="cd", size_bytes=5, took_us=1)
+        late = event(
+            Saved, restoring, 3, epoch=1, step=12, sha256="cd" * 32, size_bytes=5, took_us=1
+        )
         hear(session, residents=[view(restoring, "seating", epoch=2)], events=[late])
         broken = event(Failed, restoring, 1, epoch=2, cause="image", message="does not match")
         hear(session, residents=[view(restoring, "ended", epoch=2)], events=[broken])
         damaged = select(Checkpoint.sha256).where(Checkpoint.damaged_at.is_not(None))
-        assert session.scalars(damaged).all() == ["ab"]
+        assert session.scalars(damaged).all() == ["ab" * 32]
 
     def test_a_bad_image_where_there_was_none_counts_as_an_attempt(self, session, running):
         """Else a job that says so each time is launched for ever, without a pause."""
@@ -531,7 +533,7 @@ class TestEnd:
         assert session.scalars(select(later)).one()
 
     def test_a_checkpoint_says_who_signed_it_and_what_it_added(self, session, running):
-        saved = {"sha256": "ab", "size_bytes": 5, "took_us": 1, "new_bytes": 3}
+        saved = {"sha256": "ab" * 32, "size_bytes": 5, "took_us": 1, "new_bytes": 3}
         events = [event(Saved, running, 2, step=9, **saved)]
         hear(session, residents=[view(running, "running")], key="1f" * 32)
         hear(session, residents=[view(running, "running")], events=events, key="1f" * 32)

@@ -8,6 +8,7 @@ with each of its steps done and the ledger closed.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ class DeviceDouble:
         self._saved(resident)
 
     def _saved(self, resident):
-        sha256 = f"{resident.task}@{resident.step}"
+        sha256 = hashlib.sha256(f"{resident.task}@{resident.step}".encode()).hexdigest()
         resident.tell(Saved, sha256=sha256, size_bytes=1, took_us=1)
 
     def lose_one(self):

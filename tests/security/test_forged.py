@@ -45,22 +45,20 @@ class Intruder:
         self.celery = broker.make_celery("intruder", url)
         self.signer = Signer.at(folder / "key")
         self.seen: list[tuple[str, bytes]] = []
-        self._monitor = redis.Redis.from_url(url, socket_timeout=0.2).monitor()
-        self._ends = threading.Event()
+        self._monitor = redis.Redis.from_url(url).monitor()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def close(self):
-        self._ends.set()
+        """Listen no more."""
+        for client in self.redis.client_list():
+            if client["cmd"] == "monitor":
+                self.redis.client_kill_filter(_id=client["id"])
         self._listener.join()
 
     def _listen(self):
-        with self._monitor as monitor:
-            while not self._ends.is_set():
-                try:
-                    each = monitor.next_command()
-                except redis.TimeoutError:
-                    continue
+        with contextlib.suppress(redis.ConnectionError), self._monitor as monitor:
+            for each in monitor.listen():
                 command = each["command"].split(" ", 2)
                 if command[0] == "LPUSH":
                     self.seen.append((command[1], command[2].encode("latin-1")))
