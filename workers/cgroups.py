@@ -18,6 +18,7 @@ import re
 import signal
 import stat
 import subprocess
+import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -34,6 +35,7 @@ CONTROLLERS = {
     "io": ("blkio", "io"),
     "devices": ("devices", ""),
 }
+CLOSE_S = 2.0
 PROCESSES_MAX = 1000  # of one resident, threads counted; below RLIMIT_NPROC, so that this one tells
 
 _WORKER = "roundhouse-worker"  # version 2: the device worker's own group, beside its residents'
@@ -190,6 +192,7 @@ class ControlGroups:
         made = []
         for hierarchy, parent in self.parents:
             group = parent / resident
+            _remove(group)  # one with this number may be left from before, with its counts
             group.mkdir(exist_ok=True)
             for name in hierarchy.limits:
                 if name in self.standing:
@@ -233,9 +236,18 @@ class ControlGroups:
         self.left = {group for group in self.left if not _remove(group)}
 
     def close(self) -> None:
-        for _, parent in self.parents:
-            _sweep(parent)
-            _remove(parent)
+        """Remove all groups; whatever is still in them ends.
+
+        Processes that were just killed take a moment, and the kernel tells nobody when a group is
+        empty.  What is left after CLOSE_S the next device worker of this name removes.
+        """
+        until_s = time.monotonic() + CLOSE_S
+        parents = [parent for _, parent in self.parents]
+        while parents and time.monotonic() < until_s:
+            for parent in parents:
+                _sweep(parent)
+            parents = [parent for parent in parents if not _remove(parent)]
+            time.sleep(0.01 if parents else 0.0)
 
 
 def group_name(device: str, run: Path) -> str:

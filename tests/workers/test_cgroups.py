@@ -244,3 +244,30 @@ def test_what_a_killed_device_worker_left_is_ended_and_removed(groups, tmp_path)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     after.remove("7")
     assert not after.left
+
+
+def test_groups_are_gone_when_closed_although_processes_lived_in_them(groups):
+    """As when a device worker stops with jobs that are paused in memory."""
+    _needs(groups, "processes")
+    joined = groups.make("1")
+    ready, told = os.pipe()
+    child = os.fork()
+    if not child:
+        cgroups.join(joined)
+        os.write(told, b".")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    groups.close()
+    assert not [parent for _, parent in groups.parents if parent.exists()]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    for fd in (ready, told):
+        os.close(fd)
+
+
+def test_counts_of_a_resident_before_are_not_those_of_the_next(groups):
+    _needs(groups, "memory")
+    assert _in_child(groups.make("1"), _eat) == -9
+    assert groups.refused("1")
+    groups.make("1")  # the device worker began to count anew
+    assert groups.refused("1") == ""
