@@ -28,7 +28,7 @@ from app.core.descriptor import Fault
 class AppError(Exception):
     status = 500
     type = "internal"
-    title = "Something went wrong on our side"
+    title = "Internal error"
 
     def __init__(self, detail: str = "", *, errors: tuple[Fault, ...] = ()) -> None:
         self.detail = detail or self.title
@@ -39,7 +39,7 @@ class AppError(Exception):
 class BadInput(AppError):
     status = 422
     type = "validation-error"
-    title = "The input does not fit"
+    title = "Invalid request"
 
     @classmethod
     def at(cls, pointer: str, detail: str, code: str = "invalid") -> BadInput:
@@ -48,12 +48,12 @@ class BadInput(AppError):
 
 class Unsatisfiable(BadInput):
     type = "unsatisfiable"
-    title = "This can never run here"
+    title = "No device here can run this"
 
 
 class KeyReused(BadInput):
     type = "idempotency-key-reused"
-    title = "The Idempotency-Key was used for another body"
+    title = "Idempotency-Key was used for another request"
 
 
 class Unauthenticated(AppError):
@@ -65,13 +65,13 @@ class Unauthenticated(AppError):
 class Forbidden(AppError):
     status = 403
     type = "insufficient-scope"
-    title = "This key may not do that"
+    title = "Not permitted"
 
 
 class NotFound(AppError):
     status = 404
     type = "not-found"
-    title = "There is nothing here"
+    title = "Not found"
 
     def __init__(self, kind: str, id: str) -> None:
         self.kind, self.id = kind, id
@@ -81,35 +81,35 @@ class NotFound(AppError):
 class Conflict(AppError):
     status = 409
     type = "conflict-state"
-    title = "Its state does not allow that"
+    title = "Not possible in this state"
 
 
 class QueueFull(Conflict):
     type = "queue-full"
-    title = "The queue has no room for that now"
+    title = "The queue is full"
 
 
 class QuotaExceeded(Conflict):
     type = "quota-exceeded"
-    title = "The tenant keeps as many bytes as it may"
+    title = "Storage quota exceeded"
 
 
 class StaleVersion(AppError):
     status = 412
     type = "precondition-failed"
-    title = "Somebody changed it meanwhile"
+    title = "It was changed meanwhile"
 
 
 class VersionNeeded(AppError):
     status = 428
     type = "precondition-required"
-    title = "Say which version you are changing"
+    title = "An If-Match header is needed"
 
 
 class Gone(AppError):
     status = 410
     type = "gone"
-    title = "Its bytes are lost"
+    title = "The stored bytes are lost"
 
 
 class TooLarge(AppError):
@@ -127,7 +127,7 @@ class WrongMediaType(AppError):
 class BadRange(AppError):
     status = 416
     type = "range-not-satisfiable"
-    title = "There are no such bytes"
+    title = "Range not satisfiable"
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -147,4 +147,4 @@ class TooManyCalls(AppError):
 class Unavailable(AppError):
     status = 503
     type = "unavailable"
-    title = "The database does not answer"
+    title = "Service unavailable"

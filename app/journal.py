@@ -46,6 +46,7 @@ from app.core.lifecycle import ENDED, Move
 from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
 from app.core.migration import ANYWHERE, Moving
 from app.core.record import as_json
+from app.core.words import count
 from app.models import (
     Checkpoint,
     Cycle,
@@ -394,10 +395,10 @@ def order_round(session: Session, task: Task, moving: Moving) -> None:
 def break_off(session: Session, task: Task, because: str) -> None:
     """Its move has failed: it stays what it is, and where it is."""
     to = task.move_to if task.move_to != ANYWHERE else "another device"
-    told = f"It is not moved to {to}: {because}."
+    told = f"Not moved to {to}: {because}."
     if task.cancel_asked_at is None:
         stays = f"on {task.seat}" if task.seat else "when its turn comes"
-        told += f" No step is lost; it goes on {stays}."
+        told += f" No step is lost; it stays {stays}."
     tell(session, task, "task.move_failed", told, to=task.move_to)
     task.move_to = task.moving = None
 
@@ -881,15 +882,15 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
         datablocks.seen_on(session, placement.device_id, task.id)
     said = {
         "fresh": f"Started on {task.seat}",
-        "resident": f"Went on on {task.seat} after step {event.step}, in place",
-        "image": f"Went on on {task.seat} after step {event.step}, from its checkpoint",
-        "folder": f"Began again on {task.seat} in its working folder as of step {event.step}",
+        "resident": f"Resumed on {task.seat} at step {event.step + 1}",
+        "image": f"Resumed on {task.seat} at step {event.step + 1}, from its saved state",
+        "folder": f"Restarted on {task.seat} in its saved working folder",
     }[event.resumed]
     tell(
         session,
         task,
         "task.started",
-        said + (f"; {lost} steps are run again." if lost else "."),
+        said + (f"; {count(lost, 'step')} run again." if lost else "."),
         device=task.seat,
         step=event.step,
         lost_steps=lost,
@@ -926,8 +927,8 @@ def _moved(session: Session, task: Task, lost: int) -> None:
         session,
         task,
         "task.moved",
-        f"Moved from {moving.source} to {moving.to}: copied {times} while it ran, then it "
-        f"stood still for {downtime_us / 1e6:.2f} s; {lost} steps are lost.",
+        f"Moved from {moving.source} to {moving.to}: copied {times} while it ran, paused for "
+        f"{downtime_us / 1e6:.2f} s; {count(lost, 'step')} lost.",
         to=moving.to,
         source=moving.source,
         rounds=rounds,
@@ -952,7 +953,7 @@ def _resized(session: Session, task: Task, placement: Placement, event: messages
         task.cost_milli = lending.cost(session, [p for p in (placement, *guests) if not p.leaving])
     number, hosts = sum(event.seats), len(event.seats)
     seats = "one device" if number == 1 else f"{number} devices"
-    told = f"It goes on after step {event.step} on {seats}"
+    told = f"Resized after step {event.step}: it runs on {seats}"
     told += "." if hosts == 1 else f" of {hosts} hosts."
     tell(session, task, "task.resized", told, step=event.step, devices=number, hosts=hosts)
 
@@ -983,7 +984,7 @@ def _unreached(
     stay = lending.of_task(session, task)
     task.resized_at = db.now(session)
     task.cost_milli = lending.cost(session, (placement, *stay))
-    told = f"Its other host could not be reached; it goes on after step {event.step} as it was."
+    told = f"Not resized: its other host could not be reached after step {event.step}."
     tell(session, task, "task.resized", told, step=event.step, devices=sum(event.seats))
 
 
@@ -993,7 +994,7 @@ def _saved(session: Session, task: Task, placement: Placement, event: messages.S
         _count_round(session, task, placement, event)
     if task.image_on is not None and event.step == task.step:
         task.saved = True
-    told = f"Checkpoint at step {event.step} is durable ({event.size_bytes} bytes)."
+    told = f"Checkpoint saved at step {event.step} ({event.size_bytes:,} bytes)."
     tell(session, task, "task.saved", told, step=event.step, sha256=event.sha256)
 
 
@@ -1113,7 +1114,8 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
     _close(session, task, placement, "moved" if stops_to_move else "paused")
     task.image_on, task.saved = device, False
     task.pauses += 1
-    told = f"Paused after step {event.step} on {device}; no step is lost."
+    stopped = "Paused" if task.hold or stops_to_move else "Preempted"
+    told = f"{stopped} on {device} after step {event.step}; no step lost."
     tell(session, task, "task.paused", told, device=device, step=event.step)
     if event.lacks:
         _wait_for(session, task, event.lacks)
@@ -1124,8 +1126,13 @@ def _wait_for(session: Session, task: Task, port: str) -> None:
     lacked = update(Need).where(Need.task_id == task.id, Need.port == port)
     session.execute(lacked.values(late=False).execution_options(synchronize_session=False))
     _move(session, task, Move.Locked)
-    told = f"It left its device, as its input {port} did not come."
+    told = f"Preempted: its input {port} did not arrive."
     tell(session, task, "task.lacks", told, port=port)
+
+
+def _done(task: Task, step: int) -> str:
+    """Only a job has steps that its owner knows of."""
+    return f"Done after {count(step, 'step')}." if "job" in task.descriptor["run"] else "Done."
 
 
 def _finished(session: Session, task: Task, placement: Placement, event: messages.Finished) -> None:
@@ -1148,7 +1155,7 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     if (event.took_ms or event.made_bytes) and task.passed is not None:
         graphs.learn(session, task, event.took_ms, event.made_bytes)
     task.cause = task.message = task.detail = None  # of an attempt before this one
-    _end(session, task, "task.done", f"Done after {event.step} steps.", step=event.step)
+    _end(session, task, "task.done", _done(task, event.step), step=event.step)
     for output, name in sorted(publish.items()):
         _publish(session, task, output, name)
     if publish:
@@ -1177,7 +1184,7 @@ def _publish(session: Session, task: Task, output: str, name: str) -> None:
     )
     row = datablocks.added(session, new)
     task.outputs = {**task.outputs, output: datablocks.as_input(row)}
-    told = f"Its output {output} is the datablock {row.name}@{row.version}: {row.size_bytes} bytes."
+    told = f"Published {output} as datablock {row.name}@{row.version} ({row.size_bytes:,} bytes)."
     tell(session, task, "task.published", told, **task.outputs[output])
 
 
@@ -1194,16 +1201,16 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     if task.state in ENDED:
         _end(session, task, f"task.{task.state}", event.message, cause=event.cause)
         return
-    told = "It goes on from the checkpoint before that one."
+    told = "It resumes from the checkpoint before."
     if away:
         wait_s = STORE_AGAIN_S if event.cause == "store" else 0.0
         task.retry_at = db.now(session) + timedelta(seconds=wait_s)
-        told = "It is launched again soon; this is no attempt of its own."
+        told = "It starts again soon; this does not count as an attempt."
     elif not older:
         task.attempts += 1
         wait_s = min(RETRY_LONGEST_S, RETRY_BACKOFF_S * 2 ** (task.attempts - 1))
         task.retry_at = db.now(session) + timedelta(seconds=wait_s)
-        told = f"It will be tried again ({task.attempts} of {task.retry_max})."
+        told = f"It is retried ({task.attempts} of {task.retry_max})."
     tell(session, task, "task.retry", f"{event.message} {told}", cause=event.cause)
 
 
@@ -1229,7 +1236,7 @@ def _stopped(session: Session, task: Task, placement: Placement, event: messages
     _close(session, task, placement, "stopped")
     _move(session, task, Move.Stopped)
     task.step = event.step
-    _end(session, task, "task.cancelled", f"Cancelled after step {event.step}.")
+    _end(session, task, "task.cancelled", f"Cancelled after {count(event.step, 'step')}.")
 
 
 _LATE_TOO = messages.Saved | messages.Stored | messages.Came  # count if its stay has ended
@@ -1322,9 +1329,17 @@ def _note(
 def _sample(session: Session, task: Task, view: ResidentView) -> None:
     if not view.metrics or task.metrics == view.metrics:
         return
+    if lost := sorted(_no_numbers(view.metrics) - _no_numbers(task.metrics)):
+        told = f"Not a finite number at step {view.step:,}: {', '.join(lost[:5])}."
+        tell(session, task, "task.not_finite", told, step=view.step, metrics=lost[:5])
     task.metrics = view.metrics
     row = insert(Metric).values(task_id=task.id, step=view.step, values=view.metrics)
     session.execute(row.on_conflict_do_nothing())
+
+
+def _no_numbers(metrics: Mapping[str, Any]) -> set[str]:
+    """The names of metrics that are nan or infinite, which comes as a text."""
+    return {name for name, value in metrics.items() if value in ("nan", "inf", "-inf")}
 
 
 def _miss(session: Session, house: _House, alive: Alive) -> bool:

@@ -119,7 +119,7 @@ def _told(
     first = says.nearest(reasons)
     unknown = expected if isinstance(expected, Unknown) else None
     if expected is None and first is not None:
-        unknown = Unknown(code="BLOCKED", message=f"Not before this: {first.unblocked_by}.")
+        unknown = Unknown(code="BLOCKED", message=f"First: {first.unblocked_by}.")
     return Why(
         reasons=tuple(_as_json(reason) for reason in reasons),
         nearest=None if first is None else _nearest(first),
@@ -147,7 +147,7 @@ def _change(reason: Reason) -> JSON:
 
 def _nearest(reason: Reason) -> JSON:
     until = reason.unblocked_by
-    return {"code": reason.code, "message": f"{until[:1].upper()}{until[1:]}.", **_change(reason)}
+    return {"code": reason.code, "message": f"{until}.", **_change(reason)}
 
 
 # --- what is kept between two answers -------------------------------------------------------------

@@ -21,6 +21,7 @@ from app import outbox, span
 from app.changes import changes
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.migration import ANYWHERE, MOVABLE
+from app.core.words import count
 from app.db import after_commit
 from app.errors import BadInput, Conflict, Forbidden
 from app.models import Event, Request, Task
@@ -33,20 +34,20 @@ ADMIN_HOLD, USER_HOLD = "admin", "user"
 
 def cancel_request(session: Session, request: Request, *, by: str) -> None:
     if _each(session, request, _wish_cancel):
-        _tell(session, request, None, "request.cancel_asked", f"{by} asked to cancel it.")
+        _tell(session, request, None, "request.cancel_asked", f"Cancel requested by {by}.")
 
 
 def hold_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
     _check_live(request)
     hold = ADMIN_HOLD if as_admin else USER_HOLD
     if _each(session, request, lambda task: _wish_hold(task, hold)):
-        _tell(session, request, None, "request.hold_asked", f"{by} holds it.")
+        _tell(session, request, None, "request.hold_asked", f"Paused by {by}.")
 
 
 def release_request(session: Session, request: Request, *, by: str, as_admin: bool) -> None:
     _check_live(request)
     if _each(session, request, lambda task: _wish_release(task, as_admin)):
-        _tell(session, request, None, "request.release_asked", f"{by} released it.")
+        _tell(session, request, None, "request.release_asked", f"Resumed by {by}.")
 
 
 def change_request(
@@ -63,7 +64,7 @@ def change_request(
             raise Conflict(f"it is {request.state}, so its priority means nothing any more")
         _each(session, request, lambda task: _set(task, "priority", priority))
         request.priority = priority
-        told = f"{by} set its priority to {priority}."
+        told = f"Priority set to {priority} by {by}."
         _tell(session, request, None, "request.priority_set", told)
     if labels is not None:
         request.labels = labels
@@ -77,20 +78,20 @@ def cancel_task(session: Session, task: Task, *, by: str) -> None:
     if span.is_ticket(task):
         raise Conflict(f"it keeps seats for the task {task.gang_id}, and ends with that: cancel it")
     if _one(session, task, _wish_cancel):
-        _tell(session, task, task, "task.cancel_asked", f"{by} asked to cancel it.")
+        _tell(session, task, task, "task.cancel_asked", f"Cancel requested by {by}.")
 
 
 def pause_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
     _check_live(task)
     hold = ADMIN_HOLD if as_admin else USER_HOLD
     if _one(session, task, lambda task: _wish_hold(task, hold)):
-        _tell(session, task, task, "task.hold_asked", f"{by} asked to pause it.")
+        _tell(session, task, task, "task.hold_asked", f"Pause requested by {by}.")
 
 
 def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> None:
     _check_live(task)
     if _one(session, task, lambda task: _wish_release(task, as_admin)):
-        _tell(session, task, task, "task.release_asked", f"{by} asked to resume it.")
+        _tell(session, task, task, "task.release_asked", f"Resumed by {by}.")
 
 
 def save_task(session: Session, task: Task, *, by: str) -> None:
@@ -101,7 +102,7 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
     if span.is_ticket(task):
         raise Conflict(f"it keeps seats for the task {task.gang_id}, and has no state of its own")
     if _one(session, task, lambda one: one is task and _set(task, "save_asked", True)):
-        _tell(session, task, task, "task.save_asked", f"{by} asked for a checkpoint.")
+        _tell(session, task, task, "task.save_asked", f"Checkpoint requested by {by}.")
 
 
 def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
@@ -115,7 +116,7 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
         raise Conflict("its state cannot be captured, so it cannot be moved")
     if _one(session, task, lambda task: _wish_move(task, to)):
         where = "any other device" if to == ANYWHERE else to
-        _tell(session, task, task, "task.move_asked", f"{by} asked to move it to {where}.")
+        _tell(session, task, task, "task.move_asked", f"Move to {where} requested by {by}.")
 
 
 def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
@@ -132,7 +133,7 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
         told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
         raise BadInput.at("/devices_max", told, "range")
     if _one(session, task, lambda task: _set(task, "devices_max", most)):
-        told = f"{by} asked that it holds no more than {most} devices."
+        told = f"Limited to {count(most, 'device')} by {by}."
         _tell(session, task, task, "task.resize_asked", told)
 
 

@@ -37,7 +37,7 @@ MEANINGS = {
         "Something in the input has no meaning here: a field that does not exist, a value out of "
         "its range, a reference to nothing.",
         "Look at `errors`: each entry points at the place (`pointer`) and says what is wrong. "
-        "Nothing was changed; mend it and send it again.",
+        "Nothing was changed; correct it and send it again.",
     ),
     "unsatisfiable": (
         "The request is well formed, but no device of this deployment could ever run it, so it "
@@ -271,7 +271,7 @@ _DETAILS = {
 
 def _database_error(request: Request, error: Exception) -> JSONResponse:
     log.warning("%s %s: the database: %s", request.method, request.url.path, error)
-    return of_error(request, errors.Unavailable())
+    return of_error(request, errors.Unavailable("The database does not answer."))
 
 
 def _unexpected(request: Request, error: Exception) -> JSONResponse:

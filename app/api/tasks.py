@@ -137,7 +137,7 @@ def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 
 def _does_not_wait(session: Session, task: Task) -> str:
     where = f" on {task.seat}" if task.seat else ""
-    told = f"It does not wait: it is {task.state}{where}{_moves(task)}."
+    told = f"{task.state.capitalize()}{where}{_moves(task)}."
     return f"{told} {why.breadth(session, task)}".rstrip()
 
 

@@ -22,6 +22,7 @@ from app.core.fairshare import Branch, Lane
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
 from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.span import OVER
+from app.core.words import count
 
 BACKFILL_DEPTH = 16  # so many are looked at behind a gang for which devices are kept
 
@@ -246,22 +247,22 @@ def _obey(paper: _Paper, task: Task) -> None:
 def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
     drained = _drained(paper, task)
     if task.conditions.hold:
-        because = "It is held: paused, to go on when released."
+        because = "Pausing, as a user asked. Resume it to let it go on."
         paper.move(task, Move.Pause, "hold", because, devices=task.seats)
     elif island := task.conditions.terms.lets_go:
-        because = f"It spans islands, and {island} wants its seats back."
+        because = f"Preempted: its gang spans islands, and {island} needs its devices."
         paper.move(task, Move.Pause, "tickets", because, devices=task.seats)
     elif task.moves_to is not None:
         if len(task.seats) > task.width:
-            because = "It is to move, with no more devices than it needs."
+            because = "Migrating: it keeps only the devices that it needs."
             _make_smaller(paper, task, task.seats[: task.width], "move", because)
         elif task.stops:
-            because = f"It moves to {task.moves_to}; only the last difference is left to copy."
+            because = f"Migrating to {task.moves_to}: only its last changes are left to copy."
             paper.move(task, Move.Pause, "move", because, devices=task.seats)
     elif drained:
         _drain(paper, task, drained)
     elif len(task.seats) > (most := max(task.width, task.width_max)):
-        because = f"It may hold {most} at most."
+        because = f"Reduced to {count(most, 'device')}, as was asked."
         _make_smaller(paper, task, task.seats[:most], "wish", because)
 
 
@@ -277,14 +278,14 @@ def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
     if why == OVER:
         paper.move(ticket, Move.Finished, "tickets", "Its gang has ended.", **nothing)
     elif why:
-        because = "Its gang does not go on with these seats now."
+        because = "Its gang does not use these devices now."
         paper.move(ticket, Move.Paused, "tickets", because, **nothing)
         _unlock_or_lock(paper, paper.board.tasks[ticket.id])
     elif ticket.state == State.running and ticket.conditions.hold:
-        because = "It is held: its gang is paused, to go on when it is released."
+        because = "Pausing with its gang, as a user asked."
         paper.move(ticket, Move.Pause, "hold", because, devices=ticket.seats)
     elif ticket.state == State.running and _drained(paper, ticket):
-        because = "A device of it is being drained."
+        because = "Preempted: one of its devices is drained."
         paper.move(ticket, Move.Pause, "drain", because, devices=ticket.seats)
 
 
@@ -296,7 +297,7 @@ def _drained(paper: _Paper, task: Task) -> list[str]:
 def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:
     because = f"{drained[0]} is being drained"
     if not _goes_on_without(paper, task, drained, "drain", because):
-        because = f"{because}; it goes on elsewhere."
+        because = f"{because}; it resumes elsewhere."
         paper.move(task, Move.Pause, "drain", because, devices=task.seats)
 
 
@@ -356,7 +357,7 @@ def _land(paper: _Paper) -> None:
         here = board.pin(task) is not None or to in board.seated or task.retry_at_s > board.now_s
         if here or reclaim.shut_by(board, task) is not None:
             continue
-        because = f"It moves to {to}: all that it is has been copied there."
+        because = f"Migrating to {to}: all of its state has been copied there."
         _launch(paper, task, (to,), "move", because, against=None)
 
 
@@ -426,7 +427,7 @@ def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
 
 
 def _part(paper: _Paper) -> None:
-    because = "It can share its device no longer; it goes on when its turn comes."
+    because = "Preempted: its device can no longer be shared. Resumes automatically."
     for stay in sharing.who_parts(paper.board) if paper.board.beside else ():
         paper.move(stay.task, Move.Pause, "share", because, devices=stay.devices)
 
@@ -448,12 +449,12 @@ def _join(paper: _Paper, join: sharing.Join) -> None:
     task, device = join.task, join.device
     for stay in paper.board.group(device):
         if not stay.task.shares:
-            told = "From now on it takes turns on its device with another graph."
+            told = "Shares its device with another graph from now on."
             paper.move(stay.task, Move.Share, "share", told, shares=True)
     for gone in join.gone:
-        told = "Others share its device for a while, who have had less."
+        told = "Preempted: graphs with less usage share its device. Resumes automatically."
         paper.move(gone.task, Move.Pause, "share", told, devices=(device,), against=task.id)
-    because = "It takes turns with the graphs on its device, some milliseconds each."
+    because = "Started: shares a device with other graphs, in turns of milliseconds."
     against = join.gone[0].id if join.gone else None
     _launch(paper, task, (device,), "share", because, against=against, shares=True)
 
@@ -579,12 +580,12 @@ def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
     if not devices:
         return False
     because = {
-        "F3": "Its turn: a device is free, and nobody less served waits for it.",
-        "F7": "It waited for many devices at once longer than anybody should.",
-        "F9": "Its tier promises it this part of the hour.",
+        "F3": "Started: a device was free and this task was next.",
+        "F7": "Started: it had waited too long for several devices at once.",
+        "F9": "Started: its tier promises it this part of the hour.",
     }[rule]
     if against is not None and rule == "F3":
-        because = "Its turn: a device was only lent to a task that needs fewer."
+        because = "Started: another task gave back a device that it did not need."
     _launch(paper, task, tuple(devices), rule, because, against=against)
     return True
 
@@ -662,9 +663,9 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
     given = sum(victim.stay.lane.width + victim.stay.grown for victim in victims)
     paper.left_over |= given > task.width or len(victims) > 1
     for victim in victims:
-        told = "Its slice is over, and who goes next has had less; it goes on when its turn comes."
+        told = "Preempted: time slice over. Resumes automatically."
         if victim.rule == "F5":
-            told = "It ran on devices that were lent; who has them guaranteed needs them now."
+            told = "Preempted: borrowed device returned to its guaranteed owner."
         stay = victim.stay
         paper.move(
             stay.task,
@@ -678,12 +679,12 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
     devices = pool.best(lane, task.image_on, board.pinned())
     first = victims[0]
     because = {
-        "F5": "Its tenant is guaranteed the devices, and they were only lent.",
-        "F7": "It waited for many devices at once longer than anybody should.",
-        "F9": "Its tier promises it this part of the hour.",
+        "F5": "Started: got back a device that its tenant is guaranteed.",
+        "F7": "Started: it had waited too long for several devices at once.",
+        "F9": "Started: its tier promises it this part of the hour.",
     }.get(
         first.rule if rule.startswith("F5") else rule,
-        "Its turn: who held the device has had more, and a full slice of it.",
+        "Started: replaced a task whose time slice was over.",
     )
     chosen = first.rule if rule.startswith("F5") else rule
     _launch(paper, task, tuple(devices), chosen, because, against=first.stay.id)
@@ -692,7 +693,7 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
 
 def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str) -> None:
     """Rules F5, F6: the cheapest way to give way is to go on with fewer devices."""
-    told = "It goes on with fewer devices, no fewer than it needs: who waits for them needs them."
+    told = "Gave devices that it can do without to tasks that need them."
     for resize in back:
         paper.left_over = True  # a device may do for another, or a limit have room
         by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from app.core.island import Change, Reason, Task, Terms
+from app.core.words import count
 
 #: Every code, and whose move it is: "wait", "change_request" or "ask_admin".  In the order in which
 #: they have to fall: what comes first here is what to end first (`nearest`).
@@ -184,21 +185,22 @@ def _unmet(task: Task, now_s: float) -> Iterator[Reason]:
     conditions = task.conditions
     release = Change(action="release")
     if conditions.hold == "user":
-        told = "It is held; release it to let it run."
-        yield _reason("HELD_BY_USER", told, "release", release)
+        told = "Paused by a user."
+        yield _reason("HELD_BY_USER", told, "it is resumed", release)
     elif conditions.hold:
-        yield _reason("HELD_BY_ADMIN", f"It is held by {conditions.hold}.", "release", release)
+        told = "Paused by an administrator."
+        yield _reason("HELD_BY_ADMIN", told, "an administrator resumes it", release)
     if conditions.waits_for:
         names = ", ".join(conditions.waits_for[:5])
         more = len(conditions.waits_for) - 5
-        told = f"It needs {names}{f' and {more} more' if more > 0 else ''} to be done."
+        told = f"Needs {names}{f' and {more} more' if more > 0 else ''} to be done first."
         first = f"{conditions.waits_for[0]} is done"
         change = Change(action="wait_for_tasks", value=conditions.waits_for)
         yield _reason("DEPENDENCY", told, first, change)
     if conditions.not_before_s is not None and conditions.not_before_s > now_s:
         yield _at(
             "NOT_BEFORE",
-            f"It is not to start before {clock(conditions.not_before_s)}.",
+            f"Not to start before {clock(conditions.not_before_s)}.",
             conditions.not_before_s,
         )
     yield from _by_terms(conditions.terms)
@@ -207,13 +209,17 @@ def _unmet(task: Task, now_s: float) -> Iterator[Reason]:
 def _by_terms(terms: Terms) -> Iterator[Reason]:
     if terms.tickets:
         names = " and ".join(terms.tickets)
-        told = "Its gang spans islands, and takes seats in the order of their names: first it needs"
+        told = (
+            "Its gang spans islands and takes devices in the order of their names: first it needs"
+        )
         change = Change(action="wait_for_tickets", value=terms.tickets)
         yield _reason("TICKETS", f"{told} those on {names}.", f"{names}: its turn comes", change)
     if terms.idle:
-        told = "It keeps seats for its gang, which wants none now: it runs, is held or has ended."
+        told = (
+            "It keeps devices for its gang, which needs none now: it runs, is paused or has ended."
+        )
         change = Change(action="wait_for_gang")
-        yield _reason("GANG_WANTS_NONE", told, "its gang waits for seats again", change)
+        yield _reason("GANG_WANTS_NONE", told, "its gang waits for devices again", change)
 
 
 def start(task: Task, *, now_s: float) -> tuple[Reason, ...]:
@@ -226,7 +232,7 @@ def backoff(task: Task, *, now_s: float) -> tuple[Reason, ...]:
     if task.retry_at_s <= now_s:
         return ()
     told = (
-        f"Attempt {task.attempts} failed; the next of {task.retry_max + 1} is made "
+        f"Attempt {task.attempts} of {task.retry_max + 1} failed; the next starts "
         f"at {clock(task.retry_at_s)}."
     )
     return (_at("RETRY_BACKOFF", told, task.retry_at_s),)
@@ -243,7 +249,7 @@ def not_looked_at() -> Reason:
     """Of a task that just came, or whose conditions have just come true."""
     return _reason(
         "NOT_LOOKED_AT",
-        "It was accepted; no scheduler has looked at it yet.",
+        "Not scheduled yet.",
         "the scheduler makes its next round",
         Change(action="wait_for_round"),
     )
@@ -252,7 +258,7 @@ def not_looked_at() -> Reason:
 def no_scheduler(island: str) -> Reason:
     return _reason(
         "NO_SCHEDULER",
-        f"No scheduler leads the island {island}: nothing is started there meanwhile.",
+        f"No scheduler runs on the island {island}, so nothing starts there.",
         f"a scheduler of {island} runs",
         Change(action="start_scheduler", of=island),
     )
@@ -276,9 +282,9 @@ def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...
 
 def _moving(task: Task) -> Reason:
     to = task.moves_to
-    told = f"It is being moved: it stands still until the last of it has been copied to {to}."
+    told = f"Migrating: it is paused until the last of its state has been copied to {to}."
     change = Change(action="wait_for_move", of=to or "")
-    return _reason("MOVING", told, f"it is launched on {to}", change)
+    return _reason("MOVING", told, f"it starts on {to}", change)
 
 
 def _frozen(device: str) -> Reason:
@@ -294,11 +300,11 @@ def _frozen(device: str) -> Reason:
 def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
     what = _what(task)
     if seen.up == 0:
-        told = f"No {what} is up; {seen.devices} are known."
+        told = f"No {what} is up (known: {seen.devices})."
         change = Change(action="bring_up_device", value=task.memory_bytes, of=task.kind)
         yield _reason("NO_DEVICE_UP", told, f"a {what} comes up", change)
     elif seen.open == 0:
-        told = f"Every {what} that is up is being drained: {seen.up} of {seen.up}."
+        told = f"Every {what} that is up is drained ({seen.up} of {seen.up})."
         change = Change(action="uncordon", of=task.kind)
         yield _reason("DEVICE_DRAINED", told, f"a {what} takes work again", change)
     if seen.pinned_to is not None and task.restarts and task.saved:
@@ -306,29 +312,29 @@ def _devices(task: Task, seen: Obstacles) -> Iterator[Reason]:
             yield _frozen(seen.pinned_to)
     elif seen.pinned_to is not None:
         told = (
-            f"Its image lies in the memory of {seen.pinned_to} and is not durable yet: "
-            "it goes on there, or anywhere once it is saved."
+            f"Its state is in the memory of {seen.pinned_to} and is not saved yet: "
+            "it resumes there, or anywhere once it is saved."
         )
-        until = f"its image is saved, or {seen.pinned_to} is free"
+        until = f"its state is saved, or {seen.pinned_to} is free"
         change = Change(action="wait_for_image", of=seen.pinned_to)
         yield _reason("IMAGE_BEING_SAVED", told, until, change)
     yield from _gang(task, seen)
     if seen.kept:
-        told = "Devices are free, but kept for a gang that waited longer."
+        told = "Devices are free, but reserved for a task of several devices that waited longer."
         change = Change(action="wait_for_gang")
-        yield _reason("DEVICES_KEPT_FOR_A_GANG", told, "the gang has started", change)
+        yield _reason("DEVICES_KEPT_FOR_A_GANG", told, "that task has started", change)
     if seen.offered:
         free = f"{seen.free} of {seen.open} {_plural(what, seen.open)}"
         them = "it" if seen.free + seen.lent == 1 else "them"
         told = (
             f"{free} {_is(seen.free)} free{_lent(seen)}: "
-            f"the next round of the scheduler gives {them} away."
+            f"the scheduler assigns {them} in its next round."
         )
         until = "the scheduler makes its next round"
         yield _reason("DEVICE_FREE", told, until, Change(action="wait_for_round"))
     elif seen.open and seen.busy:
-        taken = f"{seen.busy} of {seen.open} {_plural(what, seen.open)} taken"
-        told = f"{taken}; a turn lasts {rounded(seen.turn_s)} s or longer."
+        taken = f"{seen.busy} of {seen.open} {_plural(what, seen.open)} in use"
+        told = f"{taken}; a time slice lasts at least {rounded(seen.turn_s)} s."
         more = max(1, task.width - seen.free - seen.lent)
         change = Change(action="free_devices", value=more, of=task.kind)
         yield _reason("WAITING_FOR_DEVICE", told, f"a {what} becomes free", change)
@@ -338,13 +344,13 @@ def _gang(task: Task, seen: Obstacles) -> Iterator[Reason]:
     what, once = _what(task), f"of {seen.host} at once" if seen.host else "at once"
     if 0 < seen.open < task.width:
         there = f"{seen.open} {_plural(what, seen.open)} take{'s' if seen.open == 1 else ''} work"
-        told = f"It needs {task.width} devices {once}; {there}."
+        told = f"Needs {task.width} devices {once}; {there}."
         until = f"{task.width} of them take work, or it asks for devices: min {seen.open}"
         change = Change(action="set_devices_min", value=seen.open, of=task.kind)
         yield _reason("TOO_FEW_DEVICES", told, until, change)
     elif task.width > 1 and (have := seen.free + seen.lent) < task.width and seen.open:
         free = f"{seen.free} of {seen.open} are free{_lent(seen)}"
-        told = f"It needs {task.width} devices {once}; {free}."
+        told = f"Needs {task.width} devices {once}; {free}."
         until = f"{task.width} are free, or give way"
         change = Change(action="free_devices", value=task.width - have, of=task.kind)
         if have:
@@ -395,15 +401,15 @@ def _limit(task: Task, shut: Shut) -> Reason:
     of = "devices" if shut.kind == "*" else f"{shut.kind} devices"
     needed = shut.held + task.width
     if shut.above:
-        told = f"A tenant above yours may hold no more {of} than it does."
+        told = f"A tenant above yours is at its limit of {of}."
         change = Change(action="raise_limit_above", value=needed - shut.limit, of=shut.kind)
         until = "tasks of it end, or its limit is raised"
         return _reason("TENANT_LIMIT", told, until, change)
     change = Change(action="raise_limit", value=needed, of=shut.kind)
     if task.width > shut.limit:
-        told = f"It needs {task.width} {of}; your tenant may hold {shut.limit}."
+        told = f"Needs {task.width} {of}; your tenant's limit is {shut.limit}."
         return _reason("TENANT_LIMIT", told, f"the limit is raised to {needed}", change)
-    told = f"Your tenant holds {shut.held} of the {shut.limit} {of} that it may hold."
+    told = f"Your tenant uses {shut.held} of its limit of {shut.limit} {of}."
     until = f"one of its tasks ends, or the limit is raised to {needed}"
     return _reason("TENANT_LIMIT", told, until, change)
 
@@ -411,11 +417,11 @@ def _limit(task: Task, shut: Shut) -> Reason:
 def _running(shut: Shut) -> Reason:
     more = shut.held + 1
     if shut.above:
-        told = "As many tasks of a tenant above yours run as may at once."
+        told = "A tenant above yours is at its limit of running tasks."
         change = Change(action="raise_max_running_above", value=more - shut.limit)
-        until = "one of them ends, or the bound is raised"
+        until = "one of them ends, or the limit is raised"
         return _reason("TENANT_RUNNING_LIMIT", told, until, change)
-    told = f"{shut.held} tasks of your tenant run; more than {shut.limit} may not."
+    told = f"Your tenant runs {shut.held} of at most {count(shut.limit, 'task')}."
     change = Change(action="raise_max_running", value=more)
     until = f"one of them ends, or max_running is raised to {more}"
     return _reason("TENANT_RUNNING_LIMIT", told, until, change)
@@ -431,43 +437,39 @@ def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
     ):
         told, more_s = [], 0.0
         if standing is not None:
-            has = "has" if who == "Your tenant" else "have"
-            told.append(f"{who} {has} used {_compared(standing)}.")
+            has = "has used more than its" if who == "Your tenant" else "have used more than your"
+            told.append(f"{who} {has} share recently ({_compared(standing)}).")
             more_s = bound(max(0.0, standing.mine_s - standing.theirs_s))
         if others:
             whose = "tenants" if who == "Your tenant" else "users of your tenant"
-            go = f"{_plural('task', others)} of less served {whose} {_go(others)} first"
-            told.append(f"{others} {go}.")
+            go = f"of {whose} with less recent usage {_go(others)} first"
+            told.append(f"{count(others, 'task')} {go}.")
         if told:
             change = Change(action="wait_for_usage", value=more_s)
-            yield _reason(code, " ".join(told), "others use more, or your usage fades", change)
+            yield _reason(code, " ".join(told), "others use more, or your usage decays", change)
 
 
 def _compared(standing: Standing) -> str:
     """Both sides, or how far apart they are at most where both would read the same."""
     mine, theirs = rounded(standing.mine_s), rounded(standing.theirs_s)
     if mine != theirs:
-        return (
-            f"{mine} device-seconds per weight with the next turn; "
-            f"who holds a device has used no more than {theirs}"
-        )
+        return f"{mine} vs {theirs} device-seconds per weight"
     more = f"{bound(standing.mine_s - standing.theirs_s):g}"
-    return (
-        f"up to {more} device-seconds per weight more, with the next turn, than who holds a device"
-    )
+    return f"up to {more} device-seconds per weight more than those who run"
 
 
 def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
     if ahead.higher:
-        told = f"{ahead.higher} of your own tasks with a higher priority {_go(ahead.higher)} first."
-        until = "they have started, or priorities change"
+        told = f"{ahead.higher} of your own tasks with higher priority {_go(ahead.higher)} first."
+        until = "those tasks have started, or you change a priority"
         change = Change(action="set_priority", value=_above(task, ahead.highest))
         yield _reason("HIGHER_PRIORITY_AHEAD", told, until, change)
     if ahead.earlier or seen.own:
         said = []
         if seen.own:
-            holds = "holds a device" if seen.own == 1 else "hold devices"
-            said.append(f"{seen.own} of your own tasks, as urgent or more so, {holds}.")
+            more = f"{seen.own} of your own tasks with equal or higher priority are running."
+            one = "One of your own tasks with equal or higher priority is running."
+            said.append(one if seen.own == 1 else more)
         if ahead.earlier:
             was = "was" if ahead.earlier == 1 else "were"
             said.append(f"{ahead.earlier} of your own tasks {was} submitted earlier.")
@@ -475,7 +477,10 @@ def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
         if not ahead.earlier:
             change = Change(action="wait_for_own", value=seen.own)
         yield _reason(
-            "EARLIER_TASK_AHEAD", " ".join(said), "they end, or priorities change", change
+            "EARLIER_TASK_AHEAD",
+            " ".join(said),
+            "those tasks finish, or you change a priority",
+            change,
         )
 
 
@@ -488,21 +493,24 @@ def _promises(task: Task, seen: Obstacles) -> Iterator[Reason]:
     """Rules F4, F7 and F9: what others were promised, and what cannot be kept of one's own."""
     if seen.guaranteed:
         holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
-        told = f"{holds} {_is(seen.guaranteed)} held by others who are guaranteed them."
-        until, change = "they let go", Change(action="free_devices", value=1, of=task.kind)
+        told = f"{holds} {_is(seen.guaranteed)} guaranteed to others who use them."
+        until, change = "those tasks finish", Change(action="free_devices", value=1, of=task.kind)
         yield _reason("GUARANTEED_TO_OTHERS", told, until, change)
     if seen.protected:
         holds = f"{seen.protected} {_plural(_what(task), seen.protected)}"
         told = (
-            f"{holds} {_is(seen.protected)} held by tasks that may not be paused now: "
-            "their tier promises it, or they waited long enough."
+            f"{holds} {_is(seen.protected)} held by tasks that may not be preempted now: "
+            "their tier promises it, or they waited too long before."
         )
-        until, change = "they end", Change(action="free_devices", value=1, of=task.kind)
+        until, change = "those tasks finish", Change(action="free_devices", value=1, of=task.kind)
         yield _reason("HOLDERS_PROTECTED", told, until, change)
     if seen.shed:
         what = _plural(_what(task), 2)
-        told = f"Too few {what} take work to keep what {task.tier} tasks are promised."
-        until, change = "more take work", Change(action="open_devices", value=1, of=task.kind)
+        told = f"Too few {what} are open for what the tier {task.tier} promises."
+        until, change = (
+            "more devices are open",
+            Change(action="open_devices", value=1, of=task.kind),
+        )
         yield _reason("TIER_SHED", told, until, change)
 
 

@@ -63,7 +63,7 @@ def test_it_grows_gives_way_without_a_pause_and_grows_again(system, undisturbed)
     ]
     assert all(stay["held_us"] > 0 for stay in stays)
     told = [event["message"] for event in client.items(f"/v1/requests/{id}/events", limit=200)]
-    assert any(each.startswith("It goes on after step ") for each in told)
+    assert any(each.startswith("Resized after step ") for each in told)
     system.check_ledger()
 
 

@@ -894,7 +894,7 @@ class TestPublish:
             "log": {"sha256": "b" * 64, "size_bytes": 9},
         }
         told = session.scalars(select(Event.message).where(Event.type == "task.published")).one()
-        assert told == "Its output tokens is the datablock corpus-tokens@1: 90 bytes."
+        assert told == "Published tokens as datablock corpus-tokens@1 (90 bytes)."
 
     def test_heard_again_it_is_none(self, session, publishing):
         for _ in range(2):
@@ -933,3 +933,12 @@ class TestPublish:
         assert publishing.state == "failed"
         assert self.versions(session) == []
         assert hear(session) is not None
+
+
+def test_a_metric_that_is_no_finite_number_is_told_when_it_becomes_so(session, running):
+
+    for step, loss in ((5, 0.5), (6, "nan"), (7, "nan"), (8, 0.25)):
+        seen = replace(view(running, "running", step=step), metrics={"loss": loss})
+        hear(session, residents=[seen])
+    told = session.scalars(select(Event.message).where(Event.type == "task.not_finite")).all()
+    assert told == ["Not a finite number at step 6: loss."]

@@ -54,7 +54,7 @@ class TestWish:
         # Whoever is on the way somewhere is on the way elsewhere already.
         assert red.post(f"/v1/tasks/{task_id}/migrate").json()["move_to"] == "h.1"
         events = session.scalars(select(Event.message).where(Event.type == "task.move_asked"))
-        assert events.all() == ["red.member asked to move it to h.1."]
+        assert events.all() == ["Move to h.1 requested by red.member."]
 
     def test_without_a_device_any_will_do(self, red, task_id):
         for body in ({}, {"json": {}}, {"json": {"to": None}}):
@@ -165,10 +165,7 @@ class TestWish:
         begun = {"to": "h.1", "source": "h.0", "epoch": 1, "until_s": 9e9, "asked": 1}
         change(task_id, move_to="h.1", moving={**begun, "stopping": False, "rounds": []})
         told = red.get(f"/v1/tasks/{task_id}/explain").json()["message"]
-        assert told == (
-            "It does not wait: it is running on h.0; "
-            "moving to h.1: its first checkpoint is being written."
-        )
+        assert told == ("Running on h.0; moving to h.1: its first checkpoint is being written.")
 
     def test_explain_says_that_it_stands_still_to_be_moved(self, red, task_id):
         begun = {"to": "h.1", "source": "h.0", "epoch": 1, "until_s": 9e9, "asked": 1}

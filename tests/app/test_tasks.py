@@ -101,7 +101,7 @@ class TestExplain:
         assert codes == ["NO_SCHEDULER", "HELD_BY_USER", "DEVICE_FREE"]
         assert body["message"] == body["reasons"][0]["message"]
         assert body["nearest"] == {
-            "code": "HELD_BY_USER", "message": "Release.",
+            "code": "HELD_BY_USER", "message": "it is resumed.",
             "action": "release", "value": None, "of": "",
         }  # fmt: skip
         assert (body["place"], body["estimate"], body["starts_at"]) == (1, None, None)
@@ -116,7 +116,7 @@ class TestExplain:
         set_task(session, state="running", seat="h.0")
         body = red.get(f"{url}/explain").json()
         assert (body["reasons"], body["nearest"], body["no_estimate"]) == ([], None, None)
-        assert body["message"] == "It does not wait: it is running on h.0."
+        assert body["message"] == "Running on h.0."
 
     def test_it_tells_where_the_time_went(self, red, url):
         time = red.get(f"{url}/explain").json()["time"]

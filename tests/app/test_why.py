@@ -316,7 +316,7 @@ class TestLimits:
         scenery.task(other, "running", seat="d1")
         task = scenery.task(mine)
         reason = told(task)["TENANT_LIMIT"]
-        assert reason["message"] == "A tenant above yours may hold no more devices than it does."
+        assert reason["message"] == "A tenant above yours is at its limit of devices."
         assert reason["change"] == {"action": "raise_limit_above", "value": 1, "of": "*"}
         lab.limit = {"*": 3}
         assert "TENANT_LIMIT" not in told(task)

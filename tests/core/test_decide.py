@@ -345,8 +345,7 @@ def test_a_tenant_that_had_more_is_told_so_without_naming_the_others() -> None:
     assert codes(decided, "a") == ["WAITING_FOR_DEVICE", "TENANT_OVER_FAIR_SHARE"]
     told = decided.reasons["a"][1].message
     assert told == (
-        "Your tenant has used 51 device-seconds per weight with the next turn; "
-        "who holds a device has used no more than 10."
+        "Your tenant has used more than its share recently (51 vs 10 device-seconds per weight)."
     )
     assert codes(decided, "a.2") == [
         "WAITING_FOR_DEVICE",
@@ -361,8 +360,8 @@ def test_a_tenant_that_had_more_is_told_so_without_naming_the_others() -> None:
 def test_two_sides_that_read_the_same_are_told_by_their_difference(used: float, more: str) -> None:
     told = plan(island("b", queue="a", used={"a": used, "b": 829})).reasons["a"][1].message
     assert told == (
-        f"Your tenant has used up to {more} device-seconds per weight more, with the next turn, "
-        "than who holds a device."
+        "Your tenant has used more than its share recently "
+        f"(up to {more} device-seconds per weight more than those who run)."
     )
 
 

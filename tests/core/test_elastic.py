@@ -280,7 +280,7 @@ def test_it_waits_while_free_ones_lie_on_two_hosts_and_says_so() -> None:
     plan = decide(drawn, now_s=NOW_S)
     assert told(plan) == []
     (gang,) = [r for r in plan.reasons["g"] if r.code == "GANG_NEEDS_MORE_DEVICES"]
-    assert gang.message == "It needs 2 devices of far at once; 1 of 2 are free."
+    assert gang.message == "Needs 2 devices of far at once; 1 of 2 are free."
 
 
 def test_who_gives_way_to_it_is_of_the_host_that_it_goes_to() -> None:
@@ -442,7 +442,7 @@ def test_a_gang_that_waits_is_told_what_could_be_had() -> None:
     said: dict[str, Reason] = {r.code: r for r in decide(drawn, now_s=NOW_S).reasons["b"]}
     gang = said["GANG_NEEDS_MORE_DEVICES"]
     assert gang.message == (
-        "It needs 4 devices at once; 1 of 4 are free, and 1 more can be had from tasks that hold "
+        "Needs 4 devices at once; 1 of 4 are free, and 1 more can be had from tasks that hold "
         "more than they need."
     )
     assert (gang.change.action, gang.change.value) == ("set_devices_min", 2)

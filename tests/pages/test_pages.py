@@ -121,7 +121,7 @@ class TestNumbers:
         expect(visit.page.locator("#devices")).to_contain_text("another tenant")
         assert "secret" not in visit.page.content()
         visit.go(f"/ui/requests/{service.foreign.request_id}")
-        expect(visit.page.get_by_role("heading", level=1)).to_have_text("There is nothing here")
+        expect(visit.page.get_by_role("heading", level=1)).to_have_text("Not found")
 
     def test_a_user_without_a_share_sees_how_things_stand(self, visit):
         visit.sign_in("root")
@@ -141,7 +141,7 @@ class TestLive:
             task = session.get_one(Task, service.waiting[0].id)
             task.hold = "user"
             journal.tell(session, task, "task.test", "Something was changed.")
-        expect(first).to_contain_text("It is held; release it", timeout=5000)
+        expect(first).to_contain_text("Paused by a user.", timeout=5000)
         expect(visit.page.locator(".events")).to_contain_text("Something was changed.")
         assert visit.page.evaluate("window.untouched")
         # what was opened stays open, and the chart is still drawn
@@ -311,7 +311,7 @@ class TestEverywhere:
         visit.sign_in("a")
         answer = visit.page.goto(service.url + path)
         assert (answer.status, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
-        expect(visit.page.get_by_role("heading", level=1)).to_have_text("There is nothing here")
+        expect(visit.page.get_by_role("heading", level=1)).to_have_text("Not found")
         expect(visit.page.get_by_role("navigation", name="Pages")).to_be_visible()
 
     def test_an_end_too_many_leads_to_the_page(self, visit, service):
@@ -325,7 +325,7 @@ class TestEverywhere:
             session.get_one(Task, service.waiting[0].id).hold = "user"
         visit.sign_in("a")
         row = visit.page.locator(f"#queue-{service.waiting[0].id}")
-        expect(row.get_by_text("It is held; release it")).to_be_visible()
+        expect(row.get_by_text("Paused by a user.")).to_be_visible()
         expect(row.get_by_text("your own tasks")).to_be_hidden()
         row.get_by_text("2 more reasons").click()
         expect(row.get_by_text("your own tasks")).to_be_visible()
