@@ -130,6 +130,7 @@ class Code:
             "sha256": wanted.sha256,
             "size_bytes": wanted.size_bytes,
             "entry_points": summary["entry_points"],
+            "signatures": summary["signatures"],
         }
         row = insert(Bundle).values(values).on_conflict_do_nothing().returning(Bundle.sha256)
         is_new = session.execute(row).one_or_none() is not None

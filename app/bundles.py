@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from app.core.signature import Signature, of_class
 from app.errors import BadInput
 
 MAX_FILES = 2000
@@ -37,12 +38,15 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """`unparsed` are the .py files that Python cannot read, with the reason."""
+    """`unparsed` are the .py files that Python cannot read, with the reason; `signatures` what a
+    job's class can be made with, as far as that can be seen.
+    """
 
     files: int
     unpacked_bytes: int
     entry_points: dict[str, str]
     unparsed: dict[str, str]
+    signatures: dict[str, Signature]
 
 
 def inspect(path: Path) -> Contents:
@@ -63,12 +67,13 @@ def inspect(path: Path) -> Contents:
             raise _refused("", f"this archive cannot be read: {error}", "archive") from error
     if not look.files:
         raise _refused("", "there is no file in it", "empty")
-    entry_points, unparsed = _entry_points(look.sources)
+    entry_points, unparsed, signatures = _entry_points(look.sources)
     return Contents(
         files=len(look.files),
         unpacked_bytes=look.unpacked_bytes,
         entry_points=entry_points,
         unparsed=unparsed,
+        signatures=signatures,
     )
 
 
@@ -231,9 +236,12 @@ class _Outline:
     steps: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
     derived: list[tuple[str, str]] = field(default_factory=list)
+    signatures: dict[str, Signature] = field(default_factory=dict)
 
 
-def _entry_points(sources: dict[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
+def _entry_points(
+    sources: dict[str, bytes],
+) -> tuple[dict[str, str], dict[str, str], dict[str, Signature]]:
     outlines, unparsed, left = [], {}, MAX_SOURCES_BYTES
     for name in sorted(sources, key=lambda name: (name.count("/"), name)):
         module = _module_name(name)
@@ -241,12 +249,13 @@ def _entry_points(sources: dict[str, bytes]) -> tuple[dict[str, str], dict[str, 
         if module is None or left < 0:
             continue
         try:
-            outlines.append(_outline(module, sources[name], package=name.endswith("__init__.py")))
+            outlines.append(_outline(module, sources[name], file=name))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             unparsed[name] = f"{type(error).__name__}: {error}"
     found = {name: "class" for name in _with_step(outlines)}
     found |= {name: "function" for outline in outlines for name in outline.functions}
-    return dict(sorted(found.items())), unparsed
+    seen = {name: told for outline in outlines for name, told in outline.signatures.items()}
+    return dict(sorted(found.items())), unparsed, seen
 
 
 def _module_name(path: str) -> str | None:
@@ -256,7 +265,8 @@ def _module_name(path: str) -> str | None:
     return ".".join(parts) if all(part.isidentifier() for part in parts) else None
 
 
-def _outline(module: str, source: bytes, *, package: bool) -> _Outline:
+def _outline(module: str, source: bytes, *, file: str) -> _Outline:
+    package = file.endswith("__init__.py")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an odd escape in a tenant's string is not our warning
         tree = ast.parse(source)
@@ -270,13 +280,26 @@ def _outline(module: str, source: bytes, *, package: bool) -> _Outline:
         elif isinstance(node, ast.FunctionDef):
             outline.functions.add(f"{module}:{node.name}")
         elif isinstance(node, ast.ClassDef):
-            known[node.name] = name = f"{module}:{node.name}"
-            outline.classes.add(name)
-            if any(isinstance(part, ast.FunctionDef) and part.name == "step" for part in node.body):
-                outline.steps.add(name)
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-            outline.derived += [(known[base], name) for base in bases if base in known]
+            known[node.name] = f"{module}:{node.name}"
+            _add_class(outline, node, known, file)
+        elif not isinstance(node, ast.Import | ast.Expr):
+            # Whatever else stands at the top may give a class another meaning.
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    outline.signatures.pop(f"{module}:{part.id}", None)
     return outline
+
+
+def _add_class(outline: _Outline, node: ast.ClassDef, known: dict[str, str], file: str) -> None:
+    name = known[node.name]
+    outline.classes.add(name)
+    outline.signatures.pop(name, None)
+    if (signature := of_class(node, file)) is not None:
+        outline.signatures[name] = signature
+    if any(isinstance(part, ast.FunctionDef) and part.name == "step" for part in node.body):
+        outline.steps.add(name)
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    outline.derived += [(known[base], name) for base in bases if base in known]
 
 
 def _imported(module: str, node: ast.ImportFrom, *, package: bool) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
@@ -27,7 +28,7 @@ from sqlalchemy.orm import Session
 from app import datablocks, graphs, outbox, span, tree, webhooks
 from app.changes import changes
 from app.core import descriptor as descriptors
-from app.core import graph, webhook
+from app.core import graph, signature, webhook
 from app.core.descriptor import (
     TIERS,
     BadDescriptor,
@@ -38,6 +39,7 @@ from app.core.descriptor import (
     escaped,
 )
 from app.core.messages import JSON
+from app.core.signature import Signature
 from app.core.webhook import networks
 from app.db import after_commit
 from app.errors import AppError, BadInput, KeyReused, QueueFull, Unsatisfiable
@@ -45,6 +47,7 @@ from app.graphs import Sent
 from app.models import Checkpoint, Datablock, Idempotency, Task, Tenant
 from app.settings import settings
 
+LISTED = 10  # entry points that a message names
 _SORT_OF = {"job": "class", "function": "function"}
 
 
@@ -78,13 +81,15 @@ class Ground:
     """What the database knows of a request before it is read; `now` is when its transaction began.
 
     `path`: its tenant and all above it.  `entry_points`: of its bundle, None if the tenant has no
-    such bundle.  `offers`: what there is of each device kind, whether up at this moment or not.
-    `is_first`: nobody came with its Idempotency-Key before, or it has none.
+    such bundle; `signatures`: of the classes in it.  `offers`: what there is of each device kind,
+    whether up at this moment or not.  `is_first`: nobody came with its Idempotency-Key before, or
+    it has none.
     """
 
     now: datetime
     path: Sequence[tree.OnPath]
     entry_points: Mapping[str, str] | None
+    signatures: Mapping[str, JSON]
     offers: Mapping[str, graph.Offer]
     is_first: bool
 
@@ -106,6 +111,7 @@ _GROUND = text(
     select now(),
         (select json_agg(json_build_array(id, name, tier, max_queued) order by up) from way),
         (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
+        (select signatures from bundles where tenant_id = :id and sha256 = :bundle),
         (select json_agg(json_build_array(kind, island, host, memory_bytes, devices)) from alike),
         cast(:key as text) is null or exists (select from once)
     """
@@ -123,11 +129,12 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
         "body_sha256": once.body_sha256 if once.key is not None else None,
         "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
     }
-    now, path, entry_points, alike, is_first = session.execute(_GROUND, given).one()
+    now, path, entry_points, signatures, alike, is_first = session.execute(_GROUND, given).one()
     return Ground(
         now=now,
         path=[tree.OnPath(*row) for row in path],
         entry_points=entry_points,
+        signatures=signatures or {},
         offers=_offers(alike or ()),
         is_first=is_first,
     )
@@ -185,6 +192,7 @@ def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Check
         descriptor = replace(descriptor, tier=_lower(descriptor.tier, _best_tier(ground.path)))
     sent, faults = graphs.of_tasks(session, owner.tenant_id, descriptor)
     faults += [*graph.check(descriptor), *_entry_faults(descriptor, ground.entry_points, sent)]
+    faults += _params_faults(descriptor, ground.signatures)
     begun = _begun(session, owner, descriptor)
     descriptor, more = _continued(session, descriptor, begun)
     descriptor, taken, unknown = _taken(session, owner, descriptor)
@@ -260,13 +268,31 @@ def _entry_fault(n: int, task: TaskDescriptor, entry_points: Mapping[str, str]) 
     if sort is not None:
         told = f"{task.run.entry} is a {sort}, and a {task.run.kind} must be a {wanted}"
         return Fault(pointer, told, "unknown-entry-point")
-    told = f"the bundle has no {wanted} {task.run.entry}; it has: {_listed(entry_points, wanted)}"
+    told = f"the bundle has no {wanted} {task.run.entry}; it has: "
+    told += _listed(entry_points, wanted, task.run.entry)
     return Fault(pointer, told, "unknown-entry-point")
 
 
-def _listed(entry_points: Mapping[str, str], wanted: str) -> str:
+def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> Iterator[Fault]:
+    """Parameters that the class of a new job does not take, or lacks."""
+    for n, task in enumerate(descriptor.tasks):
+        found = signatures.get(task.run.entry)
+        if found is None or task.run.kind != "job" or task.from_checkpoint is not None:
+            continue
+        known = Signature(**{**found, "takes": tuple(found["takes"])})
+        for word, told in signature.faults(task.run.entry, known, task.params):
+            pointer = f"/tasks/{n}/params/{escaped(word)}" if word else f"/tasks/{n}/params"
+            yield Fault(pointer, told, "parameter")
+
+
+def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> str:
+    """The ten most like `named`, and how many more there are."""
     there = sorted(name for name, sort in entry_points.items() if sort == wanted)
-    return ", ".join(there[:10]) or "none (a job is a top-level class with a step method)"
+    if not there:
+        return "none (a job is a top-level class with a step method)"
+    close = get_close_matches(named, there, LISTED, 0.0) if len(there) > LISTED else there
+    more = len(there) - len(close)
+    return ", ".join(close) + (f" and {more} more" if more else "")
 
 
 def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:

@@ -279,7 +279,8 @@ class Bundle(Base):
     """Code that a tenant uploaded; the bytes lie in the store under their hash, once for all.
 
     `entry_points` are the top-level classes and functions found without running the code:
-    {"module:Name": "class" | "function"}.
+    {"module:Name": "class" | "function"}, and `signatures` what classes can be made with
+    (`core.signature`), as far as that can be seen.
     """
 
     __tablename__ = "bundles"
@@ -287,6 +288,7 @@ class Bundle(Base):
     sha256: Mapped[str] = mapped_column(primary_key=True)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     entry_points: Mapped[dict[str, Any]] = _json()
+    signatures: Mapped[dict[str, Any]] = _json()
     created_at: Mapped[datetime] = _now()
 
 

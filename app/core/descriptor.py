@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -23,6 +23,7 @@ JSON = dict[str, Any]
 TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 ONE_DEVICE = ("function", "command")  # of these ranks stay where they are, if nothing else is said
 
 MAX_TASKS = 1000
@@ -297,10 +298,27 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
     if len(argv) > MAX_WORDS or size > MAX_COMMAND_BYTES:
         told = f"{len(argv)} words of {size} bytes; at most {MAX_WORDS} of {MAX_COMMAND_BYTES}"
         fields.fault("run/command", f"{told}: put data into a file of the bundle", "range")
+    if task.world_size > 1 and (launcher := _launcher(argv)):
+        told = (
+            f"{launcher} would start the ranks a second time: each rank is started here as torchrun"
+            " would start it, so name the script itself, as in [python, train.py]"
+        )
+        fields.fault("run/command", told, "launcher")
     size = len(json.dumps(dict(task.params)).encode())
     if size > MAX_COMMAND_BYTES:
         told = f"{size} bytes; a command takes {MAX_COMMAND_BYTES} (ROUNDHOUSE_PARAMS)"
         fields.fault("params", f"{told}: put data into a file of the bundle", "range")
+
+
+def _launcher(argv: Sequence[str]) -> str:
+    """The program that starts ranks, if the command is one; else ""."""
+    program = argv[0].rpartition("/")[2] if argv else ""
+    if program == "torchrun":
+        return program
+    if program.startswith("python") and "-m" in argv[1:-1]:
+        module = argv[argv.index("-m") + 1]
+        return module if module in _LAUNCHERS else ""
+    return ""
 
 
 def _params(fields: Fields) -> JSON:

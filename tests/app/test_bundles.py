@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import tarfile
+import zipfile
 
 import pytest
 
@@ -198,3 +199,36 @@ class TestEntryPoints:
     def test_a_ring_of_bases_is_no_job(self, inspect):
         ring = "from b import B\nclass A(B): ...\n", "from a import A\nclass B(A): ...\n"
         assert inspect(zipped(a=ring[0], b=ring[1])).entry_points == {}
+
+
+SIGNED = """
+import functools
+
+class Plain:
+    def __init__(self, ctx, *, lr=0.1, steps): ...
+    def step(self, ctx): ...
+
+class Open:
+    def __init__(self, ctx, **more): ...
+    def step(self, ctx): ...
+
+class Inherits(Plain): ...
+
+@functools.cache
+class Decorated(Plain):
+    def __init__(self, ctx): ...
+
+class Rebound(Plain):
+    def __init__(self, ctx): ...
+
+Rebound = functools.partial(Rebound)
+"""
+
+
+def test_what_a_class_can_be_made_with_is_read_only_where_it_is_certain(tmp_path):
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.writestr("jobs/train.py", SIGNED)
+    found = bundles.inspect(tmp_path / "b.zip").signatures
+    assert {name: (told.takes, told.needs, told.place) for name, told in found.items()} == {
+        "jobs.train:Plain": (("lr", "steps"), ("steps",), "jobs/train.py, line 5")
+    }

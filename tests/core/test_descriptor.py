@@ -27,6 +27,27 @@ from app.core.descriptor import (
 
 BUNDLE = "sha256:" + "0a" * 32
 
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["torchrun", "--nproc-per-node", "2", "ddp.py"],
+        ["/usr/bin/torchrun", "ddp.py"],
+        ["python", "-m", "torch.distributed.run", "ddp.py"],
+    ],
+)
+def test_a_launcher_of_ranks_is_refused_where_ranks_are_started_anyhow(argv: list[str]) -> None:
+    task = {"name": "ddp", "run": {"command": argv}, "world_size": 2}
+    with pytest.raises(BadDescriptor) as refused:
+        parse({"bundle": BUNDLE, "tasks": [task]})
+    [fault] = refused.value.faults
+    assert fault.pointer == "/tasks/0/run/command"
+    assert "name the script itself, as in [python, train.py]" in fault.detail
+    parse({"bundle": BUNDLE, "tasks": [{**task, "world_size": 1}]})
+    script = {**task, "run": {"command": ["python", "-m", "train"]}}
+    parse({"bundle": BUNDLE, "tasks": [script]})
+
+
 #: The descriptor of DESIGN section 6.
 SWEEP: dict[str, Any] = {
     "name": "sweep-7",

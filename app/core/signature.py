@@ -1,0 +1,69 @@
+"""What a class or function of a bundle can be called with, read from its source without running it.
+
+Only what is certain counts: a class whose `__init__` cannot be seen, or one with `**kwargs`, takes
+anything.  `app.intake` refuses parameters that would fail at the start.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """Keywords behind `ctx`: all that it `takes`, and those without a default, which it `needs`.
+
+    `place` is the file and line, for a message.
+    """
+
+    takes: tuple[str, ...]
+    needs: tuple[str, ...]
+    place: str
+
+
+def of_function(node: ast.FunctionDef, file: str, *, first: int) -> Signature | None:
+    """`first` is how many arguments come before the keywords; None if it may take anything."""
+    args = node.args
+    known = args.kwarg is None and args.vararg is None and not node.decorator_list
+    if not known or len(args.posonlyargs) > first:
+        return None
+    plain = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+    without = len(plain) - len(args.defaults)
+    keywords = [arg.arg for arg in args.kwonlyargs]
+    return Signature(
+        takes=(*plain[first:], *keywords),
+        needs=(
+            *plain[first:without],
+            *(
+                word
+                for word, default in zip(keywords, args.kw_defaults, strict=True)
+                if default is None
+            ),
+        ),
+        place=f"{file}, line {node.lineno}",
+    )
+
+
+def of_class(node: ast.ClassDef, file: str) -> Signature | None:
+    """Of the class's own `__init__`; None if it has none, or if something else may call it."""
+    own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+    if node.decorator_list or node.keywords or "__init__" not in own or "__new__" in own:
+        return None
+    return of_function(own["__init__"], file, first=2)
+
+
+def faults(
+    entry: str, signature: Signature, given: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    """(the parameter, or "", and what is wrong) of a job that is made with these parameters."""
+    takes = ", ".join(signature.takes) or "no parameters"
+    for word in given.keys() - set(signature.takes):
+        close = get_close_matches(word, signature.takes, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        yield word, f"{entry} takes no {word!r}, but {takes} ({signature.place}){hint}"
+    for word in signature.needs:
+        if word not in given:
+            yield "", f"{entry} needs the parameter {word!r} ({signature.place})"
