@@ -41,7 +41,13 @@ _BODY = {
     "description": "a zip, tar or tar.gz",
     "content": {
         kind: {"schema": {"type": "string", "format": "binary"}}
-        for kind in ("application/zip", "application/x-tar", "application/gzip")
+        # The first is what generators of clients know to send; the bytes say which archive it is.
+        for kind in (
+            "application/octet-stream",
+            "application/zip",
+            "application/x-tar",
+            "application/gzip",
+        )
     },
 }
 

@@ -53,11 +53,17 @@ def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[st
     }
 
 
+def _ref(name: str) -> dict[str, Any]:
+    """A schema of COMPONENTS: named once, a generated client has one class for it."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
 def _or_null(shown: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" in shown or "enum" in shown:
+        return {"anyOf": [shown, {"type": "null"}]}
     if "anyOf" in shown:
         return {**shown, "anyOf": [*shown["anyOf"], {"type": "null"}]}
-    nullable = {**shown, "type": [shown["type"], "null"]}
-    return {**nullable, "enum": [*shown["enum"], None]} if "enum" in shown else nullable
+    return {**shown, "type": [shown["type"], "null"]}
 
 
 def _texts(description: str) -> dict[str, Any]:
@@ -101,7 +107,7 @@ _TENSOR = _object(
 )
 _TENSORS = {
     "type": "object",
-    "additionalProperties": _TENSOR,
+    "additionalProperties": _ref("GraphTensor"),
     "description": "what is declared of ports, and checked; of a node that maps: of one item",
 }
 _NODE = _object(
@@ -139,7 +145,7 @@ _NODE = _object(
 _GRAPH = {
     **_object(
         {
-            "nodes": {"type": "array", "items": _NODE, "minItems": 1},
+            "nodes": {"type": "array", "items": _ref("GraphNode"), "minItems": 1},
             "outputs": {
                 "type": "object",
                 "additionalProperties": _SOURCE,
@@ -170,7 +176,7 @@ _TASK = _object(
                         " was kept last (`checkpoint.every_s`, at pauses and drains)"
                     ),
                     "graph": {
-                        "anyOf": [{"type": "string"}, _GRAPH],
+                        "anyOf": [{"type": "string"}, _ref("Graph")],
                         "description": 'many small functions: a graph, or "sha256:…" of one sent'
                         " before; its ports are the task's inputs and outputs",
                     },
@@ -262,7 +268,7 @@ SCHEMA = {
                 "description": "default: standard, or the best below it that the tenant may have",
             },
             "priority": _whole("-100 to 100, within the tenant", 0),
-            "tasks": {"type": "array", "items": _TASK, "minItems": 1},
+            "tasks": {"type": "array", "items": _ref("DescriptorTask"), "minItems": 1},
             "bundle": {"type": "string", "description": "sha256:…, uploaded before"},
             "labels": {"type": "object", "additionalProperties": {"type": "string"}},
             "notify": _object(
@@ -281,5 +287,14 @@ SCHEMA = {
     "examples": [EXAMPLE],
 }
 
-DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(SCHEMA), Body()]
-GraphIn = Annotated[dict[str, Any], WithJsonSchema(_GRAPH), Body()]
+#: `app.api.openapi` puts these into the document, where bodies refer to them.
+COMPONENTS = {
+    "Descriptor": SCHEMA,
+    "DescriptorTask": _TASK,
+    "Graph": _GRAPH,
+    "GraphNode": _NODE,
+    "GraphTensor": _TENSOR,
+}
+
+DescriptorIn = Annotated[dict[str, Any], WithJsonSchema(_ref("Descriptor")), Body()]
+GraphIn = Annotated[dict[str, Any], WithJsonSchema(_ref("Graph")), Body()]

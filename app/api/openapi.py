@@ -7,11 +7,13 @@ names, unless the part has one of its own.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
+from app.api.descriptor_schema import COMPONENTS
 from app.api.schemas import Problem
 
 JSON = dict[str, Any]
@@ -35,6 +37,7 @@ def completed(document: JSON) -> JSON:
     """The document with all that is missing; it is changed in place."""
     schemas = document["components"]["schemas"]
     _add_problem(schemas)
+    schemas.update(deepcopy(COMPONENTS))
     _put_nulls_back(document)
     for name, schema in schemas.items():
         if name.startswith("Page_") and (item := _example(schemas, _items(schema))) is not None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from fastapi import Header, Query, Response
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, WithJsonSchema
 from sqlalchemy import bindparam, func, select
 from sqlalchemy.orm import Session
 
@@ -165,6 +165,10 @@ def list_requests(
     phase: AskedPhases = None,
     label: Annotated[list[str] | None, Query(description="NAME:VALUE; all must fit")] = None,
     name: Annotated[str | None, Query(description="exactly this name")] = None,
+    id_ends: Annotated[
+        str | None,
+        Query(pattern="^[0-9a-f]{8,32}$", description="the last 8 digits of its id, or more"),
+    ] = None,
     tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
     submitted_after: Time = None,
 ) -> dict[str, Any]:
@@ -178,6 +182,8 @@ def list_requests(
         query = query.where(Request.labels.contains(_label(item)))
     if name is not None:
         query = query.where(Request.name == name)
+    if id_ends is not None:
+        query = query.where(Request.id.like(f"%{id_ends}"))
     if tenant_id is not None:
         query = query.where(Request.tenant_id == tenant_id)
     if submitted_after is not None:
@@ -193,21 +199,23 @@ def _label(item: str) -> dict[str, str]:
     return {name: value}
 
 
-_SECONDS = r"^\d{1,3}(\.\d+)?s?$"
+_SECONDS = r"^\d{1,9}(\.\d{1,9})?s?$"
 
 
-def _wait_s(text: Any) -> Any:
-    if isinstance(text, str):
-        if not re.fullmatch(_SECONDS, text, re.ASCII):
-            raise ValueError(f"give seconds, such as 30s, at most {LONGEST_WAIT_S:g}s")
-        return min(float(text.removesuffix("s")), LONGEST_WAIT_S)
+def _wait(text: str) -> str:
+    if not re.fullmatch(_SECONDS, text, re.ASCII):
+        raise ValueError(f"give seconds, such as 30s; more than {LONGEST_WAIT_S:g}s counts as that")
     return text
 
 
 Wait = Annotated[
-    float,
-    BeforeValidator(_wait_s, json_schema_input_type=Annotated[str, Field(pattern=_SECONDS)]),
-    Query(description=f"wait so long for a change, such as `30s`; at most {LONGEST_WAIT_S:g}s"),
+    str,
+    AfterValidator(_wait),
+    WithJsonSchema({"type": "string", "pattern": _SECONDS}),
+    Query(
+        description="wait so long for a change, such as `30s`;"
+        f" more than {LONGEST_WAIT_S:g}s counts as {LONGEST_WAIT_S:g}s"
+    ),
 ]
 
 
@@ -217,11 +225,11 @@ Wait = Annotated[
     summary="Show a request and its tasks",
     responses=declared(404),
 )
-async def get_request(id: str, caller: Authed, session: Db, wait: Wait = 0.0) -> dict[str, Any]:
+async def get_request(id: str, caller: Authed, session: Db, wait: Wait = "0s") -> dict[str, Any]:
     """With `wait`, answers when the request or one of its tasks changes its state, or has ended."""
     with changes.subscribe(id) as news:
         seen = await in_thread(caller.tenant_id, _read_and_let_go, session, caller, id)
-        shown, until_s = seen, asyncio.get_running_loop().time() + wait
+        shown, until_s = seen, asyncio.get_running_loop().time() + _seconds(wait)
         while _same(seen, shown) and seen["state"] not in ENDED and not changes.closing:
             left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
@@ -229,6 +237,10 @@ async def get_request(id: str, caller: Authed, session: Db, wait: Wait = 0.0) ->
             await news.wait(min(left_s, 15.0))
             shown = await in_thread(caller.tenant_id, _read_again, caller, id)
     return shown
+
+
+def _seconds(wait: str) -> float:
+    return min(float(wait.removesuffix("s")), LONGEST_WAIT_S)
 
 
 def _read_and_let_go(session: Session, caller: Caller, id: str) -> dict[str, Any]:

@@ -307,9 +307,11 @@ def test_a_bad_state_is_told_with_the_plain_words_there_are(red):
         assert words in found["detail"]
 
 
-def test_a_wait_that_is_too_long_is_told_the_longest(red, submitted):
-    answer = red.get(f"/v1/requests/{submitted['id']}?wait=1000")
-    assert "at most 60s" in problem(answer, 422, UNFIT, "?wait")["detail"]
+def test_a_wait_that_is_no_number_of_seconds_is_told_what_is_one(red, submitted):
+    for wait in ("soon", "-1s", "1e3", "nan"):
+        answer = red.get(f"/v1/requests/{submitted['id']}?wait={wait}")
+        told = problem(answer, 422, UNFIT, "?wait")["detail"]
+        assert "such as 30s; more than 60s counts as that" in told
 
 
 def test_a_bad_last_event_id_is_named_as_that_header(red, submitted):

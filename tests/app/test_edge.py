@@ -157,6 +157,8 @@ def _named(path):
     for key in path:
         schema = schema["properties"][key]
         schema = schema.get("items", schema)
+        if "$ref" in schema:
+            schema = descriptor_schema.COMPONENTS[schema["$ref"].rpartition("/")[2]]
     return set(schema["properties"])
 
 

@@ -84,8 +84,36 @@ class TestOperations:
             content = operation.get("requestBody", {}).get("content", {})
             assert ("415" in operation["responses"]) == ("application/json" in content), name
 
+    def test_a_bundle_can_be_sent_by_a_generated_client(self, operations):
+        """Generators know application/octet-stream, and none of the types of archives."""
+        content = operations["PUT /v1/bundles/{sha256}"]["requestBody"]["content"]
+        assert next(iter(content)) == "application/octet-stream"
+
+    def test_the_schema_of_a_graph_is_written_once(self, document):
+        nodes = [path for path, schema in _schemas(document) if "inout" in schema]
+        assert nodes == ["/components/schemas/GraphNode/properties"]
+
+    def test_a_default_fits_its_schema(self, document):
+        for path, schema in _schemas(document):
+            if "default" in schema and "$ref" not in schema:
+                check = jsonschema_rs.validator_for(
+                    {**schema, "components": document["components"]}
+                )
+                assert check.is_valid(schema["default"]), path
+
     def test_fastapis_own_errors_are_not_in_it(self, document):
         assert "HTTPValidationError" not in json.dumps(document)
+
+
+def _schemas(value, path=""):
+    """Everything in the document that is an object, with the path to it."""
+    if isinstance(value, dict):
+        yield path, value
+        for name, inner in value.items():
+            yield from _schemas(inner, f"{path}/{name}")
+    elif isinstance(value, list):
+        for n, inner in enumerate(value):
+            yield from _schemas(inner, f"{path}/{n}")
 
 
 class TestExamples:

@@ -223,6 +223,12 @@ class TestIdempotencyKey:
         assert "idempotency-replayed" not in first.headers
         assert count(session, Request) == count(session, Task) == count(session, Idempotency) == 1
 
+    def test_the_first_answer_is_given_again_however_it_stands_by_then(self, red, session):
+        first = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        red.post(f"/v1/requests/{first.json()['id']}/hold")
+        again = red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
+        assert again.json() == first.json()
+
     def test_the_same_key_with_another_body_is_refused(self, red, rows):
         red.post("/v1/requests", json=descriptor(), headers=self.HEADERS)
         before = rows()
