@@ -1,8 +1,9 @@
-"""What lies on this machine becomes what is sent: a folder a bundle, a file a descriptor.
+"""A folder of code becomes a bundle, the zip that is sent to the service.
 
 The same files always make the same bytes, so that the service, which knows bundles by their
 SHA-256, is sent each only once: names are sorted, and times and owners left out.  Nothing is
-guessed: a link out of the folder or a doubled key in a descriptor is an error that says where.
+guessed: a link that leads out of the folder is an error that names the link.  A file that may hold
+a secret, such as `.env`, stays here unless the ignore file asks for it.
 
 Nothing is sent from here; `app.client` does that.
 """
@@ -11,18 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
-import math
 import os
-import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 IGNORE_FILE = ".roundhouseignore"
 IGNORED = (
@@ -40,8 +35,25 @@ IGNORED = (
     ".DS_Store",
     IGNORE_FILE,
 )
-#: What a folder may call its descriptor, the first found is read.
-DESCRIPTOR_NAMES = ("roundhouse.yaml", "roundhouse.yml", "roundhouse.json")
+#: Names of files and folders that usually hold secrets.
+SECRET = (
+    ".env",
+    ".env.*",
+    ".netrc",
+    ".pypirc",
+    ".git-credentials",
+    ".aws",
+    ".ssh",
+    ".kaggle",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "id_rsa",
+    "id_dsa",
+    "id_ecdsa",
+    "id_ed25519",
+)
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip knows
 
@@ -55,22 +67,26 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """`files` are (name in the zip, size in bytes as it lies on disk)."""
+    """`files` are (name in the zip, size in bytes as it lies on disk); `withheld` names what was
+    left out because it may hold a secret.
+    """
 
     folder: Path
     body: bytes
     sha256: str
     files: tuple[tuple[str, int], ...]
+    withheld: tuple[str, ...] = ()
 
     def biggest(self, count: int = 5) -> list[tuple[str, int]]:
         return sorted(self.files, key=lambda file: -file[1])[:count]
 
 
 def bundle_folder(folder: Path) -> Bundle:
-    """All of the folder but what is ignored, as a zip; raises Unreadable."""
+    """All of the folder but what is ignored or may be secret, as a zip; raises Unreadable."""
     if not folder.is_dir():
         raise Unreadable(f"{folder}: no such folder, so there is no code to send")
-    files = sorted(_files(folder, _patterns(folder)))
+    withheld: list[str] = []
+    files = sorted(_files(folder, _Wanted.of(folder), withheld))
     if not files:
         raise Unreadable(f"{folder}: nothing in it to send (everything is ignored?)")
     body = _zip(folder, files)
@@ -79,6 +95,7 @@ def bundle_folder(folder: Path) -> Bundle:
         body=body,
         sha256=hashlib.sha256(body).hexdigest(),
         files=tuple((name, (folder / name).stat().st_size) for name in files),
+        withheld=tuple(sorted(withheld)),
     )
 
 
@@ -92,27 +109,50 @@ def bundle_file(path: Path) -> Bundle:
     return Bundle(folder=path, body=body, sha256=digest, files=((path.name, len(body)),))
 
 
-def _patterns(folder: Path) -> tuple[str, ...]:
-    path = folder / IGNORE_FILE
-    if not path.exists():
-        return IGNORED
-    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return IGNORED + tuple(line for line in lines if line and not line.startswith("#"))
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Patterns: what is never sent, and what is sent although a built-in pattern fits it."""
+
+    ignored: tuple[str, ...]
+    named: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> _Wanted:
+        path = folder / IGNORE_FILE
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = [line.strip() for line in text.splitlines()]
+        said = [line for line in lines if line and not line.startswith("#")]
+        named = tuple(line[1:] for line in said if line.startswith("!"))
+        return cls(tuple(line for line in said if not line.startswith("!")), named)
+
+    def ignores(self, path: Path) -> bool:
+        built_in = _fits(path, IGNORED) and not _fits(path, self.named)
+        return built_in or _fits(path, self.ignored)
+
+    def withholds(self, path: Path) -> bool:
+        return _fits(path, SECRET) and not _fits(path, self.named)
 
 
-def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:
+def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
+    """The names of what is sent; adds to `withheld` what may be secret."""
     root = folder.resolve()
     for here, folders, names in os.walk(folder):
         inside = Path(here).relative_to(folder)
-        folders[:] = [n for n in folders if not _ignored(inside / n, patterns)]
-        links = [n for n in folders if (Path(here) / n).is_symlink()]
+        kept = [name for name in folders if not wanted.ignores(inside / name)]
+        secret = {name for name in [*kept, *names] if wanted.withholds(inside / name)}
+        folders[:] = [name for name in kept if name not in secret]
+        links = [name for name in folders if (Path(here) / name).is_symlink()]
         for name in [*links, *names]:
-            if not _ignored(inside / name, patterns):
-                _must_lie_inside(Path(here) / name, root)
-                yield (inside / name).as_posix()
+            if wanted.ignores(inside / name) or name in secret:
+                continue
+            _must_lie_inside(Path(here) / name, root)
+            yield (inside / name).as_posix()
+        withheld += [
+            (inside / name).as_posix() for name in secret if not wanted.ignores(inside / name)
+        ]
 
 
-def _ignored(path: Path, patterns: tuple[str, ...]) -> bool:
+def _fits(path: Path, patterns: tuple[str, ...]) -> bool:
     """A pattern with a slash means a path from the top; one without means a name anywhere."""
     for pattern in patterns:
         bare = pattern.strip("/")
@@ -146,92 +186,3 @@ def _zip(folder: Path, names: list[str]) -> bytes:
             ) << 16
             archive.writestr(entry, (folder / name).read_bytes())
     return out.getvalue()
-
-
-# --- a file becomes a descriptor ------------------------------------------------------------------
-
-
-def read_descriptor(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file, or in the descriptor of a folder; raises Unreadable."""
-    if path.is_dir():
-        path = _descriptor_in(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Unreadable(f"{path}: cannot be read: {error}") from error
-    try:
-        found = yaml.load(text, _Loader)
-        json.dumps(found)  # tags and anchors can say what JSON cannot
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise Unreadable(f"{path}: not YAML or JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise Unreadable(f"{path}: a descriptor is a mapping, this is a {type(found).__name__}")
-    return found
-
-
-def parse_param(text: str) -> tuple[str, Any]:
-    """`lr=1e-3` is ("lr", 0.001); what is not JSON is a string.  Raises ValueError."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ValueError(f"{text!r} is not name=value")
-    try:
-        return name, json.loads(value, parse_constant=_no_json)
-    except ValueError:
-        return name, value
-
-
-def _no_json(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
-
-
-def _descriptor_in(folder: Path) -> Path:
-    for name in DESCRIPTOR_NAMES:
-        if (folder / name).exists():
-            return folder / name
-    raise Unreadable(
-        f"{folder}: holds no {DESCRIPTOR_NAMES[0]}, which says what to run. Write one, or say it:\n"
-        f"  roundhouse submit {folder} --job module:Class\n"
-        f"  roundhouse submit {folder} -- python script.py"
-    )
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain words, which are JSON's: `8e9` is a number, `on` a word, a date a string."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _wrong(key, "a name is wanted here")
-            if key.value in seen:
-                raise _wrong(key, f"{key.value!r} is here twice")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _wrong(node: yaml.Node, what: str) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
-
-
-def _int(_: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value)
-
-
-def _float(_: _Loader, node: yaml.ScalarNode) -> float:
-    if math.isinf(number := float(node.value)):
-        raise _wrong(node, f"{node.value} is more than a number can hold")
-    return number
-
-
-_WORDS = {
-    "null": (r"(?:~|null|)$", ["~", "n", ""]),
-    "bool": (r"(?:true|false)$", ["t", "f"]),
-    "int": (r"[-+]?[0-9]+$", list("-+0123456789")),
-    "float": (r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$", list("-+.0123456789")),
-}
-for _name, (_pattern, _first) in _WORDS.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
-_Loader.add_constructor("tag:yaml.org,2002:int", _int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _float)

@@ -1,8 +1,8 @@
 """The `roundhouse` command: a few verbs over `app.client`.
 
 What was asked for goes to stdout, as a table, JSON or YAML; everything else (what is being done,
-what went wrong and what to do about it) goes to stderr.  Nothing here ends in a traceback.  Exit
-codes are stable:
+what went wrong and what to do about it) goes to stderr.  Nothing here ends in a traceback.  What
+only some verbs need is imported by them, so that a call is quick.  Exit codes are stable:
 
     0 ok · 1 the job failed · 2 usage · 3 no access · 4 refused · 5 not found · 6 no answer
     130 interrupted
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -23,22 +24,23 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.live import Live
 from rich.text import Text
-from typer.core import TyperGroup
+from typer._click.exceptions import NoSuchOption
+from typer.core import TyperCommand, TyperGroup
 
-from app import login, simulating, telling
-from app.bundling import Bundle, Unreadable, bundle_file, bundle_folder, parse_param
-from app.bundling import read_descriptor as read
+from app import login, telling
+from app.bundling import Bundle, Unreadable, bundle_file, bundle_folder
 from app.client import JSON, Client, Damaged, Problem, Unreachable
-from app.settings import settings
-from app.signing import Signer
-from app.terminal import Output, err, facts, out, show, show_line, table
+from app.terminal import Output, err, facts, out, short, show, show_line, table
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
 INTERRUPTED = 130
 HERE, WORK, DATA = "The service, and you", "Work", "Data"  # under which `--help` lists the verbs
 SHARES, ADMIN = "Shares and devices", "Administration"
+SIMULATE = "simulate"
+NOTHING = "Not found"
+STARTED = "starting,running,paused,preempted"
+LIVE = f"queued,{STARTED}"
 SILENT_S = 5.0  # so long no event comes before a watcher is told why
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,10 @@ log = logging.getLogger(__name__)
 
 class _Verbs(TyperGroup):
     """Whatever a verb raises is told in words, with the exit code that belongs to it."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        return _simulate() if found is not None and cmd_name == SIMULATE else found
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,6 +68,15 @@ class _Verbs(TyperGroup):
             _fail(USAGE, Text(str(error)))
         except KeyboardInterrupt:
             _fail(INTERRUPTED, Text("Interrupted here; what was submitted goes on."))
+
+
+def _simulate() -> Any:
+    """The real verb: with it comes the scheduler, which is slow to import."""
+    from app import simulating
+
+    real = typer.Typer()
+    real.command(SIMULATE, rich_help_panel=SHARES)(simulating.simulate)
+    return typer.main.get_command(real)
 
 
 def exit_code(problem: Problem) -> int:
@@ -107,8 +122,9 @@ As = Annotated[
     typer.Option("--as", envvar="ROUNDHOUSE_AS", help="TENANT[:ROLE] among the keys of `make up`"),
 ]
 Format = Annotated[Output, typer.Option("--output", "-o", help="how to print it")]
-Which = Annotated[str, typer.Argument(metavar="ID", help="of a request or task, or a name")]
-Several = Annotated[list[str], typer.Argument(metavar="ID...", help="of requests or tasks")]
+WHICH = "a request's name, NAME/TASK for one of its tasks, or an id (its last 8 characters do)"
+Which = Annotated[str, typer.Argument(metavar="NAME", help=WHICH)]
+Several = Annotated[list[str], typer.Argument(metavar="NAME...", help=WHICH)]
 
 
 @app.callback()
@@ -169,16 +185,34 @@ def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
 # --- submit ---------------------------------------------------------------------------------------
 
 
-@app.command(rich_help_panel=WORK)
+class _Submit(TyperCommand):
+    """`submit`, which says where the options of a script belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except NoSuchOption as error:
+            error.message += (
+                ".  The options of a script stand behind --, as in"
+                " `roundhouse submit train.py -- --epochs 2`."
+            )
+            raise
+
+
+@app.command(cls=_Submit, rich_help_panel=WORK)
 def submit(
     ctx: typer.Context,
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE|FOLDER", help="a descriptor, or the folder of the code"),
+        typer.Argument(
+            metavar="FILE|FOLDER", help="a script, a descriptor, or the folder of the code"
+        ),
     ] = None,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- COMMAND", help="what to run in the folder: -- python x.py"),
+        typer.Argument(
+            metavar="-- WORDS", help="the script's arguments, or what to run in the folder"
+        ),
     ] = None,
     job: Annotated[str, typer.Option(help="what to run in the folder: module:Class")] = "",
     bundle: Annotated[Path | None, typer.Option(help="folder or archive of the code")] = None,
@@ -189,22 +223,26 @@ def submit(
     ranks: Annotated[
         int, typer.Option(min=1, help="of a job or command: so many share the devices it gets")
     ] = 1,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="tell events until it ends")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="print its events until it ends")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="only check it, submit nothing")] = False,
     key: Annotated[
         str, typer.Option("--idempotency-key", help="the same key never submits twice")
     ] = "",
     output: Format = Output.table,
 ) -> None:
-    """Submit work: a descriptor in YAML or JSON, or a job or command of a folder of code.
+    """Submit work: a script, a descriptor in YAML or JSON, or a job or command of a folder.
 
     \b
+    roundhouse submit train.py -- --epochs 2  (a script; its folder is sent along)
+    roundhouse submit folder -- python train.py --lr 0.1
+    roundhouse submit folder --job train:Train -p lr=0.1
     roundhouse submit request.yaml
     roundhouse submit folder                  (with a roundhouse.yaml in it)
-    roundhouse submit folder --job train:Train -p lr=0.1
-    roundhouse submit folder -- python train.py --lr 0.1
     """
-    run = _run(source, job, command or [], bundle)
+    source, command = _script(source, command or [])
+    run = _run(source, job, command, bundle)
     descriptor = _descriptor(source, run, ranks)
     if name:
         descriptor["name"] = name
@@ -234,6 +272,29 @@ def submit(
         _watch(ctx, client, request["id"], output)
 
 
+def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
+    """The folder and the command; a script becomes `python SCRIPT` in its own folder."""
+    if misplaced := [word for word in words if word in _OWN_OPTIONS]:
+        err().print(f"{misplaced[0]} stands behind --, so it goes to the script, not to submit.")
+    if source is None or source.is_dir():
+        return source, words
+    if not source.exists():
+        raise typer.BadParameter(_not_there(source, words))
+    if source.suffix != ".py":
+        return source, words
+    return source.parent, ["python", source.name, *words]
+
+
+_OWN_OPTIONS = {"--watch", "--check", "--ranks", "--idempotency-key"}
+
+
+def _not_there(source: Path, words: list[str]) -> str:
+    told = f"there is no file or folder {source}"
+    if not words:
+        return told
+    return f"{told}; to run a command, name its folder first: roundhouse submit FOLDER -- COMMAND"
+
+
 def _run(source: Path | None, job: str, command: list[str], bundle: Path | None) -> JSON | None:
     """What runs, if that is said here and not in a descriptor."""
     if job and command:
@@ -241,7 +302,10 @@ def _run(source: Path | None, job: str, command: list[str], bundle: Path | None)
     if not job and not command:
         return None
     if source is not None and not source.is_dir():
-        raise typer.BadParameter(f"with --job or a command, {source} is to be a folder of code")
+        raise typer.BadParameter(
+            f"{source} is no folder and no Python script: with --job or a command, name the folder"
+            " of the code"
+        )
     if source is not None and bundle is not None:
         raise typer.BadParameter(f"the code is either {source} or --bundle {bundle}, not both")
     return {"job": job} if job else {"command": command}
@@ -252,16 +316,20 @@ def _descriptor(source: Path | None, run: JSON | None, ranks: int) -> JSON:
         kind = "train" if "job" in run else "command"
         return {"tasks": [{"name": kind, "type": "train", "run": run, "world_size": ranks}]}
     if source is None:
-        raise typer.BadParameter("say what to submit: a descriptor, or a folder of code")
+        raise typer.BadParameter("say what to submit: a script, a descriptor, or a folder of code")
     if ranks > 1:
-        raise typer.BadParameter("a descriptor says world_size for each task; --ranks is without")
-    return read(source)
+        raise typer.BadParameter("a descriptor has world_size in each task instead of --ranks")
+    from app.descriptor_file import read_descriptor
+
+    return read_descriptor(source)
 
 
 def _set_params(descriptor: JSON, params: list[str]) -> None:
     tasks = descriptor.get("tasks")
     if not isinstance(tasks, list) or len(tasks) != 1 or not isinstance(tasks[0], dict):
         raise typer.BadParameter("--param is for a single task; write them into the file")
+    from app.descriptor_file import parse_param
+
     try:
         given = dict(parse_param(text) for text in params)
     except ValueError as error:
@@ -306,12 +374,16 @@ def ps(
     output: Format = Output.table,
 ) -> None:
     """List requests, newest first."""
-    state = None if all_ else "queued,running"
+    phase = None if all_ else LIVE
     with _client(ctx) as client:
-        page = client.get("/v1/requests", state=state, limit=limit)
-    show(page["items"], output, lambda: table(page["items"], telling.REQUESTS))
+        page = client.get("/v1/requests", phase=phase, limit=limit)
+    if page["items"] or output in (Output.json, Output.yaml):
+        show(page["items"], output, lambda: table(page["items"], telling.REQUESTS))
     if not page["items"] and not all_:
-        err().print("Nothing is queued or runs; ps -a also lists what has ended.")
+        err().print(
+            "Nothing is queued or running.  roundhouse ps -a also lists what has ended;"
+            " roundhouse submit --help shows how to submit."
+        )
     if page.get("next_cursor"):
         err().print(f"There are more than {limit}; ask for more with --limit.")
 
@@ -330,14 +402,14 @@ def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> No
 
 
 @app.command(rich_help_panel=WORK)
-def why(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+def why(ctx: typer.Context, given: Which, output: Format = Output.table) -> None:
     """Why it waits, and what would let it start."""
     with _client(ctx) as client:
-        kind, id = _resolve(client, id)
+        kind, id = _resolve(client, given)
         tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else _open_tasks(client, id)
         told = [_explain(client, task) for task in tasks]
     failed = [task for task in tasks if task["state"] == "failed"]
-    show(told, output, lambda: telling.explained(told, failed))
+    show(told, output, lambda: telling.explained(told, failed, telling.called(given)))
 
 
 def _explain(client: Client, task: JSON) -> JSON:
@@ -477,11 +549,16 @@ def outputs(
         kind, id = _resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
         given = telling.outputs(found["tasks"] if kind == "requests" else [found])
-        if to is not None:
-            _download(client, [each for each in given if each["file"]], to)
-    show(given, output, lambda: table(given, telling.OUTPUTS))
+        files = [each for each in given if each["file"]]
+        if to is not None and files:
+            _download(client, files, to)
+    if given or output in (Output.json, Output.yaml):
+        show(given, output, lambda: table(given, telling.OUTPUTS))
     if not given:
-        err().print(f"{found['name']} is {found['state']} and has given nothing.")
+        err().print(telling.no_outputs(found))
+    if to is not None and not files:
+        err().print(f"Nothing was downloaded, and {to} was not made.")
+        raise typer.Exit(NOT_FOUND)
 
 
 def _download(client: Client, given: list[JSON], folder: Path) -> None:
@@ -499,29 +576,47 @@ def _download(client: Client, given: list[JSON], folder: Path) -> None:
 
 
 @app.command(rich_help_panel=WORK)
-def checkpoints(
-    ctx: typer.Context,
-    task: Annotated[str, typer.Argument(help="its id (tsk_...)")],
-    output: Format = Output.table,
-) -> None:
-    """List a task's durable images, newest first; to go on from one, name it in a descriptor."""
+def checkpoints(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
+    """List durable checkpoints, newest first; `from_checkpoint` in a descriptor begins from one."""
     with _client(ctx) as client:
-        found = list(client.items(f"/v1/tasks/{task}/checkpoints"))
-    show(found, output, lambda: table(found, telling.CHECKPOINTS))
+        tasks = _tasks(client, id)
+        found = [
+            {"task": task["name"], **each}
+            for task in tasks
+            for each in client.items(f"/v1/tasks/{task['id']}/checkpoints")
+        ]
+    none = f"No checkpoints yet.  roundhouse checkpoint {id} asks for one."
+    show(found, output, lambda: table(found, telling.CHECKPOINTS, empty=none))
 
 
 @app.command(rich_help_panel=WORK)
 def export(
     ctx: typer.Context,
-    checkpoint: Annotated[str, typer.Argument(help="its id (ckp_...)")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="NAME|CHECKPOINT", help="a task (its newest) or ckp_...")
+    ],
     file: Annotated[Path, typer.Argument(help="what to write, e.g. model.safetensors")],
     name: Annotated[list[str] | None, typer.Option("--name", help="only this tensor")] = None,
 ) -> None:
     """Write a checkpoint's tensors into a safetensors file."""
     with _client(ctx) as client:
-        path = f"/v1/checkpoints/{checkpoint}/safetensors"
-        size = client.download(path, file, names=name or None)
+        id = checkpoint if checkpoint.startswith("ckp_") else _newest(client, checkpoint)
+        size = client.download(f"/v1/checkpoints/{id}/safetensors", file, names=name or None)
     err().print(f"{file}: {size} bytes")
+
+
+def _newest(client: Client, given: str) -> str:
+    """The newest checkpoint of the only task that has one; raises Problem."""
+    newest = [
+        listed[0]["id"]
+        for task in _tasks(client, given)
+        if (listed := client.get(f"/v1/tasks/{task['id']}/checkpoints", limit=1)["items"])
+    ]
+    if len(newest) > 1:
+        raise typer.BadParameter(f"several tasks of {given} have checkpoints; say {given}/TASK")
+    if not newest:
+        raise _not_found(f"{given} has no checkpoint; roundhouse checkpoint {given} asks for one")
+    return str(newest[0])
 
 
 # --- datablocks -----------------------------------------------------------------------------------
@@ -580,19 +675,19 @@ def datablocks(
 @app.command(rich_help_panel=WORK)
 def cancel(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
     """End it at its next safe point; what it computed is gone."""
-    _wish(ctx, ids, {"requests": "cancel", "tasks": "cancel"}, output)
+    _ask(ctx, "cancel", ids, {"requests": "cancel", "tasks": "cancel"}, output)
 
 
 @app.command(rich_help_panel=WORK)
 def pause(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
     """Give its device to others; it loses no step and waits until it is resumed."""
-    _wish(ctx, ids, {"requests": "hold", "tasks": "pause"}, output)
+    _ask(ctx, "pause", ids, {"requests": "hold", "tasks": "pause"}, output)
 
 
 @app.command(rich_help_panel=WORK)
 def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
-    """Let it go on, where it was paused."""
-    _wish(ctx, ids, {"requests": "release", "tasks": "resume"}, output)
+    """Let it run again; it goes on after the last step that it finished."""
+    _ask(ctx, "resume", ids, {"requests": "release", "tasks": "resume"}, output)
 
 
 @app.command(rich_help_panel=WORK)
@@ -603,7 +698,15 @@ def migrate(
     output: Format = Output.table,
 ) -> None:
     """Move it to another device while it runs; it loses no step."""
-    _wish_tasks(ctx, id, "migrate", {"to": to}, output)
+    with _client(ctx) as client:
+        asked = [
+            (task, client.post(f"/v1/tasks/{task['id']}/migrate", {"to": to}))
+            for task in _tasks(client, id)
+        ]
+        is_busy = to is not None and client.get(f"/v1/devices/{to}")["busy"]
+    show_asked(
+        asked, output, lambda _, now: telling.moving(telling.called(id), now, is_busy=is_busy)
+    )
 
 
 @app.command(rich_help_panel=WORK)
@@ -614,51 +717,104 @@ def resize(
     output: Format = Output.table,
 ) -> None:
     """Let a task of several ranks hold fewer devices, or more; its bits stay the same."""
-    _wish_tasks(ctx, id, "resize", {"devices_max": most}, output)
+    with _client(ctx) as client:
+        asked = [
+            (task, client.post(f"/v1/tasks/{task['id']}/resize", {"devices_max": most}))
+            for task in _tasks(client, id)
+        ]
+    show_asked(asked, output, partial(telling.resized, telling.called(id)))
 
 
 @app.command(rich_help_panel=WORK)
 def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
-    """Write a durable image of it at its next safe point; it goes on running."""
-    _wish_tasks(ctx, id, "checkpoint", None, output)
-
-
-def _wish_tasks(ctx: typer.Context, id: str, verb: str, body: JSON | None, output: Output) -> None:
-    """Of one task, or of all tasks of a request that have not ended."""
+    """Write a durable checkpoint at its next safe point; it goes on running."""
     with _client(ctx) as client:
-        kind, id = _resolve(client, id)
-        tasks = [id] if kind == "tasks" else [task["id"] for task in _open_tasks(client, id)]
-        wished = [client.post(f"/v1/tasks/{task}/{verb}", body) for task in tasks]
-    show(wished, output, lambda: table(wished, telling.WISHED_TASKS))
+        asked = [
+            (task, client.post(f"/v1/tasks/{task['id']}/checkpoint")) for task in _tasks(client, id)
+        ]
+    show_asked(asked, output, lambda _, now: telling.saving(telling.called(id), now))
 
 
-def _wish(ctx: typer.Context, ids: list[str], verbs: dict[str, str], output: Output) -> None:
+def show_asked(
+    asked: list[tuple[JSON, JSON]], output: Output, told: Callable[[JSON, JSON], Text]
+) -> None:
+    """What was asked of each task, as (the task before, the task now)."""
+    show(
+        [now for _, now in asked],
+        output,
+        lambda: Text("\n").join(told(before, now) for before, now in asked),
+    )
+
+
+def _ask(
+    ctx: typer.Context, verb: str, ids: list[str], paths: dict[str, str], output: Output
+) -> None:
     """All of them are tried; the first problem is the one that is told in the end."""
-    done, first = [], None
+    done: list[tuple[str, JSON]] = []
+    first = None
     with _client(ctx) as client:
         for given in ids:
             try:
                 kind, id = _resolve(client, given)
-                done.append(client.post(f"/v1/{kind}/{id}/{verbs[kind]}"))
+                done.append((given, client.post(f"/v1/{kind}/{id}/{paths[kind]}")))
             except Problem as problem:
                 first = first or problem
                 err().print(Text.assemble(f"{given}: ", telling.problem(problem)))
     if done:
-        show(done, output, lambda: table(done, telling.WISHED))
+        lines = [telling.asked(verb, given, now) for given, now in done]
+        show([now for _, now in done], output, lambda: Text("\n").join(lines))
     if first is not None:
         raise typer.Exit(exit_code(first))
 
 
+# --- what is meant by a name ----------------------------------------------------------------------
+
+
 def _resolve(client: Client, given: str) -> tuple[str, str]:
-    """("requests" or "tasks", id); a name means the newest request of that name."""
+    """("requests" or "tasks", id) of what was named; raises Problem if there is none.
+
+    A name means the newest request of that name; what is no name may be the end of an id.
+    """
     for prefix, kind in (("req_", "requests"), ("tsk_", "tasks")):
         if given.startswith(prefix):
             return kind, given
-    named = client.get("/v1/requests", name=given, limit=1)["items"]
-    if not named:
-        told = f"no request is called {given!r}; ids begin with req_ or tsk_"
-        raise Problem(404, {"type": "not-found", "title": "There is nothing here", "detail": told})
-    return "requests", named[0]["id"]
+    request, slash, task = given.partition("/")
+    if slash:
+        return "tasks", _task_named(client, _request(client, request), task)
+    return "requests", _request(client, given)
+
+
+def _request(client: Client, given: str) -> str:
+    if given.startswith("req_"):
+        return given
+    found = client.get("/v1/requests", name=given, limit=1)["items"]
+    if not found and re.fullmatch("[0-9a-f]{8,32}", given):
+        found = client.get("/v1/requests", id_ends=given, limit=2)["items"]
+    if len(found) > 1:
+        ids = ", ".join(each["id"] for each in found)
+        raise typer.BadParameter(f"several ids end in {given}, such as {ids}: give more of it")
+    if not found:
+        raise _not_found(f"no request is called {given!r}, and no request's id ends so")
+    return str(found[0]["id"])
+
+
+def _task_named(client: Client, request_id: str, name: str) -> str:
+    tasks = client.get(f"/v1/requests/{request_id}")["tasks"]
+    for task in tasks:
+        if task["name"] == name:
+            return str(task["id"])
+    known = ", ".join(task["name"] for task in tasks)
+    raise _not_found(f"the request has no task {name!r}; it has {known}")
+
+
+def _tasks(client: Client, given: str) -> list[JSON]:
+    """The task that was named, or the tasks of a request: those that have not ended, or all."""
+    kind, id = _resolve(client, given)
+    return [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else _open_tasks(client, id)
+
+
+def _not_found(told: str) -> Problem:
+    return Problem(404, {"type": "not-found", "title": NOTHING, "detail": told})
 
 
 # --- shares and devices ---------------------------------------------------------------------------
@@ -674,12 +830,10 @@ def usage(
     interval: Annotated[str, typer.Option(help="of a bucket: 10s, 1m, 10m, 1h or 1d")] = "1h",
     output: Format = Output.table,
 ) -> None:
-    """What was used, and what your share is now."""
+    """Who used what; `roundhouse share` tells what you may hold now."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - days * 86400))
     with _client(ctx) as client:
         report = client.get("/v1/usage", group_by=by, since=since, interval=interval)
-        if output == Output.table:
-            out().print(telling.shares(client.get("/v1/fair-share")))
     columns = telling.usage_columns(report["group_by"])
     show(report["items"], output, lambda: table(report["items"], columns))
 
@@ -697,7 +851,8 @@ def devices(ctx: typer.Context, output: Format = Output.table) -> None:
     """The devices: which are up, which are free, what runs there."""
     with _client(ctx) as client:
         found = list(client.items("/v1/devices"))
-    show(found, output, lambda: table(found, telling.DEVICES))
+        named = _on_devices(client, found)
+    show(found, output, lambda: table(telling.named_devices(found, named), telling.DEVICES))
 
 
 @app.command(rich_help_panel=SHARES)
@@ -714,11 +869,16 @@ def top(
     with _client(ctx) as client:
         if once or output != Output.table or not screen.is_terminal:
             now = _standing(client)
-            show(now, output, lambda: telling.standing(**now))
+            named = _on_devices(client, now["devices"])
+            show(now, output, lambda: telling.standing(**now, named=named))
             return
+        from rich.live import Live
+
         with suppress(KeyboardInterrupt), Live(console=screen, screen=True) as live:
             while True:
-                live.update(telling.standing(**_standing(client)), refresh=True)
+                now = _standing(client)
+                named = _on_devices(client, now["devices"])
+                live.update(telling.standing(**now, named=named), refresh=True)
                 time.sleep(every_s)
 
 
@@ -726,7 +886,22 @@ def _standing(client: Client) -> JSON:
     return {
         "fair": client.get("/v1/fair-share"),
         "devices": list(client.items("/v1/devices")),
-        "running": client.get("/v1/requests", state="running", limit=20)["items"],
+        "running": client.get("/v1/requests", phase=STARTED, limit=20)["items"],
+    }
+
+
+def _on_devices(client: Client, devices: list[JSON]) -> dict[str, str]:
+    """The names of the tasks on devices, as one may give them to any verb, by id."""
+    ids = {device["task_id"] for device in devices} - {None}
+    if not ids:
+        return {}
+    requests = client.get("/v1/requests", phase="starting,running", limit=200)["items"]
+    names = {request["id"]: request["name"] for request in requests}
+    tasks = client.get("/v1/tasks", phase="starting,running", limit=200)
+    return {
+        task["id"]: f"{names[task['request_id']]}/{task['name']}"
+        for task in tasks["items"]
+        if task["id"] in ids and task["request_id"] in names
     }
 
 
@@ -735,7 +910,8 @@ def presets(ctx: typer.Context, output: Format = Output.table) -> None:
     """What is configured on a device for each type of task."""
     with _client(ctx) as client:
         found = list(client.items("/v1/presets"))
-    show(found, output, lambda: table(found, telling.PRESETS))
+    none = "No presets: every type of task runs with the defaults of its device."
+    show(found, output, lambda: table(found, telling.PRESETS, empty=none))
 
 
 _Place = Annotated[str, typer.Argument(metavar="HOST|DEVICE", help="like gpu7, or gpu7.0")]
@@ -744,23 +920,26 @@ _Place = Annotated[str, typer.Argument(metavar="HOST|DEVICE", help="like gpu7, o
 @app.command(rich_help_panel=SHARES)
 def drain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
     """Take a host or a device out of service: what runs there goes on elsewhere."""
-    _serve(ctx, place, output, {"hosts": "drain", "devices": "cordon"})
+    _serve(ctx, "drain", place, output, {"hosts": "drain", "devices": "cordon"})
 
 
 @app.command(rich_help_panel=SHARES)
 def undrain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
     """Let a host or a device take work again."""
-    _serve(ctx, place, output, {"hosts": "uncordon", "devices": "uncordon"})
+    _serve(ctx, "undrain", place, output, {"hosts": "uncordon", "devices": "uncordon"})
 
 
-def _serve(ctx: typer.Context, place: str, output: Output, verbs: dict[str, str]) -> None:
+def _serve(
+    ctx: typer.Context, verb: str, place: str, output: Output, verbs: dict[str, str]
+) -> None:
     """A device's id is its host's name, a dot and a number; a host's name may have dots, too."""
     with _client(ctx) as client:
         hosts = {host["name"] for host in client.items("/v1/hosts")}
         kind = "hosts" if place in hosts else "devices"
         client.post(f"/v1/{kind}/{place}/{verbs[kind]}")
         found = [d for d in client.items("/v1/devices") if place in (d["id"], d["host"])]
-    show(found, output, lambda: table(found, telling.DEVICES))
+        named = _on_devices(client, found)
+    show(found, output, lambda: telling.served(verb, found, named))
 
 
 @app.command(rich_help_panel=HERE)
@@ -789,7 +968,12 @@ def _known(client: Client, who: login.Login) -> JSON:
 
 # --- what if --------------------------------------------------------------------------------------
 
-app.command(rich_help_panel=SHARES)(simulating.simulate)
+
+@app.command(SIMULATE, rich_help_panel=SHARES)
+def _stand_in() -> None:
+    """Replay a list of jobs, or `history`, through the scheduler: waits, shares, pauses."""
+    raise AssertionError("_Verbs.get_command gives the real verb")
+
 
 # --- tenants and users ----------------------------------------------------------------------------
 
@@ -850,7 +1034,8 @@ def users(ctx: typer.Context, output: Format = Output.table) -> None:
     """The users that you see, people and service accounts."""
     with _client(ctx) as client:
         found = list(client.items("/v1/users"))
-    show(found, output, lambda: table(found, telling.USERS))
+        rows = _with_tenants(client, found)
+    show(found, output, lambda: table(rows, telling.USERS))
 
 
 @app.command(rich_help_panel=ADMIN)
@@ -893,6 +1078,9 @@ _DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="like gpu7.0")]
 @device.command("key")
 def show_device_key() -> None:
     """Print the public key of this host, which an administrator enrols its devices with."""
+    from app.settings import settings
+    from app.signing import Signer
+
     typer.echo(Signer.at(settings().host_key_file).public)
 
 
@@ -1036,14 +1224,16 @@ def list_keys(ctx: typer.Context, output: Format = Output.table) -> None:
     """Of the users that you see; never the keys themselves."""
     with _client(ctx) as client:
         found = list(client.items("/v1/keys"))
-    show(found, output, lambda: table(found, telling.KEYS))
+        users = {user["id"]: user["name"] for user in client.items("/v1/users")}
+    rows = [{**key, "user": users.get(key["user_id"])} for key in found]
+    show(found, output, lambda: table(rows, telling.KEYS))
 
 
 @key.command("add")
 def add_key(
     ctx: typer.Context,
     user: Annotated[str, typer.Argument(metavar="USER", help="name or id, also of an account")],
-    name: Annotated[str, typer.Option(help="what it is for")],
+    name: Annotated[str, typer.Option(help="what it is for; default: the user's name")] = "",
     role: Annotated[str, typer.Option(help="viewer, member, tenant_admin")] = "member",
     scope: Annotated[
         list[str] | None, typer.Option(help="all it may do, such as work:write; repeatable")
@@ -1052,7 +1242,7 @@ def add_key(
     output: Format = Output.table,
 ) -> None:
     """Make a key; prints it, once."""
-    body: JSON = {"role": role, "name": name, "scopes": scope or None}
+    body: JSON = {"role": role, "name": name or user, "scopes": scope or None}
     body |= {"expires_at": expires} if expires else {}
     with _once(ctx) as client:
         made = client.post("/v1/keys", body | {"user_id": _named(client, "user", user)["id"]})
@@ -1084,7 +1274,8 @@ def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
     """Of the tenants that you see."""
     with _client(ctx) as client:
         found = list(client.items("/v1/users", service=True))
-    show(found, output, lambda: table(found, telling.ACCOUNTS))
+        rows = _with_tenants(client, found)
+    show(found, output, lambda: table(rows, telling.ACCOUNTS))
 
 
 @account.command("add")
@@ -1097,7 +1288,8 @@ def add_account(
     """Make a service account; `roundhouse key add NAME` gives it a key."""
     with _client(ctx) as client:
         made = _new_user(client, {"name": name, "service": True}, tenant)
-    show([made], output, lambda: table([made], telling.ACCOUNTS))
+        rows = _with_tenants(client, [made])
+    show([made], output, lambda: table(rows, telling.ACCOUNTS))
 
 
 # --- tenants and users, by name -------------------------------------------------------------------
@@ -1106,13 +1298,19 @@ def add_account(
 def _named(client: Client, kind: str, which: str) -> JSON:
     """The tenant or user of this id or name; of two users of one name the ids are told."""
     listed = list(client.items(f"/v1/{kind}s"))
-    found = [item for item in listed if which in (item["id"], item["name"])]
+    found = [item for item in listed if which in (item["id"], item["name"], short(item["id"]))]
     if len(found) > 1:
         raise typer.BadParameter(f"{which} is {', '.join(item['id'] for item in found)}; say which")
     if not found:
         told = f"no {kind} that you see is called {which!r}"
-        raise Problem(404, {"type": "not-found", "title": "There is nothing here", "detail": told})
+        raise _not_found(told)
     return found[0]
+
+
+def _with_tenants(client: Client, users: list[JSON]) -> list[JSON]:
+    """Each user with the name of its tenant."""
+    names = {tenant["id"]: tenant["name"] for tenant in client.items("/v1/tenants")}
+    return [{**user, "tenant": names.get(user["tenant_id"])} for user in users]
 
 
 def _changed(client: Client, kind: str, found: JSON, changes: JSON) -> JSON:

@@ -46,7 +46,7 @@ from app.core.lifecycle import ENDED, Move
 from app.core.messages import CAUSES, Alive, Answer, LogLines, ResidentView, key
 from app.core.migration import ANYWHERE, Moving
 from app.core.record import as_json
-from app.core.words import count
+from app.core.units import counted
 from app.models import (
     Checkpoint,
     Cycle,
@@ -890,7 +890,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
         session,
         task,
         "task.started",
-        said + (f"; {count(lost, 'step')} run again." if lost else "."),
+        said + (f"; {counted(lost, 'step')} run again." if lost else "."),
         device=task.seat,
         step=event.step,
         lost_steps=lost,
@@ -928,7 +928,7 @@ def _moved(session: Session, task: Task, lost: int) -> None:
         task,
         "task.moved",
         f"Moved from {moving.source} to {moving.to}: copied {times} while it ran, paused for "
-        f"{downtime_us / 1e6:.2f} s; {count(lost, 'step')} lost.",
+        f"{downtime_us / 1e6:.2f} s; {counted(lost, 'step')} lost.",
         to=moving.to,
         source=moving.source,
         rounds=rounds,
@@ -1132,7 +1132,7 @@ def _wait_for(session: Session, task: Task, port: str) -> None:
 
 def _done(task: Task, step: int) -> str:
     """Only a job has steps that its owner knows of."""
-    return f"Done after {count(step, 'step')}." if "job" in task.descriptor["run"] else "Done."
+    return f"Done after {counted(step, 'step')}." if "job" in task.descriptor["run"] else "Done."
 
 
 def _finished(session: Session, task: Task, placement: Placement, event: messages.Finished) -> None:
@@ -1236,7 +1236,7 @@ def _stopped(session: Session, task: Task, placement: Placement, event: messages
     _close(session, task, placement, "stopped")
     _move(session, task, Move.Stopped)
     task.step = event.step
-    _end(session, task, "task.cancelled", f"Cancelled after {count(event.step, 'step')}.")
+    _end(session, task, "task.cancelled", f"Cancelled after {counted(event.step, 'step')}.")
 
 
 _LATE_TOO = messages.Saved | messages.Stored | messages.Came  # count if its stay has ended

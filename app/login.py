@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.settings import settings
+from app.home import HOST, PORT, home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def _stored(who: str | None) -> Iterator[Login]:
 
 def _made_by_up(who: str | None) -> Iterator[Login]:
     """Without a name: a member of the first tenant that has one."""
-    file = settings().home / "keys.json"
+    file = home() / "keys.json"
     keys: dict[str, dict[str, str]] = _read(file) or {}
     if who is None:
         who = next((tenant for tenant in keys if "member" in keys[tenant]), "")
@@ -100,12 +100,13 @@ def _made_by_up(who: str | None) -> Iterator[Login]:
     if role not in roles:
         known = ", ".join(f"{tenant}:{role}" for tenant in keys for role in keys[tenant])
         raise NoLogin(f"{file} has no key for {who}; it has {known or 'none'}")
-    url = (_read(settings().home / "run" / "up.json") or {}).get("url") or _default_url()
+    url = (_read(home() / "run" / "up.json") or {}).get("url") or _default_url()
     yield Login(url=url, key=roles[role], source=f"{file} ({tenant}:{role})")
 
 
 def _default_url() -> str:
-    return f"http://{settings().host}:{settings().port}"
+    host, port = os.environ.get("ROUNDHOUSE_HOST", HOST), os.environ.get("ROUNDHOUSE_PORT", PORT)
+    return f"http://{host}:{port}"
 
 
 def _read(file: Path) -> Any:

@@ -20,18 +20,7 @@ from app.core import grant
 from app.core.fairshare import half_life
 from app.core.layers import Mode
 from app.core.webhook import networks
-
-
-def default_home() -> Path:
-    """The data folder: the user's state directory, or one of its own for root.
-
-    Embedded Postgres refuses to run as root and so runs as another user, who cannot look into
-    root's home.
-    """
-    if os.geteuid() == 0:
-        return Path("/var/lib/roundhouse")
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "roundhouse"
+from app.home import HOST, PORT, default_home
 
 
 def _networks(listed: str) -> str:
@@ -64,8 +53,8 @@ class Settings(BaseSettings):
     store: str = ""  # a folder, or s3://bucket/prefix; default: home/store
 
     # the API
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = HOST
+    port: int = PORT
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
     datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # of one datablock

@@ -259,15 +259,15 @@ def _duration(seconds: float | None) -> str:
 
 _FIGURES = [
     Column("JOBS", lambda r: r["jobs"], right=True),
-    Column("DONE", lambda r: r["finished"], right=True),
     Column("FIRST WAIT", _time("wait_s", "mean"), right=True),
-    Column("LOST, MEAN", _time("lost_s", "mean"), right=True),
-    Column("P50", _time("lost_s", "p50"), right=True),
+    Column("LOST P50", _time("lost_s", "p50"), right=True),
     Column("P95", _time("lost_s", "p95"), right=True),
-    Column("P99", _time("lost_s", "p99"), right=True),
-    Column("MAX", _time("lost_s", "max"), right=True),
-    Column("SLOWDOWN P50", lambda r: r["slowdown"]["p50"], right=True),
-    Column("P95", lambda r: r["slowdown"]["p95"], right=True),
+    Column("SLOWDOWN", lambda r: r["slowdown"]["p50"], right=True),
+    Column("DONE", lambda r: r["finished"], right=True, wide=True),
+    Column("LOST, MEAN", _time("lost_s", "mean"), right=True, wide=True),
+    Column("LOST P99", _time("lost_s", "p99"), right=True, wide=True),
+    Column("LOST MAX", _time("lost_s", "max"), right=True, wide=True),
+    Column("SLOWDOWN P95", lambda r: r["slowdown"]["p95"], right=True, wide=True),
     Column("PAUSES", lambda r: r["pauses"], right=True),
 ]
 _RUNS = [
@@ -275,13 +275,13 @@ _RUNS = [
     *_FIGURES,
     Column("USED", lambda r: f"{r['utilisation']:.1%}", right=True),
     Column("UNFAIR", lambda r: f"{r['fairness_error']:.1%}", right=True),
-    Column("LASTED", lambda r: _duration(r["lasted_s"]), right=True),
+    Column("LASTED", lambda r: _duration(r["lasted_s"]), right=True, wide=True),
 ]
 _TENANTS = [
     Column("TENANT", lambda t: t["tenant"]),
-    Column("WEIGHT", lambda t: t["weight"], right=True),
     *_FIGURES,
-    Column("DEVICE H", lambda t: f"{t['device_h']:,.0f}", right=True),
+    Column("WEIGHT", lambda t: t["weight"], right=True, wide=True),
+    Column("DEVICE H", lambda t: f"{t['device_h']:,.0f}", right=True, wide=True),
     Column("SHARE", lambda t: f"{t['share']:.1%}", right=True),
     Column("FAIR", lambda t: f"{t['fair_share']:.1%}", right=True),
 ]

@@ -5,30 +5,48 @@ One function or list of columns for each kind of answer.  Nothing is asked or pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from app.bundling import IGNORE_FILE, Bundle
-from app.client import JSON, Problem, Unreachable
-from app.core.messages import ARTIFACTS
-from app.terminal import Column, ago, cell, clock, facts, seconds, size, state, table, words
+from app.core.units import counted
+from app.terminal import (
+    JSON,
+    Column,
+    ago,
+    cell,
+    clock,
+    facts,
+    seconds,
+    short,
+    size,
+    state,
+    table,
+    words,
+)
+
+if TYPE_CHECKING:  # both would slow down every call, and are here already where they are needed
+    from app.bundling import Bundle
+    from app.client import Problem, Unreachable
 
 ENDED = frozenset({"done", "failed", "cancelled"})
+_IGNORE_FILE = ".roundhouseignore"
 
 # --- requests -------------------------------------------------------------------------------------
 
 REQUESTS = [
-    Column("ID", lambda r: r["id"]),
     Column("NAME", lambda r: r["name"]),
-    Column("STATE", lambda r: _request_state(r)),
+    Column("ID", lambda r: short(r["id"]), whole=True),
+    Column("STATE", lambda r: state(r["phase"]), whole=True),
     Column("TENANT", lambda r: r["tenant"]),
     Column("USER", lambda r: r["user"]),
-    Column("TASKS", lambda r: _counted(r["task_states"])),
-    Column("SUBMITTED", lambda r: ago(r["submitted_at"])),
+    Column("TASKS", lambda r: _counted(r["task_phases"])),
+    Column("SUBMITTED", lambda r: ago(r["submitted_at"]), whole=True),
+    Column("FULL ID", lambda r: r["id"], whole=True, wide=True),
 ]
 
 VALIDATED = [
@@ -38,31 +56,24 @@ VALIDATED = [
     Column("NEEDS", lambda t: ", ".join(need["task"] for need in t["needs"])),
 ]
 
-#: A request or a task that was asked to change.
-WISHED = [
-    Column("ID", lambda x: x["id"]),
-    Column("NAME", lambda x: x["name"]),
-    Column("STATE", lambda x: state(x["state"])),
-    Column("ASKED", lambda x: _asked(x) or _too_late(x)),
-]
-
-WISHED_TASKS = [*WISHED, Column("DEVICES", lambda t: _width(t))]
-
 
 def accepted(request: JSON) -> Text:
-    text = words(f"Accepted as {request['id']}: {request['name']}, {request['state']}.")
-    return text.append(f"\n  roundhouse why {request['id']}\n  roundhouse logs -f {request['id']}")
+    """What was taken in, and which commands come next."""
+    text = words(f"Submitted {request['name']} ({short(request['id'])}): {request['phase']}.")
+    for verb, use in (("watch  ", "what happens to it"), ("logs -f", "what it prints")):
+        text.append(f"\n  roundhouse {verb} {request['name']:<24}  {use}")
+    return text
 
 
 def ended(request: JSON) -> RenderableType:
     held = sum(map(_device_us, request["tasks"]))
     pauses = sum(task["pauses"] for task in request["tasks"])
     lost = sum(task["lost_steps"] for task in request["tasks"])
-    counts = f"{_times(pauses, 'pause')}, {_times(lost, 'lost step')}"
+    counts = f"{counted(pauses, 'pause')}, {counted(lost, 'lost step')}"
     told = Text.assemble(
-        words(f"{request['name']} is "),
-        state(request["state"]),
-        f": {seconds(held)} of device time, {counts}.",
+        words(f"{request['name']}: "),
+        state(request["phase"]),
+        f", {seconds(held)} of device time, {counts}.",
     )
     failed = [task for task in request["tasks"] if task["state"] == "failed"]
     return Group(told, *_results(request["tasks"]), *map(failure, failed))
@@ -78,7 +89,7 @@ def request(value: JSON) -> RenderableType:
         [
             ("request", value["id"]),
             ("name", value["name"]),
-            ("state", _request_state(value)),
+            ("state", state(value["phase"])),
             ("owner", f"{value['user']} of {value['tenant']}"),
             ("tier", value["tier"]),
             ("priority", value["priority"] or None),
@@ -96,18 +107,10 @@ def request(value: JSON) -> RenderableType:
 def _results(tasks: Iterable[JSON]) -> list[Text]:
     """A line each, since a result may be far wider than a column."""
     return [
-        Text.assemble("\n", words(f"{task['name']} gave ", "dim"), cell(task["result"]))
+        Text.assemble("\n", words(f"Result of {task['name']}: ", "dim"), cell(task["result"]))
         for task in tasks
         if task["result"]
     ]
-
-
-def _request_state(value: JSON) -> Text:
-    """A started request of which nothing is on a device is paused if it is held, else it waits."""
-    live = value["task_states"].keys() - ENDED
-    if value["state"] != "running" or not live or live - {"blocked", "waiting"}:
-        return state(value["state"])
-    return state("paused" if value["hold"] else "waiting")
 
 
 def _checkpoint_state(checkpoint: JSON) -> str:
@@ -116,54 +119,88 @@ def _checkpoint_state(checkpoint: JSON) -> str:
     return "being deleted" if checkpoint["deleted_at"] else "kept"
 
 
-def _asked(changed: JSON) -> str:
-    """What was asked of a request or task and is written down, though perhaps not yet done."""
-    tasks = [task for task in changed.get("tasks", [changed]) if task["state"] not in ENDED]
-    if any(task["cancel_asked"] for task in tasks):
-        return "cancel"
-    if holders := {task["hold"] for task in tasks} - {""}:
-        return f"held by {', '.join(sorted(holders))}"
-    if places := {to for task in tasks if (to := _where_to(task))}:
-        return f"move to {', '.join(sorted(places))}"
-    return ""
+def asked(verb: str, given: str, now: JSON) -> Text:
+    """What came of `pause`, `resume` or `cancel` of what was `given`, and what happens next."""
+    given = called(given)
+    if now["state"] in ENDED:
+        return words(f"{given}: already {now['state']}; nothing changed.")
+    tasks = [task for task in now.get("tasks", [now]) if task["state"] not in ENDED]
+    on_devices = [task for task in tasks if task["seat"]]
+    if verb == "resume":
+        return words(f"{given}: resumed. `roundhouse why {given}` says when it runs.")
+    if verb == "pause":
+        told, next_ = "paused.", f"`roundhouse resume {given}` lets it go on."
+        if on_devices:
+            told = f"pause requested{_at_step(on_devices)}."
+            next_ = f"It stops at its next safe point and frees its device. {next_}"
+        return words(f"{given}: {told} {next_}")
+    if on_devices:
+        return words(
+            f"{given}: cancel requested{_at_step(on_devices)}. It ends at its next safe point."
+        )
+    return words(f"{given}: cancel requested. It ends before it runs again.")
 
 
-def _width(task: JSON) -> str:
-    least, most = task["devices_min"], task["devices_max"]
-    return f"{most}" if least == most else f"{least} to {most}"
+def called(given: str) -> str:
+    """The same in a form that is short enough for a sentence, and may be typed again."""
+    return short(given) if given.startswith("req_") else given
 
 
-def _too_late(changed: JSON) -> str:
-    return f"already {changed['state']}; nothing changed" if changed["state"] in ENDED else ""
+def _at_step(tasks: Sequence[JSON]) -> str:
+    return f" at step {tasks[0]['step']:,}" if len(tasks) == 1 and tasks[0]["step"] else ""
+
+
+def moving(given: str, now: JSON, *, is_busy: bool) -> Text:
+    """What came of `migrate` for one task; `is_busy` says that its new device is not free."""
+    to = where_to(now)
+    if to is None:
+        return words(f"{now['name']}: on {now['seat'] or 'no device'} as before; nothing changed.")
+    when = f" when {to} is free" if is_busy else ""
+    told = f"{now['name']}: moves to {to}{when}; it runs until then."
+    return words(f"{told} `roundhouse watch {given}` shows the move.")
+
+
+def resized(given: str, before: JSON, now: JSON) -> Text:
+    """What `resize` changed in one task, and what the task holds at this moment."""
+    was, most = before["devices_max"], now["devices_max"]
+    held = len(now["lent"]) + (1 if now["seat"] else 0)
+    bound = f"{now['name']}: at most {counted(most, 'device')}"
+    changed = f"{bound} (before: {was})" if was != most else f"{bound}, as before"
+    next_ = "; its next step begins with fewer" if held > most else ""
+    shown = f" `roundhouse show {given}` shows what it holds." if held != most else ""
+    return words(f"{changed}. It holds {counted(held, 'device')} now{next_}.{shown}")
+
+
+def saving(given: str, now: JSON) -> Text:
+    told = f"{now['name']}: checkpoint requested{_at_step([now])}."
+    return words(f"{told} `roundhouse checkpoints {given}` shows it when it is durable.")
 
 
 def _counted(states: JSON) -> str:
+    if sum(states.values()) == 1:
+        return "1"
     return ", ".join(f"{count} {name}" for name, count in states.items())
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
 
 
 # --- tasks ----------------------------------------------------------------------------------------
 
 TASKS = [
     Column("TASK", lambda t: t["name"]),
-    Column("ID", lambda t: t["id"]),
     Column("STATE", lambda t: _task_state(t)),
     Column("DEVICE", lambda t: _seats(t) or (t["image_on"] and f"({t['image_on']})")),
-    Column("STEP", lambda t: t["step"], right=True),
+    Column("STEP", lambda t: t["step"] or None, right=True),
     Column("HELD", lambda t: seconds(_device_us(t)), right=True),
     Column("PAUSES", lambda t: t["pauses"], right=True),
     Column("LOST", lambda t: t["lost_steps"], right=True),
     Column("METRICS", lambda t: t["metrics"]),
+    Column("ID", lambda t: t["id"], whole=True, wide=True),
 ]
 
 OUTPUTS = [
     Column("TASK", lambda o: o["task"]),
     Column("OUTPUT", lambda o: o["name"]),
     Column("SIZE", lambda o: size(o["size_bytes"]), right=True),
-    Column("FILE", lambda o: o["file"] or "for tasks only; publish it to have a file"),
+    Column("FILE", lambda o: o["file"] or "none: publish it to get a file"),
     Column("DATABLOCK", lambda o: o["datablock"]),
 ]
 
@@ -184,29 +221,42 @@ def outputs(tasks: Iterable[JSON]) -> list[JSON]:
     ]
 
 
+def no_outputs(value: JSON) -> Text:
+    """What is said of a request or task without any."""
+    text = words(f"{value['name']} ({value['phase']}) has no outputs or artifacts.")
+    return text.append(
+        "\n  A task gives what its descriptor names in `outputs`; a command, what it leaves in its"
+        " folder artifacts."
+    )
+
+
 def _file_name(name: str, format: str | None) -> str | None:
+    from app.core.messages import ARTIFACTS  # slow, and seldom needed
+
     if name.endswith(f"-{ARTIFACTS}"):
         return name
     return f"{name}.{format}" if format else None
 
 
 CHECKPOINTS = [
-    Column("ID", lambda c: c["id"]),
+    Column("ID", lambda c: c["id"], whole=True),
+    Column("TASK", lambda c: c["task"]),
     Column("STEP", lambda c: c["step"], right=True),
     Column("SIZE", lambda c: size(c["size_bytes"]), right=True),
-    Column("NEW", lambda c: size(c["new_bytes"]), right=True),
-    Column("HOST", lambda c: c["host"]),
-    Column("WRITTEN", lambda c: ago(c["created_at"])),
+    Column("WRITTEN", lambda c: ago(c["created_at"]), whole=True),
     Column("STATE", lambda c: _checkpoint_state(c)),
+    Column("NEW", lambda c: size(c["new_bytes"]), right=True, wide=True),
+    Column("HOST", lambda c: c["host"], wide=True),
 ]
 
 DATABLOCKS = [
     Column("DATABLOCK", lambda b: f"{b['name']}@{b['version']}"),
     Column("SIZE", lambda b: size(b["size_bytes"]), right=True),
     Column("TENSORS", lambda b: _tensors(b)),
-    Column("NEEDED BY", lambda b: b["holders"] and _times(b["holders"], "task")),
-    Column("FROM", lambda b: b["task_id"] or "an upload"),
-    Column("MADE", lambda b: ago(b["created_at"])),
+    Column("USED BY", lambda b: b["holders"] and counted(b["holders"], "task")),
+    Column("FROM", lambda b: "a task" if b["task_id"] else "an upload"),
+    Column("CREATED", lambda b: ago(b["created_at"]), whole=True),
+    Column("TASK", lambda b: b["task_id"], whole=True, wide=True),
 ]
 
 
@@ -232,12 +282,12 @@ def _tensors(value: JSON) -> str:
 PLACEMENTS = [
     Column("EPOCH", lambda p: p["epoch"], right=True),
     Column("DEVICE", lambda p: p["device_id"]),
-    Column("LAUNCHED", lambda p: clock(p["launched_at"])),
+    Column("STARTED", lambda p: clock(p["launched_at"])),
     Column("HELD", lambda p: seconds(p["held_us"]), right=True),
     Column("STEPS", lambda p: _steps(p)),
     Column("INPUTS", lambda p: size(p["input_bytes"]), right=True),
     Column("FETCHED", lambda p: size(p["fetched_bytes"]), right=True),
-    Column("END", lambda p: p["end"] or "is there"),
+    Column("END", lambda p: p["end"] or "holds it now"),
 ]
 
 
@@ -254,8 +304,8 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
             ("name", value["name"]),
             ("state", _task_state(value)),
             ("device", _seats(value)),
-            ("moves to", _where_to(value)),
-            ("image in the memory of", value["image_on"]),
+            ("moves to", where_to(value)),
+            ("state saved on", value["image_on"]),
             ("inputs", value["inputs"]),
             ("publishes", value["publish"]),
             ("needs", [need["task"] for need in value["needs"]] or None),
@@ -283,18 +333,29 @@ def failure(task: JSON) -> Text:
     text = Text("\n").append_text(
         words(f"{task['name']}: {task['cause']}: {task['message']}", "red")
     )
+    told = (task["message"] or "").splitlines()
     for line in (task["detail"] or "").splitlines():
+        if line in told:
+            continue  # the last line of a traceback is the message
         text.append("\n  ").append_text(words(line))
     return text
 
 
 def _task_state(task: JSON) -> Text:
-    name = "paused" if task["state"] == "waiting" and task["step"] else task["state"]
-    asked = _asked(task)
-    return words(f"{name}, {asked}", "yellow") if asked else state(name)
+    """The state, and what was asked for and is not done yet."""
+    told = state(task["phase"])
+    if task["state"] in ENDED:
+        return told
+    if task["cancel_asked"]:
+        told.append(", cancel requested")
+    elif task["hold"] and task["phase"] != "paused":
+        told.append(", pause requested")
+    if (to := where_to(task)) is not None:
+        told.append(f", moves to {to}")
+    return told
 
 
-def _where_to(task: JSON) -> str | None:
+def where_to(task: JSON) -> str | None:
     to = task.get("move_to")
     return "any other device" if to == "*" else to
 
@@ -308,26 +369,27 @@ def _steps(stay: JSON) -> str:
 # --- why ------------------------------------------------------------------------------------------
 
 _WHAT_TO_DO = {
-    "wait": "Nothing to do but wait",
-    "change_request": "You can change that",
-    "ask_admin": "Ask an administrator",
+    "wait": "Clears when",
+    "change_request": "You can change that: it clears when",
+    "ask_admin": "Ask an administrator: it clears when",
 }
 
 
-def explained(tasks: Iterable[JSON], failed: Iterable[JSON]) -> RenderableType:
-    return Group(*(_explained(task) for task in tasks), *(_cause(task) for task in failed))
+def explained(tasks: Iterable[JSON], failed: Iterable[JSON], given: str) -> RenderableType:
+    """`given` is what the tasks were asked for by."""
+    return Group(*(_explained(task, given) for task in tasks), *(_cause(task) for task in failed))
 
 
 def waits(told: JSON) -> Text:
     """The first reason of one explanation, in a line."""
-    place = f", place {told['place']} in line" if told["place"] else ""
-    return words(f"{told['task']} is {told['state']}{place}: {told['message']}", "dim")
+    place = f", place {told['place']} in the queue" if told["place"] else ""
+    return words(f"{told['task']}: {told['phase']}{place}. {told['message']}", "dim")
 
 
 def silent(value: JSON) -> Text:
     """Of a request or task that has ended and printed nothing."""
     tasks = value.get("tasks", [value])
-    text = words(f"{value['name']} is {value['state']} and printed nothing.")
+    text = words(f"{value['name']} ({value['phase']}) printed nothing.")
     if failed := [task for task in tasks if task["state"] == "failed"]:
         return text.append(" ").append_text(_cause(failed[0], of=value["id"]))
     return text.append(f"  roundhouse show {value['id']}")
@@ -335,7 +397,7 @@ def silent(value: JSON) -> Text:
 
 def quiet(value: JSON) -> Text:
     """Of one that has printed nothing so far."""
-    text = words(f"{value['name']} is {value['state']} and has printed nothing yet.")
+    text = words(f"{value['name']} ({value['phase']}) has printed nothing yet.")
     return text.append(f"  roundhouse why {value['id']}")
 
 
@@ -345,49 +407,56 @@ def _cause(task: JSON, of: str = "") -> Text:
     return text.append(f"  roundhouse show {of or task['id']}", "default")
 
 
-def _explained(task: JSON) -> Text:
-    place = f", place {task['place']} in line" if task["place"] else ""
-    text = Text.assemble(words(task["task"], "bold"), " is ", state(task["state"]), place)
+def _explained(task: JSON, given: str) -> Text:
+    place = f", place {task['place']} in the queue" if task["place"] else ""
+    text = Text.assemble(words(task["task"], "bold"), ": ", state(task["phase"]), place)
     if not task["reasons"]:
         text.append("\n  ").append_text(words(task["message"]))
         return text.append("\n  ").append_text(_time_spent(task["time"]))
     for reason in task["reasons"]:
-        text.append("\n  ").append_text(words(f"{reason['code']}  ", "dim"))
-        text.append_text(words(reason["message"]))
-        text.append("\n      ").append_text(words(_next(reason)))
+        text.append("\n  ").append_text(words(reason["message"]))
+        text.append("\n    ").append_text(words(_next(reason, given)))
+        text.append_text(words(f"  [{reason['code']}]", "dim"))
     if len(task["reasons"]) > 1 and task["nearest"]:
         text.append("\n  ").append_text(
-            words(f"To end first: {task['nearest']['message']}", "bold")
+            words(f"Most likely next: {task['nearest']['message']}", "bold")
         )
     text.append("\n  ").append_text(words(_starts(task), "bold"))
     return text.append("\n  ").append_text(_time_spent(task["time"]))
 
 
+_SPENT = {
+    "waited_s": "queued",
+    "switched_s": "starting",
+    "moved_s": "migrating",
+    "computed_s": "running",
+    "staged_s": "saving state",
+}
+
+
 def _time_spent(time: JSON) -> Text:
     """In a line, the longest first."""
     parts = sorted(time.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{name.removesuffix('_s')} {seconds(part_s * 1e6)}" for name, part_s in parts)
-    return words(f"So far: {told}.", "dim")
+    told = [f"{_SPENT[name]} {seconds(part_s * 1e6)}" for name, part_s in parts if part_s >= 0.05]
+    return words(f"Time so far: {', '.join(told) or 'none'}.", "dim")
 
 
 def _starts(task: JSON) -> str:
     """When it is expected to start, or why that is not known."""
     if task["estimate"] is None:
         unknown = task["no_estimate"]
-        return (
-            f"When it starts is not known. {unknown['message']}" if unknown else "It starts soon."
-        )
+        return f"Start time unknown. {unknown['message']}" if unknown else "Starts soon."
     p10, p50, p90 = (seconds(round(1e6 * task["estimate"][f"p{n}_s"])) for n in (10, 50, 90))
-    return f"It is expected to start in {p50}; 80 % of such tasks start in {p10} to {p90}."
+    if task["estimate"]["p90_s"] < 1.0:
+        return "Expected to start within a second."
+    return f"Expected to start in {p50} (80 % of such tasks: {p10} to {p90})."
 
 
-def _next(reason: JSON) -> str:
+def _next(reason: JSON, given: str) -> str:
     if reason["code"] == "HELD_BY_USER":
-        return "roundhouse resume lets it go on."
+        return f"Run `roundhouse resume {given}`."
     what = _WHAT_TO_DO.get(reason["next_action"], reason["next_action"])
-    if not reason["unblocked_by"]:
-        return f"{what}."
-    return f"{what}; it ends when: {reason['unblocked_by']}."
+    return f"{what} {reason['unblocked_by']}." if reason["unblocked_by"] else ""
 
 
 # --- events and logs ------------------------------------------------------------------------------
@@ -410,18 +479,19 @@ DEVICES = [
     Column("DEVICE", lambda d: d["id"]),
     Column("KIND", lambda d: d["kind"]),
     Column("STATE", lambda d: _device_state(d)),
-    Column("TASK", lambda d: d["task_id"] or ("another's" if d["busy"] else "free")),
+    Column("TASK", lambda d: d["task"]),
     Column("THREADS", lambda d: d["threads"], right=True),
     Column("MEMORY", lambda d: size(d["memory_bytes"]), right=True),
     Column("COST", lambda d: d["cost"], right=True),
-    Column("HEARD", lambda d: ago(d["seen_at"])),
+    Column("LAST SEEN", lambda d: ago(d["seen_at"]), whole=True),
+    Column("TASK ID", lambda d: d["task_id"], whole=True, wide=True),
 ]
 
 ENROLMENTS = [
-    Column("DEVICE", lambda e: e["device_id"]),
+    Column("DEVICE", lambda e: e["device_id"], whole=True),
     Column("STATE", lambda e: "revoked" if e["revoked_at"] else "enrolled"),
-    Column("KEY", lambda e: e["key"]),
     Column("BY", lambda e: e["enrolled_by"]),
+    Column("KEY", lambda e: e["key"]),
     Column("SINCE", lambda e: ago(e["revoked_at"] or e["enrolled_at"])),
 ]
 
@@ -430,11 +500,11 @@ _SHARES = [
     Column("WEIGHT", lambda t: t["weight"], right=True),
     Column("SHARE", lambda t: f"{t['share']:.0%}", right=True),
     Column("GUARANTEE", lambda t: t["guarantee"] or None, right=True),
-    Column("FAIR NOW", lambda t: t["fair"], right=True),
-    Column("HOLDS", lambda t: t["held"], right=True),
-    Column("BORROWED", lambda t: t["borrowed"] or None, right=True),
-    Column("WAITING", lambda t: t["waiting"], right=True),
+    Column("ENTITLED", lambda t: t["fair"], right=True),
+    Column("IN USE", lambda t: t["held"], right=True),
+    Column("QUEUED", lambda t: t["waiting"], right=True),
     Column("USAGE", lambda t: seconds(t["usage_us"]), right=True),
+    Column("ABOVE GUARANTEE", lambda t: t["borrowed"] or None, right=True, wide=True),
 ]
 
 
@@ -443,9 +513,38 @@ def shares(value: JSON) -> RenderableType:
     return Group(words(value["verdict"]), Text(), table(tenants, _SHARES), Text())
 
 
-def standing(fair: JSON, devices: Sequence[JSON], running: Sequence[JSON]) -> RenderableType:
+def named_devices(devices: Iterable[JSON], named: Mapping[str, str]) -> list[JSON]:
+    """Each with the name of its `task`, as far as that is known here."""
+    return [{**device, "task": _on_device(device, named)} for device in devices]
+
+
+def _on_device(device: JSON, named: Mapping[str, str]) -> str:
+    if device["task_id"]:
+        return named.get(device["task_id"]) or str(device["task_id"])
+    return "(other tenant)" if device["busy"] else "free"
+
+
+def standing(
+    fair: JSON, devices: Sequence[JSON], running: Sequence[JSON], named: Mapping[str, str]
+) -> RenderableType:
     """Who has what at one moment."""
-    return Group(shares(fair), table(devices, DEVICES), Text(), table(running, REQUESTS))
+    on_devices = table(named_devices(devices, named), DEVICES)
+    none = "Nothing of yours is running."
+    return Group(shares(fair), on_devices, Text(), table(running, REQUESTS, empty=none))
+
+
+def served(verb: str, devices: Sequence[JSON], named: Mapping[str, str]) -> RenderableType:
+    """What `drain` or `undrain` changed, and what happens next."""
+    many, busy = counted(len(devices), "device"), sum(device["busy"] for device in devices)
+    told = f"{many} {'takes' if len(devices) == 1 else 'take'} work again."
+    if verb == "drain":
+        told = f"{many} drained: no new work starts there."
+        if busy:
+            told += (
+                " What runs there moves to free devices, or is paused until one is free; no step"
+                " is lost. `roundhouse devices` shows when they are empty."
+            )
+    return Group(words(told), Text(), table(named_devices(devices, named), DEVICES))
 
 
 PRESETS = [
@@ -478,20 +577,20 @@ def _device_state(device: JSON) -> Text:
 
 
 WEBHOOKS = [
-    Column("ID", lambda w: w["id"]),
-    Column("ADDRESS", lambda w: w["url"] or "(those that requests name)"),
-    Column("ON", lambda w: ", ".join(event.removeprefix("request.") for event in w["events"])),
+    Column("ID", lambda w: w["id"], whole=True),
+    Column("URL", lambda w: w["url"] or "(those that requests name)"),
+    Column("EVENTS", lambda w: ", ".join(event.removeprefix("request.") for event in w["events"])),
     Column("STATE", lambda w: "answered 410" if w["disabled_at"] else "on"),
 ]
 
 DELIVERIES = [
-    Column("ID", lambda d: d["id"]),
+    Column("ID", lambda d: d["id"], whole=True),
     Column("TYPE", lambda d: d["type"]),
-    Column("REQUEST", lambda d: d["request_id"]),
     Column("STATE", lambda d: d["state"]),
     Column("TRIES", lambda d: len(d["attempts"]), right=True),
     Column("LAST", lambda d: _last_attempt(d)),
-    Column("NEXT", lambda d: clock(d["due_at"])),
+    Column("NEXT", lambda d: clock(d["due_at"]), whole=True, wide=True),
+    Column("REQUEST", lambda d: d["request_id"], whole=True, wide=True),
 ]
 
 
@@ -506,45 +605,42 @@ def webhook(value: JSON) -> RenderableType:
     return facts(
         [
             ("webhook", value["id"]),
-            ("address", value["url"]),
-            ("secret", value["secret"]),
-            ("", "The secret is shown this once: check signatures with it."),
+            ("URL", value["url"]),
+            ("signing secret", value["secret"]),
+            ("", "Copy the signing secret now: it is not shown again."),
         ]
     )
 
 
 KEYS = [
-    Column("ID", lambda k: k["id"]),
+    Column("ID", lambda k: k["id"], whole=True),
     Column("NAME", lambda k: k["name"]),
-    Column("USER", lambda k: k["user_id"]),
+    Column("USER", lambda k: k["user"]),
     Column("ROLE", lambda k: k["role"]),
     Column("SCOPES", lambda k: "all" if k["scopes"] is None else ", ".join(k["scopes"])),
     Column("STATE", lambda k: _key_state(k)),
     Column("USED", lambda k: ago(k["last_used_at"])),
+    Column("USER ID", lambda k: k["user_id"], whole=True, wide=True),
 ]
 
 USERS = [
-    Column("ID", lambda u: u["id"]),
     Column("NAME", lambda u: u["name"]),
-    Column("TENANT", lambda u: u["tenant_id"]),
+    Column("TENANT", lambda u: u["tenant"]),
     Column("WEIGHT", lambda u: u["weight"], right=True),
     Column("IS", lambda u: "a program" if u["service"] else "a person"),
-    Column("MADE", lambda u: ago(u["created_at"])),
+    Column("CREATED", lambda u: ago(u["created_at"]), whole=True),
+    Column("ID", lambda u: short(u["id"]), whole=True),
+    Column("FULL ID", lambda u: u["id"], whole=True, wide=True),
 ]
 
-ACCOUNTS = [
-    Column("ID", lambda a: a["id"]),
-    Column("NAME", lambda a: a["name"]),
-    Column("TENANT", lambda a: a["tenant_id"]),
-    Column("MADE", lambda a: ago(a["created_at"])),
-]
+ACCOUNTS = [column for column in USERS if column.heading not in ("IS", "WEIGHT")]
 
 
 def _key_state(key: JSON) -> str:
     if key["revoked_at"]:
         return "revoked"
     if not key["expires_at"]:
-        return "good"
+        return "active"
     over = datetime.fromisoformat(key["expires_at"]) <= datetime.now(UTC)
     return "expired" if over else f"until {key['expires_at']}"
 
@@ -555,8 +651,8 @@ def key(value: JSON) -> RenderableType:
             ("key", value["key"]),
             ("role", value["role"]),
             ("scopes", value["scopes"]),
-            ("until", value["expires_at"]),
-            ("", "The key is shown this once."),
+            ("expires", value["expires_at"]),
+            ("", "Copy it now: it is not shown again."),
         ]
     )
 
@@ -566,10 +662,10 @@ TENANTS = [
     Column("WEIGHT", lambda t: t["weight"], right=True),
     Column("GUARANTEE", lambda t: t["guarantee"] or None),
     Column("LIMIT", lambda t: t["limit"] or None),
-    Column("MAX RUNNING", lambda t: t["max_running"], right=True),
-    Column("MAX QUEUED", lambda t: t["max_queued"], right=True),
-    Column("BEST TIER", lambda t: t["tier"]),
-    Column("ID", lambda t: t["id"]),
+    Column("RUN MAX", lambda t: t["max_running"], right=True),
+    Column("QUEUE MAX", lambda t: t["max_queued"], right=True),
+    Column("MAX TIER", lambda t: t["tier"]),
+    Column("ID", lambda t: t["id"], whole=True, wide=True),
 ]
 
 
@@ -594,13 +690,13 @@ def tenant(value: JSON) -> RenderableType:
         [
             ("tenant", value["id"]),
             ("name", value["name"]),
-            ("below", value["parent_id"]),
+            ("parent", value["parent_id"]),
             ("weight", value["weight"]),
             ("guarantee", value["guarantee"]),
             ("limit", value["limit"]),
-            ("tasks on devices, at most", value["max_running"]),
-            ("tasks that wait, at most", value["max_queued"]),
-            ("best tier", value["tier"]),
+            ("max running tasks", value["max_running"]),
+            ("max queued tasks", value["max_queued"]),
+            ("max tier", value["tier"]),
         ]
     )
 
@@ -618,8 +714,16 @@ def me(value: JSON) -> list[tuple[str, object]]:
 
 
 def bundle(code: Bundle) -> Text:
-    many = f"{len(code.files)} file{'' if len(code.files) == 1 else 's'}"
-    return words(f"bundle {code.folder}: {many}, {size(len(code.body))}, {code.sha256[:12]}…")
+    many = counted(len(code.files), "file")
+    text = words(f"bundle {code.folder}: {many}, {size(len(code.body))}, {code.sha256[:12]}…")
+    if code.withheld:
+        some = ", ".join(code.withheld[:5]) + (", ..." if len(code.withheld) > 5 else "")
+        told = (
+            f"not sent, as it may hold secrets: {some}"
+            f" (a line !{code.withheld[0]} in {_IGNORE_FILE} sends it)"
+        )
+        text.append("\n  ").append_text(words(told, "yellow"))
+    return text
 
 
 def unparsed(found: JSON) -> Text:
@@ -632,9 +736,9 @@ def unparsed(found: JSON) -> Text:
 
 def too_large(code: Bundle) -> Text:
     text = Text("  The biggest of its files:")
-    for name, count in code.biggest():
-        text.append("\n    ").append_text(words(f"{size(count):>10}  {name}"))
-    return text.append(f"\n  Name what the job does not need in {IGNORE_FILE}.")
+    for name, held in code.biggest():
+        text.append("\n    ").append_text(words(f"{size(held):>10}  {name}"))
+    return text.append(f"\n  Name what the job does not need in {_IGNORE_FILE}.")
 
 
 def problem(error: Problem) -> Text:
@@ -652,7 +756,7 @@ def problem(error: Problem) -> Text:
 
 
 _ACTIONS = {
-    "validation-error": "Nothing was changed; mend it and try again.",
+    "validation-error": "Nothing was changed.",
     "unsatisfiable": "roundhouse devices shows what there is.",
     "queue-full": "roundhouse ps lists what waits.",
     "idempotency-key-reused": "Take another --idempotency-key for another request.",
@@ -660,7 +764,7 @@ _ACTIONS = {
     "insufficient-scope": "roundhouse whoami shows your role.",
     "not-found": "roundhouse ps -a lists what is yours.",
     "unavailable": "Nothing is lost; try again in a moment.",
-    "internal": "It is our mistake; an administrator finds it in the log of the API.",
+    "internal": "An administrator finds the cause in the log of the API.",
 }
 
 

@@ -1,8 +1,9 @@
 """How answers of the service look in a terminal: JSON becomes tables, sentences and sizes.
 
 A value is printed as it came with `-o json` and `-o yaml`, so that scripts see what the API says; a
-table shows what a person wants first.  What tenants wrote is printed as text, never as markup or as
-commands to the terminal.  Nothing here asks the service for anything.
+table shows what a person wants first and fits 80 columns, and with `-o wide` it has full ids and
+all columns.  What tenants wrote is printed as text, never as markup or as commands to the terminal.
+Nothing here asks the service for anything.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-import yaml
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from app.core import units
+
 JSON = dict[str, Any]
 
-Output = StrEnum("Output", ["table", "json", "yaml"])
+Output = StrEnum("Output", ["table", "wide", "json", "yaml"])
 
+SHORT = 8  # characters of an id that are shown
 WIDE = 250  # columns, where no terminal says how wide it is
 
 _COLOURS = {
@@ -32,11 +35,11 @@ _COLOURS = {
     "done": "green",
     "running": "cyan",
     "starting": "cyan",
-    "pausing": "cyan",
+    "paused": "yellow",
+    "preempted": "magenta",
     "failed": "red",
     "down": "red",
     "cancelled": "yellow",
-    "blocked": "yellow",
     "cordoned": "yellow",
 }
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -44,23 +47,40 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """One column of a table.
+
+    `whole` values, such as ids and numbers, are never broken over lines; others are where a
+    terminal is narrow.  A `wide` column is shown with `-o wide` only.
+    """
+
     heading: str
     of: Callable[[JSON], object]
     right: bool = False
+    whole: bool = False
+    wide: bool = False
 
 
-def out() -> Console:
-    return _console(sys.stdout)
+class Screen(Console):
+    """A console that knows whether tables are to have all of their columns."""
+
+    shows_all = False
 
 
-def err() -> Console:
+def out(*, wide: bool = False) -> Screen:
+    screen = _console(sys.stdout, WIDE if wide else None)
+    screen.shows_all = wide
+    return screen
+
+
+def err() -> Screen:
     """Where everything goes that is not the answer itself."""
     return _console(sys.stderr)
 
 
-def _console(file: Any) -> Console:
-    width = None if file.isatty() else WIDE
-    return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
+def _console(file: Any, width: int | None = None) -> Screen:
+    if width is None and not file.isatty():
+        width = WIDE
+    return Screen(file=file, width=width, highlight=False, emoji=False, markup=False)
 
 
 # --- whole answers --------------------------------------------------------------------------------
@@ -70,9 +90,9 @@ def show(value: Any, output: Output, as_table: Callable[[], RenderableType]) -> 
     if output == Output.json:
         sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     elif output == Output.yaml:
-        sys.stdout.write(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+        sys.stdout.write(_yaml(value))
     else:
-        out().print(as_table())
+        out(wide=output == Output.wide).print(as_table())
 
 
 def show_line(value: JSON, output: Output, line: Callable[[], Text]) -> None:
@@ -80,28 +100,48 @@ def show_line(value: JSON, output: Output, line: Callable[[], Text]) -> None:
     if output == Output.json:
         sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     elif output == Output.yaml:
-        sys.stdout.write(yaml.safe_dump(value, sort_keys=False, explicit_start=True))
+        sys.stdout.write("---\n" + _yaml(value))
     else:
         out().print(line(), soft_wrap=True)
     sys.stdout.flush()
 
 
-def table(items: Iterable[JSON], columns: Iterable[Column]) -> Table:
-    columns = list(columns)
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for column in columns:
-        grid.add_column(
-            column.heading, justify="right" if column.right else "left", overflow="fold"
-        )
-    for item in items:
-        grid.add_row(*(cell(column.of(item)) for column in columns))
-    return grid
+def _yaml(value: Any) -> str:
+    import yaml  # slow, and seldom needed
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table, whose columns are chosen when it is printed."""
+
+    items: list[JSON]
+    columns: list[Column]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shows_all = isinstance(console, Screen) and console.shows_all
+        columns = [column for column in self.columns if shows_all or not column.wide]
+        grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+        for column in columns:
+            whole = column.whole or column.right
+            justify: Any = "right" if column.right else "left"
+            grid.add_column(column.heading, justify=justify, overflow="fold", no_wrap=whole)
+        for item in self.items:
+            grid.add_row(*(cell(column.of(item)) for column in columns))
+        yield grid
+
+
+def table(items: Iterable[JSON], columns: Iterable[Column], *, empty: str = "") -> RenderableType:
+    """The items, a row each; without any, the sentence `empty` if there is one."""
+    rows = Rows(list(items), list(columns))
+    return words(empty) if empty and not rows.items else rows
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Table:
     """One thing, a line for each fact; those without a value are left out."""
     grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    grid.add_column(style="dim")
+    grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in pairs:
         if value not in (None, "", [], {}):
@@ -131,41 +171,30 @@ def state(name: str) -> Text:
     return words(name, _COLOURS.get(name, ""))
 
 
+def short(id: str | None) -> str:
+    """The last eight characters of an id, which are random: enough to tell one from another."""
+    return id[-SHORT:] if id else ""
+
+
 def number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def seconds(us: int | float | None) -> str:
-    """Microseconds as a person says them: 0.4 s, 12.3 s, 4 m 05 s, 3 h 12 m."""
-    if us is None:
-        return ""
-    s = us / 1e6
-    if s < 60:
-        return f"{s:.1f} s"
-    if s < 3600:
-        return f"{int(s // 60)} m {int(s % 60):02} s"
-    return f"{int(s // 3600)} h {int(s % 3600 // 60):02} m"
+    """Microseconds as a person says them."""
+    return "" if us is None else units.duration(us / 1e6)
 
 
 def size(count: int | float | None) -> str:
-    if not count:
-        return ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return units.size(int(count)) if count else ""
 
 
 def ago(iso: str | None, *, now: datetime | None = None) -> str:
     if not iso:
         return ""
     passed = (now or datetime.now(UTC)) - datetime.fromisoformat(iso)
-    s = max(0, int(passed.total_seconds()))
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if s >= length:
-            return f"{s // length}{unit} ago"
-    return f"{s}s ago"
+    told = units.age(passed.total_seconds())
+    return told if told == "now" else f"{told} ago"
 
 
 def clock(iso: str | None) -> str:

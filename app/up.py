@@ -31,7 +31,8 @@ from app import embedded
 from app.client import Client
 from app.core.layers import Sandbox, warning
 from app.embedded import CannotStart
-from app.settings import default_home, settings
+from app.home import default_home
+from app.settings import settings
 from app.signing import Signer
 from app.supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
 

@@ -21,7 +21,7 @@ from app import outbox, span
 from app.changes import changes
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 from app.core.migration import ANYWHERE, MOVABLE
-from app.core.words import count
+from app.core.units import counted
 from app.db import after_commit
 from app.errors import BadInput, Conflict, Forbidden
 from app.models import Event, Request, Task
@@ -133,7 +133,7 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
         told = f"its {ranks} ranks take {task.devices_min} to {ranks} devices, not {most}"
         raise BadInput.at("/devices_max", told, "range")
     if _one(session, task, lambda task: _set(task, "devices_max", most)):
-        told = f"Limited to {count(most, 'device')} by {by}."
+        told = f"Limited to {counted(most, 'device')} by {by}."
         _tell(session, task, task, "task.resize_asked", told)
 
 

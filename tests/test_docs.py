@@ -68,7 +68,8 @@ def test_the_first_session_uses_verbs_and_options_that_exist(line: str) -> None:
 
 
 def _verbs() -> list[str]:
-    return [c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback]
+    verbs = [c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback]
+    return [*verbs, *(str(group.name) for group in cli.app.registered_groups)]
 
 
 PROMISED = "up submit ps show logs why cancel pause resume usage devices"

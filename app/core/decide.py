@@ -22,7 +22,7 @@ from app.core.fairshare import Branch, Lane
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
 from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.span import OVER
-from app.core.words import count
+from app.core.units import counted
 
 BACKFILL_DEPTH = 16  # so many are looked at behind a gang for which devices are kept
 
@@ -262,7 +262,7 @@ def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
     elif drained:
         _drain(paper, task, drained)
     elif len(task.seats) > (most := max(task.width, task.width_max)):
-        because = f"Reduced to {count(most, 'device')}, as was asked."
+        because = f"Reduced to {counted(most, 'device')}, as was asked."
         _make_smaller(paper, task, task.seats[:most], "wish", because)
 
 

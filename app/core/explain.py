@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from app.core.island import Change, Reason, Task, Terms
-from app.core.words import count
+from app.core.units import counted
 
 #: Every code, and whose move it is: "wait", "change_request" or "ask_admin".  In the order in which
 #: they have to fall: what comes first here is what to end first (`nearest`).
@@ -421,7 +421,7 @@ def _running(shut: Shut) -> Reason:
         change = Change(action="raise_max_running_above", value=more - shut.limit)
         until = "one of them ends, or the limit is raised"
         return _reason("TENANT_RUNNING_LIMIT", told, until, change)
-    told = f"Your tenant runs {shut.held} of at most {count(shut.limit, 'task')}."
+    told = f"Your tenant runs {shut.held} of at most {counted(shut.limit, 'task')}."
     change = Change(action="raise_max_running", value=more)
     until = f"one of them ends, or max_running is raised to {more}"
     return _reason("TENANT_RUNNING_LIMIT", told, until, change)
@@ -443,7 +443,7 @@ def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
         if others:
             whose = "tenants" if who == "Your tenant" else "users of your tenant"
             go = f"of {whose} with less recent usage {_go(others)} first"
-            told.append(f"{count(others, 'task')} {go}.")
+            told.append(f"{counted(others, 'task')} {go}.")
         if told:
             change = Change(action="wait_for_usage", value=more_s)
             yield _reason(code, " ".join(told), "others use more, or your usage decays", change)

@@ -43,6 +43,8 @@ def main():
         if step % options.save_every == 0:
             save(model, opt, dice, step)
             report(step=step, loss=loss.item())
+    os.makedirs("artifacts", exist_ok=True)
+    torch.save(model.state_dict(), "artifacts/model.pt")  # `roundhouse outputs` downloads it
     total = sum(p.double().sum() for p in model.parameters())
     print(f"loss {loss.item()!r} parameters {total.item()!r}")
 

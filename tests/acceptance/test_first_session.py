@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,3 +116,45 @@ def test_the_readmes_request_runs(run: Run, tmp_path: Path) -> None:
     assert list(prep["outputs"]) == ["tokens"]
     assert train["result"] == {"sum": 45}
     assert run("logs", train["id"]).stdout == "lr 0.001\n" * 3
+
+
+# --- every command of the README ------------------------------------------------------------------
+
+SESSION = re.search(
+    r"^\. \.venv/bin/activate\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
+)
+ENDLESS = {"top": ["--once"]}  # what goes on until Ctrl-C, and what ends it here
+PATIENCE_S = 60.0
+
+
+def session_lines() -> list[str]:
+    assert SESSION is not None, "the README has its first session"
+    return [line.partition("  #")[0].strip() for line in SESSION[1].splitlines()]
+
+
+def test_every_command_of_the_readmes_first_session_works(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    lines = session_lines()
+    assert len(lines) > 30
+    for line in lines:
+        if line.startswith("roundhouse "):
+            _works(run, shlex.split(line)[1:])
+        else:
+            shell = line.replace("python", sys.executable, 1)
+            where = {**os.environ, "PYTHONPATH": str(ROOT)}
+            subprocess.run(shell, shell=True, check=True, env=where)
+    for left in ("got/train-artifacts.zip", "digits.safetensors", "replay.svg"):
+        assert (tmp_path / left).stat().st_size > 0, left
+
+
+def _works(run: Run, words: list[str]) -> None:
+    """A task that was preempted just now, or has no checkpoint yet, is asked again."""
+    words += next((more for verb, more in ENDLESS.items() if verb in words), [])
+    until_s = time.monotonic() + PATIENCE_S
+    while (result := run(*words)).exit_code in (cli.REFUSED, cli.NOT_FOUND):
+        assert time.monotonic() < until_s, (words, result.output)
+        time.sleep(0.5)
+    assert result.exit_code == cli.OK, (words, result.output)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bundling import Unreadable, bundle_folder, parse_param, read_descriptor
+from app.bundling import Unreadable, bundle_folder
+from app.descriptor_file import parse_param, read_descriptor
 
 
 @pytest.fixture
@@ -50,6 +51,21 @@ def test_what_is_no_code_stays_here(folder: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
     assert names(bundle_folder(folder).body) == ["data/words.txt", "train.py"]
+
+
+def test_a_file_that_may_be_secret_is_withheld_unless_the_ignore_file_names_it(
+    folder: Path,
+) -> None:
+    for name in (".env", "data/key.pem", "data/id_rsa", ".ssh/config"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    made = bundle_folder(folder)
+    assert names(made.body) == ["data/words.txt", "train.py"]
+    assert made.withheld == (".env", ".ssh", "data/id_rsa", "data/key.pem")
+    (folder / ".roundhouseignore").write_text("!.env\ndata/id_rsa\n")
+    made = bundle_folder(folder)
+    assert names(made.body) == [".env", "data/words.txt", "train.py"]
+    assert made.withheld == (".ssh", "data/key.pem")
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ class TestLimits:
         found = why.explain(session, [task := scenery.task(mine)])[task.id]
         limits = [reason["code"] for reason in found.reasons if "LIMIT" in reason["code"]]
         assert limits == ["TENANT_LIMIT", "TENANT_LIMIT", "TENANT_RUNNING_LIMIT"]
-        assert found.nearest["message"] == "One of its tasks ends, or the limit is raised to 2."
+        assert found.nearest["message"] == "one of its tasks ends, or the limit is raised to 2."
         assert (found.estimate, found.no_estimate["code"]) == (None, "BLOCKED")
 
 
