@@ -1,15 +1,17 @@
-"""What a device worker is, where it keeps things, and the locks that say that it is alone.
+"""What a device worker is, where it keeps things, and the lock that says that it is alone.
 
-A house is the processes of one device worker and all that they hold.  Each of them holds one of its
-locks, so whoever gets those knows that nobody of the house before is left.
+A house is the processes of one device worker and all that they hold.  Device worker, zygote and
+keepers hold its lock; residents hold none, they are written down (`workers.births`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
+import subprocess
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ from app.store import Store
 from workers import sandbox
 from workers.cache import Cache
 from workers.cgroups import Bounds
+
+log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
@@ -152,6 +156,26 @@ def _address_towards(url: str) -> str:
                 probe.connect(there)  # sends nothing
                 return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def set_aside(folder: Path) -> Path:
+    """Move a folder out of the way, at once; where it, and others before it, lie now."""
+    old = folder.with_name(f"{folder.name}.old")
+    old.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        folder.rename(old / uuid.uuid4().hex)
+    return old
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove what a tenant may have filled, however deep, in a process of its own."""
+    done = subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.PIPE, check=False)
+    if done.returncode:
+        # A user's own job can take even from that user the right to look into its folders.
+        subprocess.run(["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.PIPE, check=False)
+        done = subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
+    if done.returncode:
+        log.warning("%s is not removed: %s", folder, done.stderr[-300:].decode("utf-8", "replace"))
 
 
 class CannotServe(Exception):

@@ -17,22 +17,21 @@ the input that it is.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import selectors
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 HANDSHAKE_S = 5.0
-AT_ONCE = 4  # of strangers who say nothing, none keeps more than these waiting
-WAITING_LIMIT = 64
+WAITING_LIMIT = 64  # connections that have not proved anything yet,
+WAITING_PER_ADDRESS = 16  # and of those of one address
 AGAIN_S = 0.1  # the order to home may come after that to an outpost
 WITHIN_S = 30.0
 
@@ -44,6 +43,8 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _CHALLENGE_BYTES = 16
 
 Sockets = list[socket.socket]  # of each host but home, its line and its link
+Handshake = Generator[int, bytes, Callable[[], None]]
+Examination = Generator[int, bytes, None]
 
 
 @dataclass
@@ -57,7 +58,9 @@ class Expected:
 
 
 class Desk(Protocol):
-    """Who gives blocks or takes them; called in threads of ours.  What is `named` is 32 bytes."""
+    """Who gives blocks or takes them; what is `named` is 32 bytes.  Called in a thread that nothing
+    may hold up.
+    """
 
     def key(self, named: str) -> bytes: ...
 
@@ -65,8 +68,25 @@ class Desk(Protocol):
         """Whoever has proved to know the key; the socket is the desk's from here on."""
 
 
+@dataclass(eq=False)
+class Visitor:
+    """A connection whose other end has not proved anything yet: `wanted` bytes of it come next."""
+
+    sock: socket.socket
+    address: str
+    until_s: float
+    talk: Handshake
+    wanted: int = 0
+    came: bytes = b""
+    has_spoken: bool = False
+
+
 class Links:
-    """Where other hosts connect to; `call` calls in the thread of whoever owns this."""
+    """Where other hosts connect to; `call` calls in the thread of whoever owns this.
+
+    A thread of its own shakes hands with all visitors at once, and waits for none of them.  Each
+    has a deadline; where too many wait, the eldest silent one of the same address, or of all, goes.
+    """
 
     def __init__(
         self,
@@ -78,67 +98,135 @@ class Links:
         self._server.setblocking(False)
         self.place = [address, self._server.getsockname()[1]]
         self._call, self._desks = call, desks
-        self._hands = ThreadPoolExecutor(AT_ONCE, "links")
-        self._waiting = 0
-        self._expected: dict[bytes, Expected] = {}
+        self._expected: dict[bytes, Expected] = {}  # replaced, never changed: two threads read it
+        self._visitors: dict[Visitor, None] = {}  # the eldest first
+        self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._greeter = threading.Thread(target=self._greet_all, name="links", daemon=True)
 
-    def listen(self, selector: selectors.BaseSelector) -> None:
-        selector.register(self._server, selectors.EVENT_READ, self._accept)
+    def listen(self) -> None:
+        self._greeter.start()
 
     def expect(self, secret: str, hosts: int, then: Callable[[Sockets], None]) -> None:
         known = bytes.fromhex(secret)
-        self._expected[_digest(known)] = Expected(known, hosts, then)
+        self._expected = {**self._expected, _digest(known): Expected(known, hosts, then)}
 
     def forget(self, secret: str) -> None:
-        expected = self._expected.pop(_digest(bytes.fromhex(secret)), None)
+        expected = self._taken(_digest(bytes.fromhex(secret)))
         for sock in expected.joined.values() if expected else ():
             sock.close()
 
     def close(self) -> None:
+        os.eventfd_write(self._ended, 1)
+        if self._greeter.ident is not None:
+            self._greeter.join()
         self._server.close()
-        self._hands.shutdown(cancel_futures=True)
+        os.close(self._ended)
         for expected in self._expected.values():
             for sock in expected.joined.values():
                 sock.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # whoever it was has gone
-            sock, _ = self._server.accept()
-            if self._waiting >= WAITING_LIMIT:
-                sock.close()
-                return
-            self._waiting += 1
-            self._hands.submit(self._greet, sock, dict(self._expected))
+    def _taken(self, digest: bytes) -> Expected | None:
+        expected = self._expected.get(digest)
+        self._expected = {key: one for key, one in self._expected.items() if key != digest}
+        return expected
 
-    def _greet(self, sock: socket.socket, expected: dict[bytes, Expected]) -> None:
-        """In a thread of its own."""
-        joined = None
+    # --- in the greeter's thread ---
+
+    def _greet_all(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._ended, selectors.EVENT_READ)
+            selector.register(self._server, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(self._timeout_s()):
+                    if key.fileobj == self._ended:
+                        self._dismiss(selector, list(self._visitors))
+                        return
+                    if key.fileobj is self._server:
+                        self._accept(selector)
+                    elif key.data in self._visitors:  # else it gave way in this round
+                        self._hear(selector, key.data)
+                now_s = time.monotonic()
+                self._dismiss(selector, [v for v in self._visitors if now_s >= v.until_s])
+
+    def _timeout_s(self) -> float | None:
+        eldest = next(iter(self._visitors), None)  # all have the same time
+        return None if eldest is None else max(0.0, eldest.until_s - time.monotonic())
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
-            sock.settimeout(HANDSHAKE_S)
-            hello = read(sock, _HELLO.size)
-            if desk := self._desks.get(_HELLO.unpack(hello)[2]):
-                _serve(sock, hello, desk)
-            else:
-                joined = _admitted(sock, hello, expected)
-        except (OSError, struct.error):
-            sock.close()
-        self._call(lambda: self._greeted(sock, joined))
-
-    def _greeted(self, sock: socket.socket, joined: tuple[bytes, int, str] | None) -> None:
-        self._waiting -= 1
-        if joined is None:
+            sock, (address, *_) = self._server.accept()
+        except OSError:  # whoever it was has gone
             return
-        digest, host, sort = joined
+        beside = [v for v in self._visitors if v.address == address]
+        if len(beside) >= WAITING_PER_ADDRESS:
+            self._dismiss(selector, [_eldest_silent(beside)])
+        elif len(self._visitors) >= WAITING_LIMIT:
+            self._dismiss(selector, [_eldest_silent(list(self._visitors))])
+        sock.setblocking(False)
+        until_s = time.monotonic() + HANDSHAKE_S
+        visitor = Visitor(sock, address, until_s, self._handshake(sock))
+        visitor.wanted = next(visitor.talk)
+        self._visitors[visitor] = None
+        selector.register(sock, selectors.EVENT_READ, visitor)
+
+    def _hear(self, selector: selectors.BaseSelector, visitor: Visitor) -> None:
+        try:
+            piece = visitor.sock.recv(visitor.wanted - len(visitor.came))
+            if not piece:
+                raise ConnectionResetError("it went")
+            visitor.came += piece
+            visitor.has_spoken = True
+            if len(visitor.came) == visitor.wanted:
+                came, visitor.came = visitor.came, b""
+                visitor.wanted = visitor.talk.send(came)
+        except BlockingIOError:
+            return
+        except StopIteration as end:
+            selector.unregister(visitor.sock)
+            del self._visitors[visitor]
+            end.value()
+        except OSError:
+            self._dismiss(selector, [visitor])
+
+    def _dismiss(self, selector: selectors.BaseSelector, visitors: list[Visitor]) -> None:
+        for visitor in visitors:
+            del self._visitors[visitor]
+            selector.unregister(visitor.sock)
+            visitor.sock.close()
+
+    def _handshake(self, sock: socket.socket) -> Handshake:
+        """Yields how many bytes come next; returns what to do with who has proved all."""
+        hello = yield _HELLO.size
+        digest, host, sort, _ = _HELLO.unpack(hello)
+        if desk := self._desks.get(sort):
+            named = yield _HASH_BYTES
+            yield from _examine(sock, desk.key(named.hex()), hello + named)
+            return lambda: _serve(sock, desk, named.hex())
+        gang = self._expected.get(digest)
+        if gang is None or not 1 <= host <= gang.hosts or sort >= len(SORTS):
+            raise ConnectionRefusedError("nobody of that gang is expected here")
+        yield from _examine(sock, gang.secret, hello)
+        return lambda: self._call(lambda: self._joined(sock, digest, host, SORTS[sort]))
+
+    # --- in the owner's thread ---
+
+    def _joined(self, sock: socket.socket, digest: bytes, host: int, sort: str) -> None:
         expected = self._expected.get(digest)
         if expected is None:
             sock.close()
             return
+        sock.setblocking(True)
         if (before := expected.joined.pop((host, sort), None)) is not None:
             before.close()  # it tries again
         expected.joined[host, sort] = sock
         if len(expected.joined) == expected.hosts * len(SORTS):
-            del self._expected[digest]
+            self._taken(digest)
             expected.then([expected.joined[key] for key in sorted(expected.joined)])
+
+
+def _eldest_silent(visitors: list[Visitor]) -> Visitor:
+    """Who gives way: the eldest that has said nothing at all, or else the eldest."""
+    return next((v for v in visitors if not v.has_spoken), visitors[0])
 
 
 def _listening(address: str) -> socket.socket:
@@ -150,32 +238,17 @@ def _listening(address: str) -> socket.socket:
         return socket.create_server(("", 0), family=family, backlog=WAITING_LIMIT)
 
 
-def _admitted(
-    sock: socket.socket, hello: bytes, expected: dict[bytes, Expected]
-) -> tuple[bytes, int, str]:
-    """Who has come, and proved it; raises OSError for anybody else."""
-    digest, host, sort, _ = _HELLO.unpack(hello)
-    gang = expected.get(digest)
-    if gang is None or not 1 <= host <= gang.hosts or sort >= len(SORTS):
-        raise ConnectionRefusedError("nobody of that gang is expected here")
-    _examine(sock, gang.secret, hello)
-    sock.settimeout(None)
-    return digest, host, SORTS[sort]
+def _serve(sock: socket.socket, desk: Desk, named: str) -> None:
+    sock.settimeout(HANDSHAKE_S)
+    desk.serve(sock, named)
 
 
-def _serve(sock: socket.socket, hello: bytes, desk: Desk) -> None:
-    named = read(sock, _HASH_BYTES)
-    _examine(sock, desk.key(named.hex()), hello + named)
-    desk.serve(sock, named.hex())
-
-
-def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> None:
+def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> Examination:
     """Both prove that they know the secret; raises OSError."""
     challenge = os.urandom(_CHALLENGE_BYTES)
     sock.sendall(challenge + _proof(secret, b"home", hello, challenge))
-    if not hmac.compare_digest(
-        read(sock, _PROOF_BYTES), _proof(secret, b"outpost", hello, challenge)
-    ):
+    theirs = yield _PROOF_BYTES
+    if not hmac.compare_digest(theirs, _proof(secret, b"outpost", hello, challenge)):
         raise ConnectionRefusedError("it does not know the secret")
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from workers.heartbeat import now_us
 from workers.house import House
 from workers.resident import Nonsense, Resident, number
 
@@ -192,16 +193,18 @@ class Residency:
     def heard(self, resident: Resident, message: JSON) -> None:
         """`away`: so much is off the device; `settled`: and it has done what it was told last."""
         away_bytes, turn = number(message, "bytes"), number(message, "turn")
-        memory_bytes = number(message, "memory_bytes")
+        house = self.house
+        told = number(message, "memory_bytes")
+        memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now_us())
         if turn > resident.turn:
             raise Nonsense("it says what is away without being asked")
         if turn < resident.turn:
             return  # it was told something else meanwhile, and answers that too
+        resident.measure()
+        if away_bytes > resident.slab_bytes:
+            raise Nonsense("more is away than lies in its slab")
         resident.away_bytes = away_bytes
         if message.get("settled") is True:
-            resident.measure()
-            if away_bytes > resident.slab_bytes:
-                raise Nonsense("more is away than lies in its slab")
             resident.level = _level_of(resident, memory_bytes)
             resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from app.core import messages
+from app.core.bucket import Bucket
 from app.core.legs import another_follows, late
 from app.core.messages import Event, Launch, LogLines, Order, ResidentView, Resize
 from app.core.taskgraph import MAX_BYTES, MAX_EST_MS, MAX_NODES, SIZED_LIMIT
@@ -30,7 +31,7 @@ from workers import slab
 from workers.checkpoint import Known
 from workers.links import Sockets
 from workers.sandbox import ENVIRONMENT, Room
-from workers.wire import Wire, pair
+from workers.wire import Parts, TenantWire, pair, parsed_parts
 
 JSON = dict[str, Any]
 
@@ -39,7 +40,13 @@ LOG_LIMIT_BYTES = 1 * 2**20  # kept per stay until acknowledged; more is dropped
 LAST_LINES = 20  # of stderr, told as the detail of a command that failed
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
-MESSAGES_LIMIT = 1_000
+FRAMES_BURST, FRAMES_PER_S = 2_000, 500.0  # of one process; what exceeds it waits
+BYTES_BURST, BYTES_PER_S = 4 * 2**20, float(2**20)
+MUTED_BURST_S, MUTED_PER_S = 20.0, 0.2  # so long it may be made to wait, then it is ended
+OWED_US = 30_000_000  # so long a paused process may owe its image while others lack room
+UNREAD_US = 10_000_000  # so long a process may not read what it is sent, then it is ended
+KERNEL_US = 100_000  # so often the kernel is asked for a process's memory, if that says more
+PROCESSES_LIMIT = 256  # processes and threads that are looked at for that
 LINGER_US = 10_000_000  # so long who has run a leg waits for the next one
 TOLD_US = 100_000  # so soon it is usually told what came straight, and asks if it was not
 UNSURE_US = 15_000_000  # so long nothing counts that it makes of what came straight, then never
@@ -289,6 +296,11 @@ class Log:
         return self.held_bytes >= LOG_LIMIT_BYTES
 
     def write(self, stream: str, data: bytes) -> None:
+        if self.is_full:  # a flood costs no more than to count its lines
+            self.dropped += data.count(b"\n")
+            if b"\n" in data:
+                self._open[stream] = b""
+            data = data[data.rfind(b"\n") + 1 :]
         *whole, rest = (self._open[stream] + data).split(b"\n")
         for line in whole:
             self._add(stream, _last_frame(line))
@@ -405,7 +417,7 @@ class Resident:
 
     id: int
     task: str
-    wire: Wire
+    wire: TenantWire
     bulk: socket.socket
     slab: int  # the descriptor of `workers.slab`
     pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
@@ -441,6 +453,17 @@ class Resident:
     is_gone: bool = False
     outputs: JSON = field(default_factory=dict)
     verdict: JSON | None = None
+    parts: Parts = field(default_factory=Parts)  # of a long message, as far as they have come
+    is_parsed: bool = False  # such a message is, by another thread; what is behind it waits
+    is_muted: bool = False  # it said so much that it is not read from for a while
+    said: deque[JSON] = field(default_factory=deque)  # messages that were read and not taken yet
+    checked: JSON | None = None  # the verdict of a long last word
+    exit_status: int | None = None  # it ended meanwhile
+    frames: Bucket = field(default_factory=lambda: Bucket(FRAMES_BURST, FRAMES_PER_S))
+    said_bytes: Bucket = field(default_factory=lambda: Bucket(BYTES_BURST, BYTES_PER_S))
+    calm: Bucket = field(default_factory=lambda: Bucket(MUTED_BURST_S, MUTED_PER_S))
+    kernel: tuple[int, int] | None = None  # what its processes hold, as the kernel said last,
+    kernel_us: int = 0  # at this time
     doom: str = ""
     refused: str = ""  # what the kernel refused it at its limits, in a sentence
     kill_us: int | None = None  # when its grace ends
@@ -547,7 +570,45 @@ class Resident:
             self.absent_us = (self.absent_us + took_us) // 2 if self.absent_us else took_us
 
     def measure(self) -> None:
-        self.slab_bytes = slab.held_bytes(self.slab)
+        if self.slab >= 0:
+            self.slab_bytes = slab.held_bytes(self.slab)
+
+    def bounded_memory(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
+        """What it says that it holds, but no more than its device has, or the kernel counts."""
+        return self._bounded(min(told, house_bytes), 0, kind, now_us)
+
+    def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
+        """The same of what it holds for its graph in host memory, in shared mappings."""
+        return self._bounded(min(told, house_bytes), 1, kind, now_us)
+
+    def _bounded(self, told: int, which: int, kind: str, now_us: int) -> int:
+        if kind != "cpu":
+            return told
+        is_known = self.kernel is not None and told <= self.kernel[which]
+        if not is_known and now_us >= self.kernel_us + KERNEL_US:
+            self.kernel, self.kernel_us = kernel_memory(self.pid), now_us
+        return told if self.kernel is None else min(told, self.kernel[which])
+
+    def heard(self, frames: int, read_bytes: int, now_us: int) -> int:
+        """So much was read from it; for how long it is not read from now, in microseconds."""
+        self.frames.take(frames, now_us)
+        self.said_bytes.take(read_bytes, now_us)
+        muted_us = max(self.frames.debt_us(now_us), self.said_bytes.debt_us(now_us))
+        self.calm.take(muted_us / 1e6, now_us)
+        return muted_us
+
+    def owes_image(self, now_us: int) -> bool:
+        """It was paused long ago, and there is neither an image of it nor one on its way."""
+        if self.stay.state != "paused" or self.is_durable or self.is_command:
+            return False
+        on_its_way = self.is_saving or self.save_again_us is not None
+        return not on_its_way and now_us - self.paused_us >= OWED_US
+
+    def is_deaf(self, now_us: int) -> bool:
+        """It has not read for long what it was sent, or very much waits for it."""
+        since_us = self.wire.unread_since_us
+        long = since_us is not None and now_us - since_us >= UNREAD_US
+        return long or self.wire.is_overfull
 
     def send(self, word: str, fds: list[int] | None = None, **said: Any) -> None:
         if self.doom:
@@ -578,14 +639,42 @@ class Resident:
             self.slab = -1
 
     def close(self) -> None:
-        """All but `bulk` and `slab`, from which a thread may still be reading."""
-        self.wire.close()
+        """All but the wire, `bulk` and `slab`: to close those may take long."""
         for fd in self.pipes:
             os.close(fd)
         self.pipes = {}
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def kernel_memory(pid: int) -> tuple[int, int] | None:
+    """What a process and all below it hold, as the kernel says: bytes of their own, and bytes of
+    shared memory.  None if that cannot be said, or there are too many processes to look at.
+    """
+    own = shared = looked = 0
+    left = [pid]
+    try:
+        while left:
+            at = left.pop()
+            status = Path(f"/proc/{at}/status").read_text()
+            own += _status_bytes(status, "RssAnon:")
+            shared += _status_bytes(status, "RssShmem:")
+            tasks = os.listdir(f"/proc/{at}/task")
+            looked += len(tasks)
+            if looked > PROCESSES_LIMIT:
+                return None
+            for task in tasks:
+                left += map(int, Path(f"/proc/{at}/task/{task}/children").read_text().split())
+    except (OSError, ValueError):
+        return None
+    return own, shared
+
+
+def _status_bytes(status: str, name: str) -> int:
+    """A row of /proc/PID/status, which is in KiB; a process that has ended has none."""
+    _, _, rest = status.partition(f"\n{name}")
+    return 1024 * int(rest.split(maxsplit=1)[0]) if rest else 0
 
 
 def _setting(launch: Launch) -> JSON:
@@ -601,7 +690,31 @@ class Nonsense(Exception):
     """A resident said what no resident of ours says."""
 
 
+def verdict(message: JSON) -> JSON:
+    """The event that a resident's last word becomes: its type, as `is`, and its fields."""
+    if message["is"] == "failed":
+        return {"is": messages.Failed, **failed(message)}
+    if message["is"] == "stopped":
+        return {"is": messages.Stopped}
+    return {
+        "is": messages.Finished,
+        "result": table(message, "result"),
+        "passed": passed(message),
+        "took_ms": took_ms(message),
+        "made_bytes": made_bytes(message),
+    }
+
+
+def whole(body: bytes) -> tuple[JSON, JSON | None]:
+    """A message that came in parts, and, if it is a last word, its verdict; takes a while."""
+    message = parsed_parts(body)
+    return message, verdict(message) if message["is"] in LAST_WORDS else None
+
+
+LAST_WORDS = ("failed", "finished", "stopped")
 HOSTS_LIMIT = 64  # of one gang
+METRICS_LIMIT = 2_000  # of all executors of a graph together
+METRIC_CHARACTERS = 200
 COPIES_LIMIT = 100_000  # of blocks, between executors
 _COPY = ("block", "source", "target", "bytes")
 
@@ -652,6 +765,21 @@ def table(message: JSON, name: str) -> JSON:
     return cleaned
 
 
+def metrics(message: JSON) -> JSON:
+    """Numbers and short texts by name."""
+    value = message.get("metrics")
+    if not isinstance(value, dict) or len(value) > METRICS_LIMIT:
+        raise Nonsense("metrics is not a small table")
+    if any(isinstance(each, dict | list) for each in value.values()):
+        raise Nonsense("a metric is a list or a table")
+    short = {
+        name[:METRIC_CHARACTERS]: each[:METRIC_CHARACTERS] if isinstance(each, str) else each
+        for name, each in value.items()
+    }
+    cleaned: JSON = clean(short)
+    return cleaned
+
+
 def words(message: JSON, name: str) -> list[str]:
     """A few short ones; the rest is cut off."""
     value = message.get(name)
@@ -661,7 +789,10 @@ def words(message: JSON, name: str) -> list[str]:
 
 
 def clean(value: Any, depth: int = 0) -> Any:
-    """As Postgres takes it as JSON: no NUL, no lone surrogates, no NaN, and of bounded size."""
+    """As Postgres takes it as JSON: no NUL, no lone surrogates, no NaN, and of bounded size.
+
+    A whole number that is no int64 becomes a text: a reader in another language could not hold it.
+    """
     if depth > 16:
         raise Nonsense("nested deeper than 16")
     if isinstance(value, str):
@@ -671,6 +802,8 @@ def clean(value: Any, depth: int = 0) -> Any:
         return {clean(key, depth + 1): clean(part, depth + 1) for key, part in value.items()}
     if isinstance(value, list):
         return [clean(part, depth + 1) for part in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"{value:e}" if abs(value) < 10**300 else "more than 1e300"
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         return str(value)
     return value
@@ -742,7 +875,7 @@ _KEPT_VARIABLES = (
 class Zygote:
     """`workers.zygote`, started by the thread whose end shall be its end too."""
 
-    def __init__(self, *, lock_fd: int, probe: Room | None) -> None:
+    def __init__(self, *, lock_fd: int, probe: Room | None, records: Path) -> None:
         self.wire, theirs = pair()
         self.is_ready = False
         boot = _BOOT.format(root=str(_ROOT), fd=theirs.fileno(), lock=lock_fd)
@@ -755,7 +888,8 @@ class Zygote:
             cwd="/",
         )
         theirs.close()
-        self.wire.send({"is": "begin", "probe": None if probe is None else _room(probe)})
+        tried = None if probe is None else _room(probe)
+        self.wire.send({"is": "begin", "probe": tried, "records": str(records)})
 
     def spawn(self, id: int, room: Room, walls: list[str], fds: list[int], sort: str) -> None:
         """`fds`: see `wire.FDS_PER_RESIDENT`.  The caller closes its copies."""

@@ -469,6 +469,10 @@ _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 1
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW*
 _FAMILIES = (1, 2, 10)  # unix, inet, inet6
 _PROTOCOLS = (0, 1, 6, 17)  # the family's own, icmp, tcp, udp; so neither mptcp nor udplite
+# By a lease a process makes others wait that open its file; by lingering, whoever closes a socket
+# that it sent to them.
+_FCNTL, _F_SETLEASE = (72, 25), 1024
+_SETSOCKOPT, _SOL_SOCKET, _SO_LINGER = (54, 208), 1, 13
 
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -489,6 +493,11 @@ def _filter() -> bytes:
     lines += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, unknown)]
     lines += [(_EQUAL, 0, 3, _CLONE[column]), (_LOAD, 0, 0, 16)]
     lines += [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, no)]
+    lines += [(_LOAD, 0, 0, 0), (_EQUAL, 0, 3, _FCNTL[column]), (_LOAD, 0, 0, 24)]
+    lines += [(_EQUAL, 0, 1, _F_SETLEASE), (_RETURN, 0, 0, no)]
+    lines += [(_LOAD, 0, 0, 0), (_EQUAL, 0, 5, _SETSOCKOPT[column]), (_LOAD, 0, 0, 24)]
+    lines += [(_EQUAL, 0, 3, _SOL_SOCKET), (_LOAD, 0, 0, 32)]
+    lines += [(_EQUAL, 0, 1, _SO_LINGER), (_RETURN, 0, 0, no)]
     lines += [(_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _NEWEST + 1), (_RETURN, 0, 0, unknown)]
     sockets = [*_only(16, _FAMILIES), *_only(32, _PROTOCOLS)]
     lines += [(_EQUAL, 1, 0, _SOCKET[column]), (_EQUAL, 0, len(sockets), _SOCKETPAIR[column])]

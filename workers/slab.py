@@ -6,7 +6,10 @@ the kernel keeps the bound, nobody can cut it off under a reader (who would die 
 much it really takes can be asked of the kernel (`held_bytes`), whatever the resident says.
 
     0          an image, as its `layout` says
-    limit      an index: the layout and what belongs to it, as JSON, of up to INDEX_LIMIT_BYTES
+    limit      an index: the layout and what belongs to it, of up to INDEX_LIMIT_BYTES
+
+An index is lines of JSON, each for one storage or tensor or another small thing: so its reader, who
+does not believe in it, never parses much at once, and stops at too much.
 
 The resident maps it and copies into it at the speed of memory; the device worker reads.  While the
 device worker reads an image, from `saving` to `kept`, the resident leaves it alone; if it does not,
@@ -20,12 +23,17 @@ import fcntl
 import json
 import mmap
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 JSON = dict[str, Any]
 
-INDEX_LIMIT_BYTES = 64 * 2**20  # about 200 bytes for a storage, and as many for a tensor
+INDEX_LIMIT_BYTES = 24 * 2**20  # about 120 bytes for a storage, and as many for a tensor
+LINES_LIMIT = 250_000
+LINE_LIMIT_BYTES = 64 * 1024
+VALUES_LIMIT = 1_000  # in one line
+_PIECE_BYTES = 1 << 18
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _REMOVE = 9  # MADV_REMOVE
 _STEP = 2**24  # memory is given out in so large pieces, so that nobody waits for long
@@ -67,7 +75,7 @@ def read_index(fd: int, size: int) -> JSON:
 
 
 def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
-    text = json.dumps(body).encode()
+    text = "".join(f"{json.dumps(line)}\n" for line in _lines(body)).encode()
     if len(text) > limit:
         raise BadIndex(f"it has {len(text)} bytes, and {limit} are allowed")
     at = 0
@@ -79,13 +87,60 @@ def _write_at(fd: int, start: int, body: JSON, limit: int) -> int:
 def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
     if size > limit:
         raise BadIndex(f"it has {size} bytes, and {limit} are allowed")
-    try:
-        body = json.loads(os.pread(fd, size, start))
-    except (ValueError, RecursionError) as error:
-        raise BadIndex(f"it is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadIndex("it is no table")
+    body: JSON = {}
+    for count, line in enumerate(_read_lines(fd, start, size)):
+        if count >= LINES_LIMIT:
+            raise BadIndex(f"it has more than {LINES_LIMIT} lines")
+        try:
+            _take_line(body, line)
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise BadIndex(f"a line of it is none: {error!r:.200}") from error
+    if not body:
+        raise BadIndex("it is empty")
     return body
+
+
+# A line is [KEY, VALUE], or [KEY, NAME, VALUE] of a table, or [KEY, NAME, VALUE, "more"] of a list
+# in that table.
+def _lines(body: JSON) -> Iterator[list[Any]]:
+    for key, value in body.items():
+        if not isinstance(value, dict):
+            yield [key, value]
+            continue
+        yield [key, {}]
+        for name, part in value.items():
+            if not (isinstance(part, list | tuple) and part and isinstance(part[0], dict)):
+                yield [key, name, part]
+                continue
+            yield [key, name, []]
+            for one in part:
+                yield [key, name, one, "more"]
+
+
+def _take_line(body: JSON, line: bytes) -> None:
+    if line.count(b",") + line.count(b"[") + line.count(b"{") > VALUES_LIMIT:
+        raise ValueError(f"it has more than {VALUES_LIMIT} values")
+    match json.loads(line):
+        case [str(key), value]:
+            body[key] = value
+        case [str(key), str(name), value]:
+            body[key][name] = value
+        case [str(key), str(name), value, "more"]:
+            body[key][name].append(value)
+        case _:
+            raise ValueError("it has another form")
+
+
+def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
+    """Piece by piece; raises BadIndex for a line that is too long."""
+    rest = b""
+    for at in range(0, size, _PIECE_BYTES):
+        *lines, rest = (rest + os.pread(fd, min(_PIECE_BYTES, size - at), start + at)).split(b"\n")
+        yield from lines
+        if len(rest) > LINE_LIMIT_BYTES:
+            raise BadIndex(f"a line of more than {LINE_LIMIT_BYTES} bytes")
+    if rest:
+        raise BadIndex("its last line has no end")
 
 
 def _pages(size: int) -> int:

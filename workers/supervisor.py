@@ -6,8 +6,8 @@ Orders and answers only put a message into the supervisor's inbox; one long-live
 everything, and everything that it spawned dies with it.
 
 What always holds:
-* this process speaks for the device only once it has had the device's two locks, one held by every
-  process of ours and one by every resident: getting them proves that the house is empty;
+* this process speaks for the device only once it holds the device's lock, which no resident can
+  reach, and every resident that was written down (`workers.births`) has ended;
 * a stale or doubled order changes nothing, and an order alone seats nobody unless it is fresh: the
   island must have answered a report that named the resident;
 * nothing steps past the trust that the island's answers give, and what cannot stop is killed when
@@ -20,18 +20,17 @@ No torch, no database, and no tenant's bytes are interpreted here.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import queue
 import selectors
-import shutil
 import socket
 import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,13 @@ from app.core.messages import (
 from app.core.rota import TURN_US, Rota
 from app.places import make_private
 from app.signing import input_name
-from workers import ahead, cgroups, links, transfer, uids, volumes
+from workers import ahead, births, cgroups, links, transfer, uids, volumes
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
 from workers.giving import Giver, Taker
 from workers.heartbeat import LOGS_LIMIT_BYTES, Lease, Pulse, Rhythm, Transport, now_us
-from workers.house import CannotServe, House, locked
+from workers.house import CannotServe, House, locked, remove_tree, set_aside
 from workers.links import Links, Sockets
 from workers.residency import Residency
 from workers.resident import (
@@ -73,7 +72,8 @@ from workers.resident import (
 from workers.sandbox import CANNOT_START, PASSAGE, Room
 from workers.transfer import Fetched, NotFetched, OutOfStep
 from workers.uids import NoUids, UidRange
-from workers.wire import Garbled, Trust, pair
+from workers.watchdog import Watchdog
+from workers.wire import Garbled, Trust, tenant_pair
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,15 @@ SQUEEZE_US = 1_000_000  # so long one who shares the device waits for room besid
 ROOM_WITHIN_US = 10_000_000  # so long somebody waits for room among commands that are frozen
 REMEMBERED = 10_000  # tasks whose newest epoch, or image, is known; the island stops older epochs
 MUTED_US = 50_000  # how long a resident whose log is full is not read from
+SEND_AGAIN_US = 20_000  # so soon it is tried again to send to a process that did not read
+READS_AT_THE_END = 32  # of what an ended process printed or said
 BULK_TIMEOUT_S = 60.0
 SAVES_AT_ONCE = 2  # of one process: one output that comes, and one that becomes durable
 LIES_BYTES = 1 << 20  # an output of so many is given back to who made it, as a file
 ZYGOTE_AGAIN_S = 1.0
 
+#: Ends after which nothing more is taken from a process.
+_MAY_SAY_NO_MORE = frozenset({"nonsense", "flood", "deaf"})
 #: Ends that are told to nobody: the island sees that the resident is not there any more.
 _SILENT = frozenset(
     {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "unsure"}
@@ -143,6 +147,11 @@ class Supervisor(threading.Thread):
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
+        # What a tenant left may be much: neither to remove nor to close it keeps others waiting.
+        self._sweeper = ThreadPoolExecutor(1, "sweeper")
+        self._closer = ThreadPoolExecutor(1, "closer")
+        self.unheard: list[Resident] = []  # of whose words a part was heard in this round
+        self.watchdog = Watchdog(self._end_at_once)
         self._lock_fd = -1
         self.uids: UidRange | None = None  # only root can give others
         self.groups = cgroups.ControlGroups("", house.bounds)
@@ -167,6 +176,7 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         try:
             self._move_in()
+            self.watchdog.start()
             while not self._may_leave():
                 self._round()
             self._say_goodbye()
@@ -177,12 +187,28 @@ class Supervisor(threading.Thread):
             log.exception("%s: the supervisor failed; everything it holds ends", self.house.device)
             self.on_fatal()
         finally:
+            self.watchdog.end()
             self._move_out()
+
+    def _end_at_once(self) -> None:
+        """From the watchdog: this thread may never answer again, so all that it holds ends here."""
+        for resident in list(self.residents.values()):
+            resident.kill()
+        if self.zygote is not None:
+            self.zygote.process.kill()
+        self.on_fatal()
 
     def _round(self) -> None:
         # 1. Hear: residents, the zygote, whatever was put into the inbox.
-        for key, _ in self._selector.select(self._timeout_s()):
+        timeout_s = self._timeout_s()
+        self.watchdog.rests()
+        ready = self._selector.select(timeout_s)
+        self.watchdog.works()
+        unheard, self.unheard = self.unheard, []
+        for key, _ in ready:
             key.data()
+        for resident in unheard:
+            self._resident_says(resident)
         while not self.inbox.empty():
             self._hear(self.inbox.get())
         # 2. What time alone changes.
@@ -213,15 +239,16 @@ class Supervisor(threading.Thread):
     def _move_in(self) -> None:
         make_private(self.house.folder)
         self._lock_fd = locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
-        # Residents hold another one, each for itself: a tenant can only let go of its own.
-        os.close(locked(self._house_file, LOCK_WAIT_S))
+        self._records.mkdir(parents=True, exist_ok=True)
+        if left := births.end_recorded(self._records, LOCK_WAIT_S):
+            raise CannotServe(f"processes {left} of the worker before do not end; end them first")
         for name in ("code", "scratch"):
-            shutil.rmtree(self.house.folder / name, ignore_errors=True)
+            self._sweeper.submit(remove_tree, set_aside(self.house.folder / name))
             make_private(self.house.folder / name)
         for folder in self._passages[1:]:  # an earlier version let everybody read them
             folder.chmod(stat.S_IMODE(folder.stat().st_mode) & PASSAGE)
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
-        self.links.listen(self._selector)
+        self.links.listen()
         self.pulse.start()
         device, run = self.house.device, self.house.run
         self.groups = cgroups.ControlGroups.made(device, run, self.house.bounds)
@@ -258,8 +285,8 @@ class Supervisor(threading.Thread):
             os.eventfd_read(self._woken)
 
     @property
-    def _house_file(self) -> Path:
-        return self.house.run / f"{self.house.device}.residents"
+    def _records(self) -> Path:
+        return self.house.folder / "residents"
 
     def _begin_to_leave(self) -> None:
         if self.stop_by_us is not None:
@@ -293,8 +320,11 @@ class Supervisor(threading.Thread):
         self._hands.shutdown(cancel_futures=True)  # whoever they listened to is dead
         for resident in self.residents.values():
             resident.close()
+            self._closer.submit(resident.wire.close)
         for resident in (*self.residents.values(), *self.read_from):
-            resident.close_stores()
+            self._closer.submit(resident.close_stores)
+        self._closer.shutdown()
+        self._sweeper.shutdown(wait=False)
         for _, fetched in self.fetched:
             fetched.close()
         self.lookout.close()
@@ -318,7 +348,7 @@ class Supervisor(threading.Thread):
             if self.house.sandbox == "off"
             else self._room("probe", transfer.unpack("", self.house))
         )
-        self.zygote = Zygote(lock_fd=self._lock_fd, probe=probe)
+        self.zygote = Zygote(lock_fd=self._lock_fd, probe=probe, records=self._records)
         self._selector.register(self.zygote.wire, selectors.EVENT_READ, lambda: self._zygote_says())
 
     def _zygote_says(self) -> None:
@@ -386,9 +416,21 @@ class Supervisor(threading.Thread):
         self.zygote = None
         for resident in list(self.residents.values()):
             self._doom(resident, "zygote")
-            _wait_for_end(resident)
-            self._exited(resident, -9)
+            if resident.pidfd is None:
+                self._exited(resident, -9)  # it was not let begin
+            else:
+                self._await_end(resident, resident.pidfd)
         self.zygote_due_us = now_us() + int(ZYGOTE_AGAIN_S * 1e6)
+
+    def _await_end(self, resident: Resident, pidfd: int) -> None:
+        """A killed process is gone when its descriptor says so; that takes a moment."""
+
+        def ended() -> None:
+            self._selector.unregister(pidfd)
+            if not resident.is_gone:
+                self._exited(resident, -9)
+
+        self._selector.register(pidfd, selectors.EVENT_READ, ended)
 
     # --- orders ---
 
@@ -606,6 +648,7 @@ class Supervisor(threading.Thread):
             if (task, epoch) in self.stays:
                 self.stays[task, epoch].is_confirmed = True
         self.lease = self.lease.after(answer, margin_us=int(self.house.lease_margin_s * 1e6))
+        self.watchdog.limit_s = answer.lease_us / 1e6
         self.trust.extend(self.lease.trusted_until_us)
         if self.seat is not None and self.seat.is_still:
             self.seat.send("look")
@@ -657,8 +700,12 @@ class Supervisor(threading.Thread):
 
     def _keep_time(self, now: int) -> None:
         for resident in list(self.residents.values()):
+            self._flush(resident, now)
             if resident.kill_us is not None and now >= resident.kill_us:
                 self._doom(resident, "cancel")
+            elif self.residency.lacks and resident.owes_image(now):
+                log.warning("task %s was paused and gives no image", resident.task)
+                self._doom(resident, "unsaved")
             elif not resident.is_prepared and now >= resident.deadline_us:
                 self._doom(resident, "slow")
             elif resident.save_again_us is not None and now >= resident.save_again_us:
@@ -672,6 +719,16 @@ class Supervisor(threading.Thread):
                 self._listen_to(resident, fd)
         if self.zygote_due_us is not None and now >= self.zygote_due_us:
             self._start_zygote()
+
+    def _flush(self, resident: Resident, now: int) -> None:
+        """Send what it did not read at once; a process that never reads is ended."""
+        if resident.doom or resident.wire.unread_since_us is None:
+            return
+        with contextlib.suppress(OSError):  # it is dying: its exit will be reported
+            resident.wire.flush()
+        if resident.is_deaf(now):
+            log.warning("task %s does not read what it is sent", resident.task)
+            self._doom(resident, "deaf")
 
     def _give_up_waiting(self, now: int) -> None:
         for stay in list(self.stays.values()):
@@ -708,6 +765,9 @@ class Supervisor(threading.Thread):
         due = [self.rhythm.due_us(self.lease.answered_us)] if self._may_report() else []
         due += [us for us in (self.zygote_due_us, self.stop_by_us) if us is not None]
         due += [due_us for due_us, _, _ in self.muted]
+        due += [0] if self.unheard else []
+        waits = any(r.wire.unread_since_us is not None for r in self.residents.values())
+        due += [now_us() + SEND_AGAIN_US] if waits else []
         due += [s.give_up_us for s in self.stays.values() if s.give_up_us is not None]
         due += [self._unsure_due_us(s) for s in self.stays.values() if s.unsure]
         due += [s.yield_by_us for s in self.stays.values() if s.yield_by_us is not None]
@@ -926,15 +986,13 @@ class Supervisor(threading.Thread):
         assert self.zygote is not None
         self.last_id += 1
         room = self._room(str(self.last_id), fetched.code)
-        wire, control = pair()
+        wire, control = tenant_pair()
         bulk, bulk_end = socket.socketpair()
         links.wait_for(bulk, BULK_TIMEOUT_S)
         pipes = {"stdout": os.pipe(), "stderr": os.pipe()}
         writes = [write for _, write in pipes.values()]
-        inhabited = os.open(self._house_file, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(inhabited, fcntl.LOCK_SH)
         sockets = [control.fileno(), bulk_end.fileno()]
-        given = [*sockets, self.trust.fd, *writes, inhabited, fetched.slab]
+        given = [*sockets, self.trust.fd, *writes, fetched.slab]
         sort = "command" if "command" in stay.launch.run else "job"
         room = replace(room, groups=tuple(self.groups.make(str(self.last_id))))
         self.zygote.spawn(self.last_id, room, self.walls, given, sort)
@@ -951,7 +1009,7 @@ class Supervisor(threading.Thread):
             saved=fetched.image,
         )
         resident.measure()
-        transfer.close_all([control.detach(), bulk_end.detach(), *writes, inhabited])
+        transfer.close_all([control.detach(), bulk_end.detach(), *writes])
         self.residents[resident.id] = resident
         stay.resident = resident
         # What these have is their own to keep.
@@ -1055,7 +1113,13 @@ class Supervisor(threading.Thread):
             resident.kill()
 
     def _listen_to(self, resident: Resident, fd: int) -> None:
-        if fd in resident.pipes:
+        if resident.is_gone:
+            return
+        if fd == resident.wire.fileno():
+            resident.is_muted = False
+            says = partial(self._resident_says, resident)
+            self._selector.register(fd, selectors.EVENT_READ, says)
+        elif fd in resident.pipes:
             self._selector.register(fd, selectors.EVENT_READ, lambda: self._read(resident, fd))
 
     def _read(self, resident: Resident, fd: int) -> None:
@@ -1192,23 +1256,76 @@ class Supervisor(threading.Thread):
     # --- residents: what they say ---
 
     def _resident_says(self, resident: Resident) -> None:
-        if resident.is_gone:
-            return  # its exit was heard in the same round
+        if resident.is_gone or resident.is_parsed or resident.is_muted:
+            return  # its exit was heard in the same round; or the rest is heard later
+        wire = resident.wire
+        before = wire.read_bytes
+        frames = self._hear_some(resident)
+        muted_us = resident.heard(frames, wire.read_bytes - before, now_us())
+        if wire.closed or resident.is_parsed:
+            self._listen_no_more(resident)  # if it is closed, its exit will be reported
+            return
+        if resident.calm.left < 0:
+            log.warning("task %s says too much", resident.task)
+            self._doom(resident, "flood")
+        if muted_us or resident.doom:
+            self._listen_no_more(resident)
+        if muted_us and not resident.doom:
+            resident.is_muted = True
+            self.muted.append((now_us() + muted_us, resident, wire.fileno()))
+        elif wire.has_more:
+            self.unheard.append(resident)
+
+    def _hear_some(self, resident: Resident) -> int:
+        """Take in a few of its messages; how many."""
         try:
             said = resident.wire.receive()
-            if len(said) > residents.MESSAGES_LIMIT:
-                raise Nonsense(f"it sent {len(said)} messages at once")
-            for message in said:
-                if resident.wire.fds:
-                    raise Nonsense("it sent a file descriptor")
-                if not resident.doom:
-                    self._take(resident, message)
+            if resident.wire.fds:
+                raise Nonsense("it sent a file descriptor")
+            resident.said += said
+            self._take_said(resident)
         except (Garbled, Nonsense) as error:
+            self._speaks_nonsense(resident, error)
+            return 1
+        return len(said)
+
+    def _take_said(self, resident: Resident) -> None:
+        while resident.said and not resident.doom and not resident.is_parsed:
+            self._take(resident, resident.said.popleft())
+
+    def _speaks_nonsense(self, resident: Resident, error: BaseException) -> None:
+        if not resident.doom:
+            log.warning("task %s speaks nonsense: %s", resident.task, error)
+        self._doom(resident, "nonsense")
+
+    def _listen_no_more(self, resident: Resident) -> None:
+        if resident.wire in self._selector.get_map():
+            self._selector.unregister(resident.wire)
+
+    def _says_part(self, resident: Resident, message: JSON) -> None:
+        """A piece of a long message.  Another thread parses the whole, and looks through it."""
+        body = resident.parts.add(message)
+        if body is not None:
+            resident.is_parsed = True
+            self._aside(lambda: residents.whole(body), lambda told: self._parsed(resident, told))
+
+    def _parsed(self, resident: Resident, told: tuple[JSON, JSON | None] | BaseException) -> None:
+        """A long message, and its verdict; then whatever came behind it."""
+        resident.is_parsed = False
+        try:
+            if isinstance(told, BaseException):
+                raise told
+            message, resident.checked = told
             if not resident.doom:
-                log.warning("task %s speaks nonsense: %s", resident.task, error)
-            self._doom(resident, "nonsense")
-        if resident.wire.closed:
-            self._selector.unregister(resident.wire)  # its exit will be reported
+                self._take(resident, message)
+            self._take_said(resident)
+        except (Garbled, Nonsense) as error:
+            self._speaks_nonsense(resident, error)
+        if resident.exit_status is not None:
+            self._exited(resident, resident.exit_status)
+        elif not (resident.wire.closed or resident.doom or resident.is_parsed):
+            self._listen_to(resident, resident.wire.fileno())
+            self.unheard.append(resident)
 
     def _take(self, resident: Resident, message: JSON) -> None:
         heard = _HEARD.get(message["is"])
@@ -1232,10 +1349,15 @@ class Supervisor(threading.Thread):
         if self.seat is not resident:
             raise Nonsense("progress without a seat")
         resident.stay.step = residents.number(message, "step")
-        resident.stay.metrics = residents.table(message, "metrics")
-        resident.memory_bytes = residents.number(message, "memory_bytes")
+        resident.stay.metrics = residents.metrics(message)
         resident.staged_us = residents.number(message, "staged_us")
-        resident.spilled_bytes = residents.number({"spilled_bytes": 0, **message}, "spilled_bytes")
+        told = residents.number(message, "memory_bytes")
+        spilled = residents.number({"spilled_bytes": 0, **message}, "spilled_bytes")
+        house, now = self.house, now_us()
+        resident.memory_bytes = resident.bounded_memory(told, house.memory_bytes, house.kind, now)
+        resident.spilled_bytes = resident.bounded_spill(
+            spilled, house.host_memory_bytes, house.kind, now
+        )
         resident.measure()
         self.rhythm.chatter = True
 
@@ -1384,7 +1506,7 @@ class Supervisor(threading.Thread):
     def _close_if_gone(self, resident: Resident) -> None:
         if resident.is_gone and not resident.is_saving:
             self.read_from.remove(resident)
-            resident.close_stores()
+            self._closer.submit(resident.close_stores)
 
     def _output_stored(
         self, resident: Resident, one: Leaving, stored: JSON | BaseException
@@ -1449,21 +1571,10 @@ class Supervisor(threading.Thread):
         if message["is"] == "stopped" and resident.stay.state != "stopping":
             raise Nonsense("stopped without being told to")
         resident.stay.step = residents.number(message, "step")
-        if message["is"] == "failed":
-            resident.verdict = {"is": messages.Failed, **residents.failed(message)}
-        elif message["is"] == "stopped":
-            resident.verdict = {"is": messages.Stopped}
-        else:
-            result = residents.table(message, "result")
-            resident.verdict = {
-                "is": messages.Finished,
-                "result": result,
-                "passed": residents.passed(message),
-                "took_ms": residents.took_ms(message),
-                "made_bytes": residents.made_bytes(message),
-            }
-            if message.get("lingers") is True:
-                self._linger(resident)
+        resident.verdict = resident.checked or residents.verdict(message)
+        resident.checked = None
+        if message["is"] == "finished" and message.get("lingers") is True:
+            self._linger(resident)
 
     def _linger(self, resident: Resident) -> None:
         """Its leg is over, though its process is not; unless there is no use for it."""
@@ -1502,6 +1613,9 @@ class Supervisor(threading.Thread):
 
     def _exited(self, resident: Resident, status: int) -> None:
         self._hear_the_rest(resident)
+        if resident.is_parsed:  # its last word, by another thread
+            resident.exit_status = status
+            return
         self._free_the_seat(resident)
         stay = resident.stay
         stay.log.end()
@@ -1510,11 +1624,12 @@ class Supervisor(threading.Thread):
         resident.refused = self.groups.refused(str(resident.id))
         self.groups.remove(str(resident.id))
         resident.close()
+        self._closer.submit(resident.wire.close)
         if resident.is_saving:
             self.read_from.append(resident)
         else:
-            resident.close_stores()
-        self._hands.submit(shutil.rmtree, resident.room.scratch, ignore_errors=True)
+            self._closer.submit(resident.close_stores)
+        self._sweeper.submit(remove_tree, resident.room.scratch)
         gone = stay.state in ("vanished", "paused", "lingering")
         if resident.doom in _SILENT or gone or stay.is_outpost:
             self._vanish(stay, resident.doom)
@@ -1523,13 +1638,14 @@ class Supervisor(threading.Thread):
             self._end(stay, last.pop("is"), **last)
 
     def _hear_the_rest(self, resident: Resident) -> None:
+        self._listen_no_more(resident)
+        for _ in range(READS_AT_THE_END):
+            if resident.wire.closed or resident.is_parsed or resident.doom in _MAY_SAY_NO_MORE:
+                break
+            self._hear_some(resident)
         registered = self._selector.get_map()
-        if not resident.wire.closed:
-            self._resident_says(resident)
-        if resident.wire in registered:
-            self._selector.unregister(resident.wire)
         self.muted = [item for item in self.muted if item[1] is not resident]
-        for fd in resident.pipes:
+        for fd in (*resident.pipes, -1 if resident.pidfd is None else resident.pidfd):
             if fd in registered:
                 self._selector.unregister(fd)
         _read_printed(resident)
@@ -1548,6 +1664,8 @@ class Supervisor(threading.Thread):
 
     def _alive(self, *, leaving: bool = False) -> Alive:
         now = now_us()
+        for resident in self.residents.values():
+            resident.measure()
         stays = list(self.stays.values())
         held = [] if leaving else [s.view(now) for s in stays if s.state != "vanished"]
         return Alive(
@@ -1588,6 +1706,7 @@ class Supervisor(threading.Thread):
 
 
 _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
+    "part": Supervisor._says_part,
     "prepared": Supervisor._says_prepared,
     "progress": Supervisor._says_progress,
     "away": Supervisor._says_away,
@@ -1661,6 +1780,11 @@ def _how_it_ended(doom: str, status: int, refused: str) -> str:
             return f"Importing its code took more than {PREPARE_US // 1_000_000} s."
         case "nonsense":
             return "Its process sent something that Roundhouse does not understand."
+        case "flood":
+            return "Its process sent more to its device worker than that reads, for too long."
+        case "deaf":
+            seconds = residents.UNREAD_US // 1_000_000
+            return f"Its process did not read for {seconds} s what its device worker sent."
     if status == CANNOT_START:
         return "This device could not set up its process; its log says why."
     number = -status if status < 0 else status - 128 if status > 128 else 0
@@ -1672,18 +1796,12 @@ def _how_it_ended(doom: str, status: int, refused: str) -> str:
     return f"{refused} {told}" if refused else told
 
 
-def _wait_for_end(resident: Resident) -> None:
-    """A killed process is gone when its descriptor says so; that takes a moment."""
-    if resident.pidfd is not None:
-        with selectors.DefaultSelector() as ended:
-            ended.register(resident.pidfd, selectors.EVENT_READ)
-            ended.select(2.0)
-
-
 def _read_printed(resident: Resident) -> None:
     """All that it has printed until now."""
     for fd, name in resident.pipes.items():
-        while data := _read_now(fd):
+        for _ in range(READS_AT_THE_END):  # a process that lives may print without end
+            if not (data := _read_now(fd)):
+                break
             resident.stay.log.write(name, data)
 
 

@@ -3,7 +3,8 @@
     supervisor (a thread of the device worker) -> zygote -> (keeper ->) resident
 
 It is started by exec from the supervisor's long-lived thread and dies with it; everything it forks
-dies with it.  It has one thread, so a fork is safe and costs some milliseconds.  Where the kernel
+dies with it, or is found by its record (`workers.births`) and ended by the next device worker.
+It has one thread, so a fork is safe and costs some milliseconds.  Where the kernel
 gives process ids of their own, the resident is process 1 in there, and when it ends, all that it
 started ends too.  Who is not root gets them only by way of a user namespace: then a `keeper` stands
 between, which waits for the resident and ends like it.
@@ -13,24 +14,27 @@ Over its socket come `spawn` and `end`; back go `ready`, `spawned` and `exited`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workers import cgroups, sandbox, volumes
+from workers import births, cgroups, sandbox, volumes
 from workers.sandbox import Room
 from workers.watch import Unwatchable, Watch
-from workers.wire import FDS_PER_RESIDENT, Wire
+from workers.wire import FDS_PER_RESIDENT, ToSupervisor, Wire
 
 JSON = dict[str, Any]
 
+_PID = struct.Struct("=q")
 _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 
 # --- the process ----------------------------------------------------------------------------------
@@ -52,12 +56,12 @@ def main(fd: int, lock_fd: int) -> NoReturn:
     workers.executor.put_own_modules_last()
     wire = Wire(socket.socket(fileno=fd))
     _must_have_one_thread()
-    _ready(wire, torch.__version__)
+    records = _ready(wire, torch.__version__)
     gc.collect()
     gc.freeze()  # what is shared with all forks is not written to by the collector
     gc.disable()
     _lay_on_huge_pages()
-    _serve(wire, lock_fd)
+    _serve(wire, lock_fd, records)
     os._exit(0)
 
 
@@ -67,12 +71,15 @@ def _must_have_one_thread() -> None:
         sys.stderr.write(f"the zygote has {threads} threads; a fork loses all but one of them\n")
 
 
-def _ready(wire: Wire, torch_version: str) -> None:
+def _ready(wire: Wire, torch_version: str) -> Path:
+    """Say which walls stand; the folder for the records of residents."""
     wire.wait()
-    probe = wire.receive()[0]["probe"]
+    (begin,) = wire.receive()
+    probe = begin["probe"]
     walls, missing = sandbox.try_out(_room(probe)) if probe else ([], {})
     told = {"torch": torch_version, "walls": walls, "missing": missing, "unwatched": _unwatched()}
     wire.send({"is": "ready", **told, "unbounded": _unbounded(probe, walls)})
+    return Path(begin["records"])
 
 
 def _unbounded(probe: JSON | None, walls: list[str]) -> str:
@@ -122,13 +129,13 @@ def _room(body: JSON) -> Room:
     )
 
 
-def _serve(wire: Wire, lock_fd: int) -> None:
+def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
     """Fork when told, and say when a fork has ended, until the supervisor is gone."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, int] = {}  # process id -> the id that the supervisor gave
+    children: dict[int, tuple[int, Path]] = {}  # by process id: the supervisor's id, the record
     while not wire.closed:
         ready, _, _ = select.select([wire.fileno(), read], [], [])
         if read in ready:
@@ -136,40 +143,64 @@ def _serve(wire: Wire, lock_fd: int) -> None:
         if wire.fileno() in ready:
             for message in wire.receive():
                 fds = [wire.fds.pop(0) for _ in range(FDS_PER_RESIDENT)]
-                _spawn(wire, message, fds, lock_fd, children)
+                pid, record = _spawn(wire, message, fds, lock_fd, records)
+                children[pid] = message["id"], record
         _report_exits(wire, children)
 
 
 def _spawn(
-    wire: Wire, message: JSON, fds: list[int], lock_fd: int, children: dict[int, int]
-) -> None:
+    wire: Wire, message: JSON, fds: list[int], lock_fd: int, records: Path
+) -> tuple[int, Path]:
+    """Fork a resident, write it down, and only then let it begin; its process, and its record."""
     sys.stdout.flush()
     sys.stderr.flush()
+    waits, begin = os.pipe()
+    kept, tell = os.pipe()
     pid = sandbox.fork(message["walls"])
     if not pid:
-        _become(message, fds, lock_fd)
-    for fd in fds:
+        os.close(begin)
+        os.close(kept)
+        _become(message, fds, lock_fd, waits, tell)
+    for fd in (*fds, waits, tell):
         os.close(fd)
-    children[pid] = message["id"]
-    pidfd = os.pidfd_open(pid)  # before it can be reaped: the number is certainly its own
-    wire.send({"is": "spawned", "id": message["id"], "pid": pid}, [pidfd])
+    inner = _kept_by(kept) or pid
+    try:
+        pidfd = os.pidfd_open(inner)  # it waits for us, so the number is certainly its own
+        record = births.write_record(records, inner)
+    except ProcessLookupError:  # killed at birth: what it left of itself is our own child
+        inner, pidfd = pid, os.pidfd_open(pid)
+        record = births.write_record(records, pid)
+    with contextlib.suppress(BrokenPipeError):  # its exit will be reported
+        os.write(begin, b"!")
+    os.close(begin)
+    wire.send({"is": "spawned", "id": message["id"], "pid": inner}, [pidfd])
     os.close(pidfd)
+    return pid, record
 
 
-def _report_exits(wire: Wire, children: dict[int, int]) -> None:
+def _kept_by(fd: int) -> int:
+    """The resident's process, if a keeper stands between; else 0.  Closes the descriptor."""
+    told = os.read(fd, _PID.size)
+    os.close(fd)
+    return int(_PID.unpack(told)[0]) if told else 0
+
+
+def _report_exits(wire: Wire, children: dict[int, tuple[int, Path]]) -> None:
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         code = os.waitstatus_to_exitcode(status)
-        wire.send({"is": "exited", "id": children.pop(pid), "status": code})
+        id, record = children.pop(pid)
+        record.unlink(missing_ok=True)
+        wire.send({"is": "exited", "id": id, "status": code})
 
 
 # --- in the fork ----------------------------------------------------------------------------------
 
 
-def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
-    """Keeper and resident, or only the latter."""
+def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) -> NoReturn:
+    """Become keeper and resident, or only the resident; it begins once `waits` can be read."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -181,8 +212,11 @@ def _become(message: JSON, fds: list[int], lock_fd: int) -> NoReturn:
             sandbox.separate(walls)
             sandbox.die_with_parent()
             if "processes" in walls and (inner := os.fork()):
-                _keep(inner, lock_fd)
+                _keep(inner, lock_fd, tell)
             sandbox.die_with_parent()
+        os.close(tell)
+        if not os.read(waits, 1):
+            os._exit(sandbox.CANNOT_START)  # the zygote is gone
         os._exit(_live(room, walls, fds, message["sort"]))
     except BaseException as error:
         sys.stderr.write(f"Roundhouse cannot run this job: {type(error).__name__}: {error}\n")
@@ -198,8 +232,9 @@ def _redirect(fds: list[int]) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _keep(inner: int, lock_fd: int) -> NoReturn:
-    """Wait for the resident and end like it.  Killing us kills it: it watches its parent."""
+def _keep(inner: int, lock_fd: int, tell: int) -> NoReturn:
+    """Wait for the resident and end like it."""
+    os.write(tell, _PID.pack(inner))
     _close_all_but({lock_fd})
     _, status = os.waitpid(inner, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -212,7 +247,7 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     from workers.slab import Slab
     from workers.wire import TrustSeen
 
-    _close_all_but({0, 1, 2, *fds[:3], *fds[5:]})
+    _close_all_but({0, 1, 2, *fds[:3], fds[5]})
     watch = _watch()  # behind the walls nobody can open one
     if room.template is not None:  # needs a loop device, which its group refuses
         room = replace(room, volume=volumes.mounted(room.template, room.uid))
@@ -224,8 +259,8 @@ def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
     os.environ.update(sandbox.environment(scratch))
     sys.dont_write_bytecode = True
     gc.enable()
-    control, bulk = (Wire(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1]))
-    trust, slab = TrustSeen(fds[2]), Slab(fds[6])
+    control, bulk = ToSupervisor(socket.socket(fileno=fds[0])), socket.socket(fileno=fds[1])
+    trust, slab = TrustSeen(fds[2]), Slab(fds[5])
     if sort == "command":
         return command.execute(control, bulk, trust, slab)
     return executor.execute(control, bulk, trust, slab, watch)

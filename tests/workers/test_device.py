@@ -26,6 +26,7 @@ from app.core.messages import (
     Stopped,
 )
 from tests.workers.conftest import PRESET, ROOT, Ground, alone
+from workers import births
 from workers.house import CannotServe, locked
 
 # --- a job's life ---------------------------------------------------------------------------------
@@ -596,8 +597,8 @@ def test_a_killed_worker_leaves_no_process_and_frees_its_locks(tmp_path, walls):
         assert len(children) >= 2
         device.kill()
         device.wait()
-        for name in ("h.0.lock", "h.0.residents"):
-            os.close(locked(tmp_path / "run" / name, 5.0))
+        os.close(locked(tmp_path / "run" / "h.0.lock", 5.0))
+        assert not births.end_recorded(tmp_path / "run" / "h.0" / "residents", 5.0)
         _, alive = psutil.wait_procs(children, timeout=2)
         assert not alive
 

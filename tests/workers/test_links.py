@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
-import selectors
 import socket
 import threading
 
@@ -22,8 +22,8 @@ class Desk:
         self.calls = queue.SimpleQueue()
         self.links = Links("127.0.0.1", self.calls.put, desks or {})
         self.joined = queue.SimpleQueue()
-        self._selector, self._ends = selectors.DefaultSelector(), threading.Event()
-        self.links.listen(self._selector)
+        self._ends = threading.Event()
+        self.links.listen()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -35,16 +35,13 @@ class Desk:
 
     def _run(self):
         while not self._ends.is_set():
-            for key, _ in self._selector.select(0.02):
-                key.data()
-            while not self.calls.empty():
-                self.calls.get()()
+            with contextlib.suppress(queue.Empty):
+                self.calls.get(timeout=0.02)()
 
     def close(self):
         self._ends.set()
         self._thread.join()
         self.links.close()
-        self._selector.close()
 
 
 @pytest.fixture

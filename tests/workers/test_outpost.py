@@ -37,8 +37,9 @@ class Residents:
         self.folder = folder
         self.lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
         (folder / "probe").mkdir()
+        (folder / "residents").mkdir()
         probe = Room(code=BUNDLE, scratch=folder / "probe", uid=os.getuid(), kind="cpu")
-        self.zygote = Zygote(lock_fd=self.lock, probe=probe)
+        self.zygote = Zygote(lock_fd=self.lock, probe=probe, records=folder / "residents")
         self.trust = Trust()
         self.trust.extend(2**62)
         self.born = 0
@@ -55,7 +56,7 @@ class Residents:
         bulk, bulk_end = socket.socketpair()
         log = os.open(scratch / "log", os.O_CREAT | os.O_WRONLY)
         room = Room(code=BUNDLE, scratch=scratch, uid=os.getuid(), kind="cpu")
-        fds = [control.fileno(), bulk_end.fileno(), self.trust.fd, log, log, self.lock, slab_fd]
+        fds = [control.fileno(), bulk_end.fileno(), self.trust.fd, log, log, slab_fd]
         self.zygote.spawn(self.born, room, self.walls, fds, "job")
         for end in (control, bulk, bulk_end):
             end.close()

@@ -248,7 +248,7 @@ def _resident(task: str, paused_us: int, absent_us: int = 0) -> Any:
 
 
 def _order(residents: list[Any], expected: list[str] | None = None) -> list[str]:
-    house: Any = SimpleNamespace(memory_bytes=0, host_memory_bytes=0, residents_max=9)
+    house: Any = SimpleNamespace(kind="cpu", memory_bytes=0, host_memory_bytes=0, residents_max=9)
     known = dict(enumerate(residents))
     residency = Residency(house, known, lambda resident: None, lambda: 0)
     residency.expected = expected or []
@@ -311,7 +311,9 @@ def test_who_has_all_back_is_there_only_once_it_may_grow_to_what_it_asked_for(mo
     monkeypatch.setattr(Resident, "measure", lambda resident: None)
     goes, comes = _living("goes", "paused"), _living("comes", "seating", level="host")
     goes.slab_bytes = comes.slab_bytes = comes.away_bytes = 20 * MB
-    house: Any = SimpleNamespace(memory_bytes=104 * MB, host_memory_bytes=MB**2, residents_max=9)
+    house: Any = SimpleNamespace(
+        kind="cpu", memory_bytes=104 * MB, host_memory_bytes=MB**2, residents_max=9
+    )
     residency = Residency(house, {1: goes, 2: comes}, lambda resident: None, lambda: 0)
 
     def says(resident: Resident, away: int, **more: bool) -> None:
@@ -337,7 +339,9 @@ def test_who_took_back_as_much_as_it_may_grow_to_is_there(monkeypatch):
     monkeypatch.setattr(Resident, "measure", lambda resident: None)
     comes = _living("comes", "seating", level="coming", granted_bytes=35 * MB, turn=1)
     comes.slab_bytes = comes.away_bytes = 35 * MB
-    house: Any = SimpleNamespace(memory_bytes=64 * MB, host_memory_bytes=MB**2, residents_max=9)
+    house: Any = SimpleNamespace(
+        kind="cpu", memory_bytes=64 * MB, host_memory_bytes=MB**2, residents_max=9
+    )
     residency = Residency(house, {1: comes}, lambda resident: None, lambda: 0)
     said = {"bytes": 0, "turn": 1, "memory_bytes": 60 * MB, "settled": True}
     residency.heard(comes, said)

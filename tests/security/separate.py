@@ -1,0 +1,32 @@
+"""A device in a process of its own, with a job that asked to outlive it.
+
+python -m tests.security.separate HOME [--sandbox off]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from tests.security.devices import attack
+from tests.workers.conftest import Ground
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--sandbox", default="preferred")
+    options = parser.parse_args()
+    ground = Ground(options.home, sandbox=options.sandbox)
+    ground.open()
+    attack(ground, "bad", "outlive_the_device")
+    ground.until(lambda: ground.printed("bad"))
+    sys.stdout.write(ground.printed("bad")[0] + "\n")
+    sys.stdout.flush()
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

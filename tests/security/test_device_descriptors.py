@@ -1,0 +1,70 @@
+"""What a tenant's process inherits cannot be used against its device worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from app.core.messages import Failed
+from tests.security.devices import attack, serves
+from tests.workers.conftest import ROOT, Ground, grounds
+from workers import births
+from workers.house import locked
+
+pytestmark = pytest.mark.security
+
+__all__ = ["grounds"]
+
+
+@pytest.fixture
+def ground(grounds) -> Ground:
+    return grounds()
+
+
+def test_descriptor_locks_held_by_a_resident_delay_no_launch(ground):
+    attack(ground, "bad", "hold_descriptors")
+    ground.until(lambda: ground.printed("bad"))
+    done = json.loads(ground.printed("bad")[0])
+    ground.launch("t1", "jobs:Count", params={"steps": 3})  # is prepared beside it
+    ground.until(lambda: ground.view("t1"))
+    ground.pause("bad")
+    serves(ground, "t2", timeout_s=10.0)
+    assert not {"truncate", "seal", "lease"} & done.keys(), done
+    held = {*done.get("flock", []), *done.get("lockf", [])}
+    assert not [path for path in held if "run" in path.split("/")], done
+
+
+def test_sockets_sent_by_a_resident_keep_nobody_waiting_when_they_are_closed(ground):
+    attack(ground, "bad", "send_lingering_sockets")
+    assert ground.event(Failed, "bad").cause == "exit"
+    serves(ground, "t1", timeout_s=10.0)
+
+
+@pytest.mark.parametrize("sandbox", ["preferred", "off"])
+def test_resident_that_asked_to_outlive_its_device_worker_is_ended_by_the_next(tmp_path, sandbox):
+    """The device worker is killed; a new one serves, and the old job's process is gone."""
+    device = subprocess.Popen(
+        [sys.executable, "-m", "tests.security.separate", str(tmp_path), "--sandbox", sandbox],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert device.stdout is not None
+    try:
+        assert device.stdout.readline() == b"outlives\n"
+        left = psutil.Process(device.pid).children(recursive=True)
+    finally:
+        device.kill()
+        device.wait()
+        device.stdout.close()
+    records = tmp_path / "run" / "h.0" / "residents"
+    os.close(locked(tmp_path / "run" / "h.0.lock", 10.0))
+    assert list(records.iterdir())
+    assert births.end_recorded(records, 10.0) == []
+    _, alive = psutil.wait_procs(left, timeout=5)
+    assert not alive
+    assert not list(records.iterdir())

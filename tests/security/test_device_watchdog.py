@@ -1,0 +1,48 @@
+"""A supervisor that hangs is ended, and with it all that it holds."""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+import pytest
+
+from tests.workers.conftest import Ground
+from workers import watchdog
+from workers.watchdog import Watchdog
+
+pytestmark = pytest.mark.security
+
+
+def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "LEAST_S", 1.0)
+    ground, bitten, held_up = Ground(tmp_path, lease_s=2.0), threading.Event(), threading.Event()
+    ground.supervisor.on_fatal = bitten.set
+    ground.open()
+    try:
+        ground.launch("t1", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
+        ground.steps("t1", 3)
+        here = psutil.Process().children(recursive=True)
+        ground.supervisor.receive(held_up.wait)
+        assert bitten.wait(20)
+        _, alive = psutil.wait_procs(here, timeout=10)
+        assert not alive
+    finally:
+        held_up.set()
+        ground.close()
+
+
+def test_watchdog_lets_work_that_ends_in_time_and_rest_without_end_be(monkeypatch):
+    monkeypatch.setattr(watchdog, "LEAST_S", 0.0)
+    bitten = threading.Event()
+    dog = Watchdog(bitten.set, limit_s=0.6)
+    dog.start()
+    for _ in range(5):
+        dog.works()
+        assert not bitten.wait(0.3)
+        dog.rests()
+    assert not bitten.wait(1.5)
+    dog.works()
+    assert bitten.wait(10)
+    dog.end()
+    dog.join()

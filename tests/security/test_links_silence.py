@@ -1,0 +1,66 @@
+"""Strangers at the door of a device worker keep no real peer out."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.workers.test_links import SECRET, Desk, close, once
+from workers import links
+from workers.links import connect
+
+pytestmark = pytest.mark.security
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    yield desk
+    desk.close()
+
+
+def test_peer_joins_beside_64_silent_connections(desk):
+    desk.expect(1)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(64):
+            strangers.enter_context(socket.create_connection(desk.links.place))
+        began_s = time.monotonic()
+        theirs = connect(desk.links.place, SECRET, 1, once)
+        ours = desk.joined.get(timeout=10)
+        assert time.monotonic() - began_s < 2.0
+        close([*theirs, *ours])
+
+
+def test_peer_joins_beside_strangers_that_come_without_end(desk):
+    ended = threading.Event()
+
+    def knock():
+        while not ended.is_set():
+            with contextlib.suppress(OSError):
+                knocking.append(socket.create_connection(desk.links.place))
+            close(knocking[:-64])
+            del knocking[:-64]
+
+    knocking: list[socket.socket] = []
+    thread = threading.Thread(target=knock)
+    thread.start()
+    try:
+        desk.expect(1)
+        theirs = connect(desk.links.place, SECRET, 1, lambda: True)
+        close([*theirs, *desk.joined.get(timeout=10)])
+    finally:
+        ended.set()
+        thread.join()
+        close(knocking)
+
+
+def test_silent_connection_is_closed_at_its_deadline(desk, monkeypatch):
+    monkeypatch.setattr(links, "HANDSHAKE_S", 0.3)
+    with socket.create_connection(desk.links.place) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(b"half a hello")
+        assert stranger.recv(1) == b""
