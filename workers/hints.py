@@ -48,8 +48,8 @@ def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[...,
     def pass_on(message: Any, *_: object) -> None:
         try:
             if not _is_stale(message.headers.get("expires")):
-                arguments, _, _ = message.payload
-                task.run(*arguments)
+                # Kombu gives an empty body as it is, whatever reads it: a nudge has no arguments.
+                task.run(*(message.payload[0] if message.payload else ()))
         except Exception as error:
             complaint.say(repr(error), exc_info=True)
 

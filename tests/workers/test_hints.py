@@ -20,7 +20,7 @@ from workers.hints import hears
 celery = broker.make_celery("heard", os.environ["REDIS_URL"])
 
 @hears(celery, "say")
-def say(word=""):
+def say(word="nothing"):
     os.write(1, f"{word}\\n".encode())
     if word == "nonsense":
         raise ValueError(word)
@@ -62,3 +62,11 @@ def test_what_is_heard_is_neither_kept_nor_waited_for(servers, worker):
     told = worker.communicate(timeout=30)[1]
     assert worker.returncode == 0, told
     assert "say was not heard" in told
+
+
+def test_a_nudge_without_a_text_is_heard(servers, worker):
+    sender = broker.make_celery("sender", servers.redis_url)
+    broker.send(sender, "say", "hints")
+    broker.send(sender, "say", "hints", "two")
+    told = [*takewhile(lambda line: line != "two\n", worker.stdout)]
+    assert "nothing\n" in told
