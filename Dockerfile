@@ -1,13 +1,14 @@
 # One image for every process of Roundhouse; which one a container is, its command says.
 FROM python:3.11-slim
 
-# The walls around tenants' code.
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends bubblewrap \
-    && rm -rf /var/lib/apt/lists/*
-
+# A new named volume takes over the owner and mode of the folder that it covers here.
 RUN useradd --create-home --uid 1000 roundhouse \
-    && install --directory --owner roundhouse --mode 0700 /var/lib/roundhouse
+    && install --directory --owner roundhouse --group roundhouse --mode 0700 \
+        /var/lib/roundhouse /var/lib/roundhouse/admin /var/lib/roundhouse/island \
+        /var/lib/roundhouse/run /var/lib/roundhouse/store \
+        /run/roundhouse /run/roundhouse/public /run/roundhouse/secrets \
+        /secrets /secrets/api /secrets/control /secrets/device /secrets/hosts \
+        /secrets/hosts/local /secrets/island /secrets/island-key /secrets/public /secrets/redis
 
 WORKDIR /srv/roundhouse
 COPY pyproject.toml constraints.txt README.md ./
@@ -17,4 +18,5 @@ COPY migrations migrations
 RUN pip install --no-cache-dir --constraint constraints.txt --editable .
 
 USER roundhouse
-ENV PYTHONUNBUFFERED=1 ROUNDHOUSE_HOME=/var/lib/roundhouse
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp ROUNDHOUSE_HOME=/var/lib/roundhouse

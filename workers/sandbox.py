@@ -15,6 +15,7 @@ What a wall is not: one kernel is shared.  Memory, processes and CPU are limited
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -160,7 +161,9 @@ def _open_passages(room: Room) -> None:
     """Without a view of its own a resident of another user walks to its folders by their paths."""
     if os.geteuid() == 0:
         for folder in room.passages:
-            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (PASSAGE & 0o077))
+            # Where it cannot be changed the layer `user` does not stand, and that is told.
+            with contextlib.suppress(OSError):
+                folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (PASSAGE & 0o077))
 
 
 def _try(walls: list[str], room: Room) -> str:

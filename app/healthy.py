@@ -1,0 +1,26 @@
+"""Exits with 0 if somebody takes what lies in a queue: the health check of a worker's container.
+
+python -m app.healthy QUEUE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import redis
+
+from app.settings import settings
+
+WAITING_LIMIT = 50  # messages
+
+
+def main(queue: str) -> str:
+    """What is wrong, or nothing."""
+    url = settings().redis_url.get_secret_value()
+    with redis.Redis.from_url(url, socket_timeout=5, **settings().redis_tls) as client:
+        waiting = int(client.llen(queue))  # type: ignore[arg-type]
+    return f"{waiting} messages wait" if waiting > WAITING_LIMIT else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]) or 0)
