@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any
 
 import uuid_utils
@@ -34,7 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import distinct_on, insert
 from sqlalchemy.orm import Session
 
-from app.core.descriptor import Source
+from app.core.descriptor import Source, near_name
 from app.core.lifecycle import ENDED
 from app.core.messages import JSON
 from app.errors import QuotaExceeded
@@ -90,8 +89,8 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
         told = ", ".join(f"{source.name}@{version}" for version in versions)
         return f"your tenant has no {source.block} (any more); the newest are {told}"
     names = session.scalars(select(Datablock.name).where(*mine).distinct()).all()
-    near = get_close_matches(source.name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "upload it"
+    near = near_name(source.name, names)
+    hint = f"did you mean {near!r}?" if near else "upload it"
     return f"your tenant has no datablock {source.name!r}: {hint} PUT /v1/datablocks/{source.name}"
 
 

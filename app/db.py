@@ -7,6 +7,7 @@ are synchronous everywhere.
 
 from __future__ import annotations
 
+import json
 import select
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ POOL_SIZE = 16  # connections that a process keeps
 POOL_EXTRA = 8  # and so many more for a moment: uploads, checks and loops beside the API's calls
 POOL_WAIT_S = 2.0  # for one that is free
 CONNECT_S = 5  # for Postgres to take a new one
+LONGEST_DIGITS = 4000  # of a whole number that is read as one
 
 
 @lru_cache
@@ -42,6 +44,7 @@ def engine() -> Engine:
         max_overflow=POOL_EXTRA,
         pool_timeout=POOL_WAIT_S,
         connect_args={"connect_timeout": CONNECT_S},
+        json_deserializer=read_json,
     )
 
     @event.listens_for(engine, "checkout")
@@ -56,6 +59,23 @@ def engine() -> Engine:
             raise InvalidatePoolError from error
 
     return engine
+
+
+def read_json(text: str | bytes) -> Any:
+    """A JSON column.  Postgres keeps whole numbers of any length, and Python reads none of more
+    than 4300 digits: such a number, which can only be a tenant's, is read as a text.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        return json.loads(text, parse_int=_int_or_text)
+
+
+def _int_or_text(digits: str) -> int | str:
+    long = len(digits) > LONGEST_DIGITS
+    return f"{digits[:20]}… ({len(digits)} digits)" if long else int(digits)
 
 
 def _has_news(connection: Any) -> bool:

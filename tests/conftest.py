@@ -99,7 +99,7 @@ def _migrate(url: str) -> None:
 
 @pytest.fixture(scope="session")
 def engine(servers: Servers) -> Iterator[Engine]:
-    engine = create_engine(servers.database_url)
+    engine = create_engine(servers.database_url, json_deserializer=db.read_json)
     yield engine
     engine.dispose()
 

@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from app import errors
-from app.core.descriptor import Fault
+from app.core.descriptor import MAX_FAULTS, Fault
 from app.errors import AppError
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,11 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 def bad_input(error: RequestValidationError) -> errors.BadInput:
     """The same in our words."""
-    faults = tuple(_fault(item) for item in error.errors())
+    found = error.errors()
+    faults = tuple(_fault(item) for item in found[:MAX_FAULTS])
+    if len(found) > MAX_FAULTS:
+        told = f"{len(found) - MAX_FAULTS} more faults are not listed"
+        faults = (*faults, Fault("", told, "more"))
     first = f"{faults[0].pointer or 'the body'}: {faults[0].detail}"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return errors.BadInput(first + more, errors=faults)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 JSON = dict[str, Any]
@@ -29,6 +30,9 @@ ONE_DEVICE = ("function", "command")  # of these ranks stay where they are, if n
 MAX_TASKS = 1000
 MAX_ISLANDS = 64
 MAX_FAULTS = 100  # more are counted, not listed
+UNKNOWN_TOLD = 10  # unknown fields of one object; more are counted
+MAX_HINTED = 64  # characters of a name that may be a mistyped one
+MAX_COMPARED = 200  # names with which such a name is compared
 MAX_DEPTH = 32  # lists and objects inside each other
 MAX_PARAMS_BYTES = 256 * 1024  # of one task, as JSON
 MAX_COMMAND_BYTES = 64 * 1024  # of all its words, and of its parameters as JSON: what exec takes
@@ -529,13 +533,17 @@ class Fields:
                 self.fault(key, f"{key} is missing", "missing")
 
     def close(self) -> None:
-        """Every field that nobody read is unknown."""
-        for key in self.body:
-            if key in self._known:
-                continue
-            near = get_close_matches(key, self._known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self._known)}"
-            self.fault(escaped(key), f"unknown field {key!r}; {hint}", "unknown-field")
+        """Every field that nobody read is unknown; the first of them are told, each with a hint."""
+        known = set(self._known)
+        unknown = [key for key in self.body if key not in known]
+        for key in unknown[:UNKNOWN_TOLD]:
+            # Nobody is told of faults beyond MAX_FAULTS.
+            near = near_name(key, self._known) if len(self.faults) < MAX_FAULTS else None
+            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(self._known)}"
+            where = key if len(key) <= MAX_HINTED else ""
+            self.fault(escaped(where), f"unknown field {_shown(key)}; {hint}", "unknown-field")
+        if (more := len(unknown) - UNKNOWN_TOLD) > 0:
+            self.fault("", f"and {more} more unknown fields", "unknown-field")
 
     def text(self, key: str, default: Any, pattern: re.Pattern[str], rule: str) -> Any:
         """A text, or `default` (which may be None)."""
@@ -684,6 +692,14 @@ def _kind(value: object) -> str:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+def near_name(word: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant; nothing long is compared, as that takes long."""
+    if len(word) > MAX_HINTED:
+        return None
+    near = get_close_matches(word, list(islice(known, MAX_COMPARED)), n=1)
+    return near[0] if near else None
 
 
 def escaped(key: str) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from app.core.descriptor import Descriptor, Fault, TaskDescriptor
+from app.core.descriptor import Descriptor, Fault, TaskDescriptor, near_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +125,8 @@ def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) ->
 
 
 def _hint(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    near = get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = near_name(word, known)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def _cycle(descriptor: Descriptor) -> Iterator[Fault]:

@@ -10,10 +10,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from app.core.descriptor import Fault, escaped
+from app.core.descriptor import MAX_FAULTS, Fault, escaped, near_name
 
 JSON = dict[str, Any]
 
@@ -62,8 +61,10 @@ def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault
     if not isinstance(params, dict):
         return (Fault(pointer, "an object of parameters is wanted here", "type"),)
     known = defaults(kind)
-    faults = []
+    faults: list[Fault] = []
     for name, value in params.items():
+        if len(faults) >= MAX_FAULTS:
+            break
         fault = _wrong(PARAMETERS[name], value) if name in known else _unknown(name, kind)
         if fault:
             faults.append(Fault(f"{pointer}/{escaped(name)}", *fault))
@@ -72,8 +73,8 @@ def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault
 
 def _unknown(name: str, kind: str) -> tuple[str, str]:
     known = list(defaults(kind))
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    near = near_name(str(name), known)
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
     return f"a {kind} device has no parameter {name!r}; {hint}", "unknown-field"
 
 

@@ -19,7 +19,6 @@ import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from math import prod
 from typing import Any
 
@@ -34,6 +33,7 @@ from app.core.descriptor import (
     Fields,
     TaskDescriptor,
     escaped,
+    near_name,
     not_plain,
 )
 
@@ -410,8 +410,8 @@ def _unbound(graph: TaskGraph, made: set[str]) -> Iterator[Fault]:
 
 
 def _hint(word: str, known: set[str] | Sequence[str]) -> str:
-    near = get_close_matches(word, sorted(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = near_name(word, sorted(known))
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def _cycle(graph: TaskGraph) -> Iterator[Fault]:

@@ -1,0 +1,92 @@
+"""What a body costs the API grows no faster than its length, and stays small.
+
+CPU time is compared with that of the same bytes as a text, so that a busy or slow machine fails
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from app.api.edge import strict_json
+from app.core import preset
+from app.core.descriptor import MAX_FAULTS, UNKNOWN_TOLD, BadDescriptor, parse
+
+pytestmark = pytest.mark.security
+
+MANY = 20_000
+RUN = {"job": "train:Train"}
+UNKNOWN = {f"nam{n}": 1 for n in range(MANY)}
+TASK = {"name": "t", "run": RUN}
+
+
+def cpu_s(act: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    act()
+    return time.process_time() - began_s
+
+
+def faults(body: Any) -> int:
+    try:
+        parse(body)
+    except BadDescriptor as error:
+        return len(error.faults)
+    raise AssertionError("it was taken")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tasks": [TASK], **UNKNOWN},
+        {"tasks": [{**TASK, **UNKNOWN}]},
+        {"tasks": [{**TASK, **dict(list(UNKNOWN.items())[:100])} for _ in range(200)]},
+        {"tasks": [TASK], "n" * 400_000: 1},
+    ],
+    ids=["of a request", "of a task", "of 1000 tasks", "a long one"],
+)
+def test_unknown_names_cost_little_more_than_to_read_them(body: Any):
+    text = json.dumps(body).encode()
+    read_s = min(cpu_s(lambda: strict_json(text)) for _ in range(3))
+    told = faults(body)
+    parsed_s = min(cpu_s(lambda: faults(body)) for _ in range(2))
+    assert parsed_s < 10 * read_s + 0.5
+    assert told <= MAX_FAULTS + 1
+
+
+def test_unknown_fields_beyond_the_first_are_counted():
+    with pytest.raises(BadDescriptor) as raised:
+        parse({"tasks": [TASK], **UNKNOWN, "tsks": []})
+    told = [fault for fault in raised.value.faults if fault.code == "unknown-field"]
+    assert len(told) == UNKNOWN_TOLD + 1
+    assert told[-1].detail == f"and {MANY + 1 - UNKNOWN_TOLD} more unknown fields"
+
+
+def test_unknown_field_is_told_with_what_was_meant():
+    with pytest.raises(BadDescriptor) as raised:
+        parse({"tasks": [TASK], "prioritty": 1})
+    [fault] = [each for each in raised.value.faults if each.code == "unknown-field"]
+    assert fault.pointer == "/prioritty"
+    assert "did you mean 'priority'?" in fault.detail
+
+
+def test_unknown_parameters_of_a_preset_cost_little():
+    assert cpu_s(lambda: preset.check(UNKNOWN, kind="cpu")) < 1
+
+
+def test_key_that_comes_twice_behind_many_is_found_in_one_pass():
+    once = b"{" + b",".join(b'"k%d":1' % n for n in range(MANY)) + b"}"
+    twice = once[:-1] + b',"k19999":2}'
+
+    def read() -> None:
+        with suppress(json.JSONDecodeError):
+            strict_json(twice)
+
+    assert cpu_s(read) < 10 * cpu_s(lambda: strict_json(once)) + 0.5
+    with pytest.raises(json.JSONDecodeError, match="'k19999' comes twice"):
+        strict_json(twice)

@@ -1,0 +1,63 @@
+"""Any number that a tenant's metrics, results or parameters hold is shown; no reader fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from app.db import transaction
+from tests.app.conftest import app, as_, red, submitted, world
+
+__all__ = ["app", "as_", "red", "submitted", "world"]  # fixtures
+
+pytestmark = pytest.mark.security
+
+NUMBERS = [
+    "1" + "0" * 400,
+    "-1" + "0" * 400,
+    "1" + "0" * 4999,
+    "1e999",
+    "-1e999",
+    "1e-999",
+    '"\\ud800"',
+    '{"a": [[[[1e999]]]]}',
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda n: f"{n[:8]} of {len(n)}")
+def test_number_of_a_tenant_is_shown_by_api_and_page(
+    session: Session, submitted: dict[str, Any], as_: Any, world: Any, number: str
+):
+    id, task = submitted["id"], submitted["tasks"][0]["id"]
+    values = f'{{"loss": {number}}}'
+    with transaction() as its:
+        try:
+            with its.begin_nested():
+                given = {"task": task, "values": values}
+                its.execute(
+                    text("update tasks set metrics = cast(:values as jsonb) where id = :task"),
+                    given,
+                )
+                for step in (1, 2):
+                    its.execute(
+                        text(
+                            "insert into metrics (task_id, step, values)"
+                            f" values (:task, {step}, cast(:values as jsonb))"
+                        ),
+                        given,
+                    )
+        except Exception as error:
+            pytest.skip(f"Postgres takes no such value: {error}")
+    client = as_("red.member")
+    for path in (f"/v1/requests/{id}", f"/v1/tasks/{task}", f"/v1/tasks/{task}/metrics"):
+        answer = client.get(path)
+        assert answer.status_code == 200, (path, answer.text[:200])
+    client.headers.pop("Authorization")
+    origin = {"Sec-Fetch-Site": "same-origin"}
+    key = {"key": world.keys["red.member"]}
+    assert client.post("/ui/login", data=key, headers=origin).status_code == 303
+    for path in (f"/ui/requests/{id}", "/ui/"):
+        assert client.get(path).status_code == 200, path
