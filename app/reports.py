@@ -12,11 +12,11 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, func, select, text, true
@@ -30,9 +30,11 @@ from app.core.division import Branch, divide_tree
 from app.core.layers import Sandbox
 from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE
 from app.core.phase import request_phase
+from app.core.units import counted
 from app.forecast import Start
 from app.models import (
     Account,
+    Checkpoint,
     Cycle,
     Datablock,
     Decision,
@@ -429,28 +431,30 @@ def _usage_now_us(faded: int, base: LedgerBase | None, now: datetime) -> int:
 
 
 def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
-    """One sentence for the tenant: what it holds, what it should, who goes first, what waits.
+    """What the tenant has in use, what is queued and which tenants run first, in short sentences.
 
     `shares` are those of all tenants: the scheduler goes by usage for one's weight, not by what is
-    held, so who holds little may still come after others.
+    held, so a tenant that holds little may still come after others.
     """
     devices = sum(kind.devices for kind in share.kinds)
     if not devices:
-        return f"No device takes work now; {_tasks(share.waiting)}."
+        return f"No device takes work now. {_queued_tasks(share.waiting)}."
     if not share.held and not share.waiting:
         entitled = sum(kind.by_weight for kind in share.kinds)
         return (
-            f"Nothing of yours runs or waits; by weight {number(entitled)} of "
-            f"{_devices(devices)} {'is' if entitled == 1 else 'are'} yours, "
-            "and what others leave idle too."
+            f"Nothing of yours runs or is queued. By weight, {number(entitled)} of "
+            f"{counted(devices, 'device')} {'is' if entitled == 1 else 'are'} yours, "
+            "and whatever others leave idle."
         )
-    fair = f"your fair share now is {number(share.fair)}{_so(share, shares)}"
-    return f"You hold {share.held} of {_devices(devices)}; {fair}; {_tasks(share.waiting)}."
+    return (
+        f"{share.held} of {counted(devices, 'device')} in use by you. "
+        f"{_queued_tasks(share.waiting)}.{_so(share, shares)}"
+    )
 
 
-_OTHERS_FIRST = "; others, who have used less for their weight, go first"
-_YOUR_TURN = "; others have used more for their weight, so your turn comes"
-_OTHERS_TURN = "; others wait who have used less for their weight, so they are due a turn"
+_OTHERS_FIRST = " Tenants with less recent usage run first."
+_YOUR_TURN = " You have less recent usage than others, so you run first."
+_OTHERS_TURN = " Tenants with less recent usage are queued and run next."
 
 
 def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
@@ -505,8 +509,8 @@ def verdict_of_all(shares: Sequence[TenantShare]) -> str:
     tops = [share for share in shares if not share.depth]
     held, waiting = sum(share.held for share in tops), sum(share.waiting for share in tops)
     busy = sum(1 for share in shares if share.held or share.waiting)
-    tenants = f"{busy} of {len(shares)} tenants {'has' if busy == 1 else 'have'} work"
-    return f"{held} of {_devices(devices)} held; {tenants}; {_tasks(waiting)}."
+    tenants = f"{busy} of {counted(len(shares), 'tenant')} {'has' if busy == 1 else 'have'} work"
+    return f"{held} of {counted(devices, 'device')} in use. {tenants}. {_queued_tasks(waiting)}."
 
 
 def number(value: float) -> str:
@@ -514,14 +518,8 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _devices(count: int) -> str:
-    return f"{count} device" + ("" if count == 1 else "s")
-
-
-def _tasks(waiting: int) -> str:
-    if not waiting:
-        return "no task waits"
-    return "1 task waits" if waiting == 1 else f"{waiting} tasks wait"
+def _queued_tasks(waiting: int) -> str:
+    return f"{counted(waiting, 'task')} queued" if waiting else "No task is queued"
 
 
 # --- the queue ----------------------------------------------------------------------------------
@@ -546,6 +544,7 @@ class Queued:
     phase: str
     place: int | None
     kind: str
+    devices: int = 1
     memory_bytes: int
     priority: int
     since: datetime
@@ -629,6 +628,7 @@ def _queued(task: Task, request: str, owner: str, user: str, told: Why) -> Queue
         phase=phases.of_task(task),
         place=told.place,
         kind=task.kind,
+        devices=task.devices_min,
         memory_bytes=task.memory_bytes,
         priority=task.priority,
         since=waits_since or task.submitted_at,
@@ -652,13 +652,26 @@ def _with_names(query: Select[*tuple[Any, ...]], tenant: str | None) -> Select[*
     return query if tenant is None else query.where(Task.tenant_id == tenant)
 
 
+def median_wait_s(session: Session, tenant: str | None, *, requests: int = 200) -> float | None:
+    """From submission to first start, of what the newest `requests` have started; None if none."""
+    newest = select(Request.id).order_by(Request.id.desc()).limit(requests)
+    if tenant is not None:
+        newest = newest.where(Request.tenant_id == tenant)
+    waited_s = func.extract("epoch", Task.first_started_at - Task.submitted_at)
+    query = select(func.percentile_cont(0.5).within_group(waited_s)).where(
+        Task.request_id.in_(newest), Task.first_started_at.is_not(None)
+    )
+    found = session.scalar(query)
+    return None if found is None else float(found)
+
+
 # --- devices and what runs on them --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """A task on its `devices`, its home first.  `total_held_us` is its seat time so far, over all
-    its launches."""
+    its launches; `steps` is its parameter of that name, if it is a number that it can reach."""
 
     id: str
     request_id: str
@@ -675,6 +688,7 @@ class Running:
     total_held_us: int
     pauses: int
     lost_steps: int
+    steps: int | None = None
 
 
 def running(session: Session, tenant: str | None) -> list[Running]:
@@ -698,9 +712,63 @@ def running(session: Session, tenant: str | None) -> list[Running]:
             total_held_us=task.total_held_us + task.held_us,
             pauses=task.pauses,
             lost_steps=task.lost_steps,
+            steps=_steps(task),
         )
         for task, request, owner, user in rows
     ]
+
+
+def _steps(task: Task) -> int | None:
+    """How many steps it is to make, as far as its parameter `steps` tells."""
+    steps = task.descriptor.get("params", {}).get("steps")
+    return steps if type(steps) is int and steps >= max(task.step, 1) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """The newest values of each metric of a task, oldest first, and its steps in a second."""
+
+    rate: float | None
+    metrics: dict[str, tuple[float, ...]]
+
+
+def paces(session: Session, tasks: Sequence[str], *, rows: int = 40) -> dict[str, Pace]:
+    """By task, from its last `rows` rows of metrics."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for row in session.execute(_NEWEST_METRICS, {"tasks": list(tasks), "rows": rows}):
+        found[row.id].insert(0, row)
+    return {id: _pace(rows) for id, rows in found.items()}
+
+
+def _pace(rows: Sequence[Any]) -> Pace:
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.told.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                metrics[name].append(_finite(value))
+    took_s = (rows[-1].at - rows[0].at).total_seconds()
+    rate = (rows[-1].step - rows[0].step) / took_s if took_s > 0 else None
+    lines = {name: tuple(filter(isfinite, line)) for name, line in metrics.items()}
+    return Pace(rate=rate, metrics=lines)
+
+
+def _finite(value: float) -> float:
+    """A number of a tenant's, which may be an int beyond every float: then infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return inf
+
+
+_NEWEST_METRICS = text(
+    """
+    select t.id, m.step, m.at, m.told from unnest(cast(:tasks as text[])) as t (id)
+    cross join lateral (
+        select step, at, values as told from metrics
+        where task_id = t.id order by step desc limit :rows
+    ) m order by t.id, m.step desc
+    """
+)
 
 
 def _held(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
@@ -893,10 +961,11 @@ def events(
     tenant: str | None,
     *,
     request: str | None = None,
+    without: Collection[str] = (),
     before: int | None = None,
     limit: int = 50,
 ) -> list[Happened]:
-    """The newest first; `before` is the id of the last one seen."""
+    """The newest first, `without` these types; `before` is the id of the last one seen."""
     query = (
         select(Event, Tenant.name, Request.name, Task.name)
         .join(Tenant, Tenant.id == Event.tenant_id)
@@ -909,6 +978,8 @@ def events(
         query = query.where(Event.tenant_id == tenant)
     if request is not None:
         query = query.where(Event.request_id == request)
+    if without:
+        query = query.where(Event.type.not_in(without))
     if before is not None:
         query = query.where(Event.id < before)
     return [
@@ -956,6 +1027,7 @@ class Decided:
     because: str
     tenant: str
     request_id: str
+    request: str
     task_id: str
     task: str
     devices: tuple[str, ...]
@@ -1020,6 +1092,7 @@ def _decisions(tenant: str | None, *, below: bool) -> Select[*tuple[Any, ...]]:
             Cycle.island,
             Tenant.name,
             Task.request_id,
+            Request.name,
             Task.name,
             rival.name,
             owner.name,
@@ -1028,6 +1101,7 @@ def _decisions(tenant: str | None, *, below: bool) -> Select[*tuple[Any, ...]]:
         .join(Cycle, Cycle.id == Decision.cycle_id)
         .join(Tenant, Tenant.id == Decision.tenant_id)
         .join(Task, Task.id == Decision.task_id)
+        .join(Request, Request.id == Task.request_id)
         .outerjoin(rival, rival.id == Decision.against)
         .outerjoin(owner, owner.id == rival.tenant_id)
         .where(seen(Decision.tenant_id))
@@ -1036,7 +1110,7 @@ def _decisions(tenant: str | None, *, below: bool) -> Select[*tuple[Any, ...]]:
 
 
 def _decided(row: Any) -> Decided:
-    made, island, tenant, request_id, task, rival, owner, visible = row
+    made, island, tenant, request_id, request, task, rival, owner, visible = row
     against = None
     if rival is not None:
         shown = (owner, made.against, rival) if visible else ("another tenant", None, None)
@@ -1051,6 +1125,7 @@ def _decided(row: Any) -> Decided:
         because=made.because,
         tenant=tenant,
         request_id=request_id,
+        request=request,
         task_id=made.task_id,
         task=task,
         devices=tuple(made.devices),
@@ -1070,6 +1145,9 @@ class RequestLine:
     tenant: str
     user: str
     phase: str
+    priority: int
+    labels: dict[str, Any]
+    bundle: str
     submitted_at: datetime
     ended_at: datetime | None
     tasks: dict[str, int]
@@ -1142,6 +1220,9 @@ def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
             tenant=tenant,
             user=user,
             phase=request_phase(row.state, leading[row.id]),
+            priority=row.priority,
+            labels=row.labels,
+            bundle=str(row.descriptor.get("bundle") or ""),
             submitted_at=row.submitted_at,
             ended_at=row.ended_at,
             tasks=counts[row.id],
@@ -1183,6 +1264,9 @@ class TaskView:
     detail: str | None
     result: dict[str, Any] | None
     outputs: dict[str, dict[str, Any]]
+    params: dict[str, Any]
+    steps: int | None
+    is_command: bool
     capabilities: tuple[str, ...]
     started_at: datetime | None
     ended_at: datetime | None
@@ -1222,6 +1306,9 @@ def tasks(session: Session, request: str) -> list[TaskView]:
             detail=task.detail,
             result=task.result,
             outputs=task.outputs,
+            params=task.descriptor.get("params") or {},
+            steps=_steps(task),
+            is_command="command" in task.descriptor.get("run", {}),
             capabilities=tuple(task.capabilities),
             started_at=task.first_started_at,
             ended_at=task.ended_at,
@@ -1276,6 +1363,40 @@ def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
             end=row.end,
         )
         for row, name in reversed(session.execute(query).all())
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint of one task that has not been deleted."""
+
+    id: str
+    task: str
+    step: int
+    size_bytes: int
+    created_at: datetime
+    damaged: bool
+
+
+def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[Kept]:
+    """Those of a request's tasks, the newest first."""
+    query = (
+        select(Checkpoint, Task.name)
+        .join(Task, Task.id == Checkpoint.task_id)
+        .where(Task.request_id == request, Checkpoint.deleted_at.is_(None))
+        .order_by(Checkpoint.id.desc())
+        .limit(limit)
+    )
+    return [
+        Kept(
+            id=row.id,
+            task=name,
+            step=row.step,
+            size_bytes=row.size_bytes,
+            created_at=row.created_at,
+            damaged=row.damaged_at is not None,
+        )
+        for row, name in session.execute(query)
     ]
 
 

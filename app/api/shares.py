@@ -89,7 +89,7 @@ _SHARE = {
 }
 _FAIR_SHARE = {
     "at": _AT,
-    "verdict": "vision holds 1 of its fair share of 1 device; 3 tasks wait.",
+    "verdict": "1 of 2 devices in use by you. 3 tasks queued.",
     "tenants": [{**_SHARE, "id": example_of(TenantOut)["id"], "parent_id": None}],
     "others": {**_SHARE, "id": "", "parent_id": None, "tenant": "others", "kinds": []},
 }
@@ -131,6 +131,7 @@ _QUEUED = {
     "phase": "queued",
     "place": 2,
     "kind": "cpu",
+    "devices": 1,
     "memory_bytes": 0,
     "priority": 0,
     "since": _AT,
@@ -308,6 +309,7 @@ _DECIDED = {
     "because": "vision has used least for its weight of all that wait.",
     "tenant": "vision",
     "request_id": _TASK["request_id"],
+    "request": "sweep-7",
     "task_id": _TASK["id"],
     "task": "train",
     "devices": ["local.0"],

@@ -89,8 +89,8 @@ def _widths(task: Task) -> Sequence[int]:
 
 def _asked(task: Task) -> tuple[str, ...]:
     asked = {
-        "asked to end": task.cancel_asked_at is not None,
-        "asked for a checkpoint": task.save_asked,
-        "asked to move": task.move_to is not None,
+        "cancelling": task.cancel_asked_at is not None,
+        "saving a checkpoint": task.save_asked,
+        "moving": task.move_to is not None,
     }
     return tuple(words for words, is_so in asked.items() if is_so)

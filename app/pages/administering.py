@@ -128,7 +128,7 @@ def add_member(
     views.acts_as(request, session, caller, of_tenants.create_user)
     body = forms.filled(UserIn, name=name, tenant_id=_given(tenant_id), service=bool(service))
     made = of_tenants.create_user(body, Response(), caller, session)
-    words = f"{made['name']} is a member now; the next thing to make is a key."
+    words = f"{made['name']} added. Create an API key next."
     return views.answered(request, forms.Told(words=words), at=f"/ui/members/{made['id']}")
 
 
@@ -186,7 +186,7 @@ def change_keys(
         told = forms.Told(words=f"The key that takes the place of {key}:", secret=made["key"])
     else:
         of_tenants.revoke_key(key, caller, session)
-        told = forms.Told(words=f"The key {key} is revoked: it opens nothing any more.")
+        told = forms.Told(words=f"The key {key} is revoked.")
     show = partial(show_member, request, session, caller, id)
     return views.answered(request, told, show)
 
@@ -230,7 +230,7 @@ def add_webhook(
     given = {"url": url.strip(), "events": events or [], "tenant_id": _given(tenant_id)}
     body = forms.filled(of_webhooks.WebhookIn, **given)
     made = of_webhooks.create_webhook(body, Response(), caller, session)
-    words = f"{made['url']} is told from now on.  Its messages are signed with this secret:"
+    words = f"{made['url']} added. Its messages are signed with this secret:"
     told = forms.Told(words=words, secret=made["secret"])
     return views.answered(request, told, partial(list_webhooks, request, session, caller))
 
@@ -287,14 +287,14 @@ def change_webhook(
         told = forms.Told(words="Its messages are signed with a new secret:", secret=made["secret"])
     elif do == "test":
         of_webhooks.test_webhook(id, Response(), caller, session)
-        told = forms.Told(words="A test is on its way; what becomes of it is told below.")
+        told = forms.Told(words="A test was sent; its delivery is shown below.")
     elif do == "send":
         of_webhooks.get_webhook(id, caller, session)
         of_webhooks.redeliver(delivery, caller, session)
         told = forms.Told(words=f"{delivery} is sent again.")
     else:
         of_webhooks.delete_webhook(id, caller, session)
-        told = forms.Told(words="The webhook is deleted, and what it was sent with it.")
+        told = forms.Told(words="The webhook and its deliveries are deleted.")
         return views.answered(request, told, at="/ui/webhooks")
     return views.answered(request, told, show)
 

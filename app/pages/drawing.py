@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any
 
-from app.reports import Curve, Happened, Stay, UsageRow
+from app.core import units
+from app.forecast import Start
+from app.reports import Curve, Happened, Queued, Stay, UsageRow
 from app.timespent import TimeSpent
 
 COLOURS = 8  # series that can be told apart; roundhouse.css names them
@@ -20,33 +22,21 @@ COLOURS = 8  # series that can be told apart; roundhouse.css names them
 
 
 def duration(span: timedelta | float) -> str:
-    """Two units at most: "340 ms", "12.3 s", "4 min 05 s", "3 h 20 min", "2 d"."""
-    seconds = max(0.0, span.total_seconds() if isinstance(span, timedelta) else float(span))
-    if 0 < seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if 0 < seconds < 10 else f"{int(seconds)} s"
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if seconds < 3600:
-        return f"{minutes} min {int(seconds % 60):02} s"
-    if seconds < 86400:
-        return f"{hours} h {minutes % 60:02} min"
-    return f"{hours // 24} d" + (f" {hours % 24} h" if hours % 24 else "")
+    return units.duration(span.total_seconds() if isinstance(span, timedelta) else span)
+
+
+def about(seconds: float) -> str:
+    """A duration that is only known roughly: whole seconds."""
+    return f"{seconds:.0f} s" if seconds < 59.5 else units.duration(max(seconds, 60.0))
+
+
+def age(span: timedelta) -> str:
+    return units.age(span.total_seconds())
 
 
 def held(us: float) -> str:
     """Micro-device-seconds as a duration."""
-    return duration(us / 1e6)
-
-
-def size(count: int) -> str:
-    """Bytes in decimal units, as descriptors ask for them."""
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}"
+    return units.duration(us / 1e6)
 
 
 def figure(value: Any) -> str:
@@ -57,7 +47,7 @@ def figure(value: Any) -> str:
 
 
 def value(given: Any) -> str:
-    """One that was changed, as the audit log keeps it."""
+    """A value that was changed, as the audit log keeps it."""
     if given is None or given in ([], {}, ""):
         return "nothing"
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
@@ -112,10 +102,20 @@ REST = "all others"
 
 
 def usage_chart(
-    rows: Sequence[UsageRow], *, by: str, since: datetime, until: datetime, interval_s: int
+    rows: Sequence[UsageRow],
+    *,
+    by: str,
+    since: datetime,
+    until: datetime,
+    interval_s: int,
+    devices: int,
 ) -> UsageChart:
     """`rows` are grouped by bucket and `by`.  The interval that is still open is left out of the
-    columns (it would look like a fall), but not out of the totals."""
+    columns (it would look like a fall), but not out of the totals.
+
+    Usage is booked when a device reports it, a moment after it was held: what would be more than
+    all `devices` can give in an interval belongs to the one before.
+    """
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
         sums[getattr(row, by)][0] += row.held_us
@@ -132,6 +132,7 @@ def usage_chart(
         totals[place][0] += row.held_us
         totals[place][1] += row.charged_us
     first, last = (int(at.timestamp()) // interval_s * interval_s for at in (since, until))
+    _carry_back(cells, range(last, first - 1, -interval_s), devices)
     return UsageChart(
         by=by,
         names=tuple(shown),
@@ -146,19 +147,71 @@ def usage_chart(
     )
 
 
-# --- what steps returned ------------------------------------------------------------------------
+def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int) -> None:
+    """Give what is above `devices` in an interval to the interval before it, in equal parts."""
+    for at in latest_first:
+        whole = sum(cells[at])
+        if whole <= devices:
+            continue
+        before = cells[at + latest_first.step]
+        for place, value in enumerate(cells[at]):
+            kept = value * devices / whole
+            before[place] += value - kept
+            cells[at][place] = kept
+
+
+# --- progress and metrics -----------------------------------------------------------------------
+
+
+def not_numbers(metrics: dict[str, Any]) -> list[str]:
+    """The metrics that are told as "nan", "inf" or "-inf": a loss that is lost."""
+    return [name for name, told in metrics.items() if told in ("nan", "inf", "-inf")]
+
+
+def sparkline(values: Sequence[float], *, width: int = 80, height: int = 20) -> str:
+    """The points of an SVG polyline; empty for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    spread = (high - low) or 1.0
+    step = width / (len(values) - 1)
+    return " ".join(
+        f"{n * step:.1f},{height - 1 - (value - low) / spread * (height - 2):.1f}"
+        for n, value in enumerate(values)
+    )
+
+
+def queued_words(queue: Sequence[Queued], waiting: int | None) -> str:
+    """ "11 queued, 1 preempted, 1 paused"; `waiting` is how many wait, if `queue` is not all."""
+    if waiting is not None:
+        return f"{waiting:,} queued"
+    counts = Counter(item.phase for item in queue)
+    words = [f"{counts['queued']} queued"]
+    words += [f"{counts[phase]} {phase}" for phase in ("preempted", "paused") if counts[phase]]
+    return ", ".join(words)
+
+
+def next_start(queue: Sequence[Queued]) -> Start | None:
+    """The estimate of the task that is expected to start first."""
+    estimates = [item.estimate for item in queue if item.estimate is not None]
+    return min(estimates, key=lambda estimate: estimate.p50_s, default=None)
+
+
+def by_place(queue: Sequence[Queued]) -> list[Queued]:
+    """In the order in which they are to start; those without a place last, the oldest first."""
+    return sorted(queue, key=lambda item: (item.place is None, item.place or 0, item.id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveChart:
-    """One number of several tasks, by step; None where a task has no value."""
+    """One metric of several tasks, by step; None where a task has no value."""
 
     name: str
     tasks: tuple[str, ...]
     rows: tuple[tuple[int, tuple[float | None, ...]], ...]
 
 
-def curve_charts(curves: Sequence[Curve], *, most: int = 6) -> list[CurveChart]:
+def curve_charts(curves: Sequence[Curve], *, most: int = 24) -> list[CurveChart]:
     by_name: dict[str, list[Curve]] = defaultdict(list)
     for curve in curves:
         by_name[curve.name].append(curve)
@@ -175,7 +228,7 @@ def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
     )
 
 
-# --- where a task was, when ---------------------------------------------------------------------
+# --- placements ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,35 +282,36 @@ def _part(stay: Stay, since: datetime, until: datetime, devices: Sequence[str]) 
         x=round(x, 3),
         width=round(max(width, 0.2), 3),
         colour=devices.index(stay.device) % COLOURS,
-        words=f"{stay.device}, launch {stay.epoch}, {duration(ended - begun)}, "
+        words=f"{stay.device}, start {stay.epoch}, {duration(ended - begun)}, "
         f"{stay.end or 'still there'}",
     )
 
 
-# --- where a task's time went -------------------------------------------------------------------
+# --- time breakdown -----------------------------------------------------------------------------
 
-#: As `app.timespent` parts it: on the page in this order, each with a colour of its own.
-TIMES = ("computed", "staged", "switched", "moved", "waited")
-
-
-def spent_line(spent: TimeSpent) -> tuple[Part, ...]:
-    """One task's seconds as parts of one bar."""
-    seconds = {name: getattr(spent, f"{name}_s") for name in TIMES}
-    whole_s = max(sum(seconds.values()), 1e-6)
-    parts, x = [], 0.0
-    for colour, (name, part_s) in enumerate(seconds.items()):
-        width = 100 * part_s / whole_s
-        words = f"{name} {duration(part_s)}, {width:.3g} %"
-        if part_s > 0:
-            parts.append(Part(x=round(x, 3), width=round(width, 3), colour=colour, words=words))
-        x += width
-    return tuple(parts)
+#: The fields of `TimeSpent` in the words and the order of the page.
+TIMES = {
+    "waited_s": "Queued",
+    "switched_s": "Starting",
+    "moved_s": "Migrating",
+    "computed_s": "Running",
+    "staged_s": "Saving state",
+}
 
 
-# --- what happened ------------------------------------------------------------------------------
+def breakdown(spent: TimeSpent) -> list[tuple[float, float]]:
+    """Of each of `TIMES`, its seconds and how many percent of the whole they are."""
+    seconds = [getattr(spent, name) for name in TIMES]
+    whole_s = max(sum(seconds), 1e-6)
+    return [(part_s, 100 * part_s / whole_s) for part_s in seconds]
+
+
+# --- events -------------------------------------------------------------------------------------
 
 #: What every turn tells again: of interest one by one, but not by the hundred.
 TURN = frozenset({"task.launched", "task.started", "task.pausing", "task.paused", "task.saved"})
+#: Events on which nobody would act: they are on the page of their request.
+ROUTINE = TURN | {"request.submitted"}
 FOLDED_ABOVE = 8
 
 

@@ -62,9 +62,9 @@ def change_devices(
     """`of`: the device, or for `drain` and `open` the host."""
     platform_admin(caller)
     known: dict[str, tuple[Callable[..., Any], str]] = {
-        "cordon": (of_devices.cordon_device, "{} takes no new work; what is on it moves away."),
+        "cordon": (of_devices.cordon_device, "{} takes no new work; its tasks move away."),
         "uncordon": (of_devices.uncordon_device, "{} takes work again."),
-        "drain": (of_devices.drain_host, "{} is drained: what is on it moves away."),
+        "drain": (of_devices.drain_host, "{} is drained: its tasks move away."),
         "open": (of_devices.uncordon_host, "{} takes work again."),
     }
     operation, words = forms.chosen(do, known)

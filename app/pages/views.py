@@ -44,6 +44,7 @@ from app.api.gate import GatedRoute
 from app.api.reach import visible_request
 from app.api.scoped import operation_named
 from app.changes import ALL, changes
+from app.core import units
 from app.core.phase import Phase
 from app.db import Db, transaction
 from app.errors import AppError, BadInput, Forbidden, NotFound, Unauthenticated, Unavailable
@@ -56,7 +57,11 @@ OIDC = "/ui/login/oidc"
 SIGNING_IN = "roundhouse_signing_in"  # a cookie, while somebody is with the provider
 SIGNING_IN_S = 600.0
 CHANGED_EVERY_S = 1.0  # a page hears of changes at most this often
-QUEUE_SHOWN = 50
+QUEUE_SHOWN = 10  # on the overview, of the QUEUE_READ oldest by their place
+QUEUE_READ = 50
+QUEUE_ON_A_PAGE = 200
+RUNNING_SHOWN = 12
+LOG_SHOWN = 200
 REQUESTS_SHOWN = 50
 DATABLOCKS_SHOWN = 50
 
@@ -65,8 +70,12 @@ templates = Jinja2Templates(directory=Path(__file__).parent / "templates")
 templates.env.trim_blocks = templates.env.lstrip_blocks = True
 templates.env.filters.update(
     duration=drawing.duration,
+    about=drawing.about,
+    age=drawing.age,
+    counted=units.counted,
+    sparkline=drawing.sparkline,
     held=drawing.held,
-    size=drawing.size,
+    size=units.size,
     figure=drawing.figure,
     part=reports.number,
     breakable=lambda code: Markup(str(escape(code)).replace("_", "_<wbr>")),
@@ -323,7 +332,12 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
     tenant = None if caller.sees_all else caller.tenant_id
     shares = reports.fair_share(session, now)
     mine = next((share for share in shares if share.id == tenant), None)
-    queue = reports.queue(session, tenant, below=caller.role == "tenant_admin", limit=QUEUE_SHOWN)
+    below = caller.role == "tenant_admin"
+    read = reports.queue(session, tenant, below=below, limit=QUEUE_READ + 1)
+    queue = drawing.by_place(read[:QUEUE_READ])
+    waiting = mine.waiting if mine else sum(s.waiting for s in shares if not s.depth)
+    running = reports.running(session, tenant)
+    devices = reports.devices(session, tenant, now)
     window = window if window in drawing.WINDOWS else "15m"
     return page(
         request,
@@ -338,17 +352,41 @@ def overview(request: Request, session: Db, caller: Visitor, window: str = "15m"
         rest=reports.others(shares, caller.tenant_id),
         busy=sum(1 for share in shares if share.held or share.waiting),
         queue=queue,
-        waiting=mine.waiting if mine else sum(s.waiting for s in shares if not s.depth),
-        oldest=min((item.since for item in queue if item.state == "waiting"), default=None),
-        running=reports.running(session, tenant),
-        devices=reports.devices(session, tenant, now),
-        happened=reports.events(session, tenant, limit=20),
-        **_usage(session, tenant, window, now),
+        queue_shown=QUEUE_SHOWN,
+        queue_is_longer=len(read) > QUEUE_READ,
+        queued_words=drawing.queued_words(queue, waiting if len(read) > QUEUE_READ else None),
+        next_start=drawing.next_start(queue),
+        median_wait_s=reports.median_wait_s(session, tenant),
+        running=running,
+        running_shown=RUNNING_SHOWN,
+        paces=reports.paces(session, [task.id for task in running[:RUNNING_SHOWN]]),
+        devices=devices,
+        happened=reports.events(session, tenant, without=drawing.ROUTINE, limit=10),
+        **_usage(session, tenant, window, now, devices=len(devices)),
     )
 
 
-def _usage(session: Db, tenant: str | None, window: str, now: datetime) -> dict[str, Any]:
-    """What the overview says of usage: a chart by user (for all: by tenant), totals, the day."""
+@router.get("/ui/queue")
+def show_queue(request: Request, session: Db, caller: Visitor, after: str = "") -> Response:
+    tenant = None if caller.sees_all else caller.tenant_id
+    below = caller.role == "tenant_admin"
+    limit = QUEUE_ON_A_PAGE
+    found = reports.queue(session, tenant, below=below, after=after or None, limit=limit + 1)
+    return page(
+        request,
+        "queue.html",
+        caller,
+        now=reports.clock(session),
+        section="overview",
+        queue=drawing.by_place(found[:limit]),
+        after=found[limit - 1].id if len(found) > limit else "",
+    )
+
+
+def _usage(
+    session: Db, tenant: str | None, window: str, now: datetime, *, devices: int
+) -> dict[str, Any]:
+    """What the overview says of usage: a chart by user (for all: by tenant), totals, the week."""
     look = drawing.WINDOWS[window]
     by = "user" if tenant else "tenant"
     since, interval_s = now - timedelta(seconds=look.span_s), reports.INTERVALS[look.interval]
@@ -360,17 +398,19 @@ def _usage(session: Db, tenant: str | None, window: str, now: datetime) -> dict[
         group_by=("bucket", by),
         interval_s=interval_s,
     )
-    day = reports.usage(
-        session, tenant, since=now - timedelta(days=1), until=now, group_by=(), interval_s=86400
+    week = reports.usage(
+        session, tenant, since=now - timedelta(days=7), until=now, group_by=(), interval_s=86400
     )
     return {
         "window": window,
         "windows": {name: each.words for name, each in drawing.WINDOWS.items()},
         "interval_words": look.interval_words,
-        "chart": drawing.usage_chart(rows, by=by, since=since, until=now, interval_s=interval_s),
+        "chart": drawing.usage_chart(
+            rows, by=by, since=since, until=now, interval_s=interval_s, devices=devices
+        ),
         "csv": f"/v1/usage?format=csv&group_by=bucket,{by}&interval={look.interval}"
         f"&since={since.isoformat(timespec='seconds').replace('+00:00', 'Z')}",
-        "day_us": sum(row.held_us for row in day),
+        "week_us": sum(row.held_us for row in week),
     }
 
 
@@ -409,6 +449,7 @@ def show_request(
     now = reports.clock(session)
     tasks, stays = reports.tasks(session, id), reports.stays(session, id)
     acts = acting.choices(session, caller, asked_for)
+    log = reports.log_tail(session, id, grep=grep, limit=LOG_SHOWN + 1)
     return page(
         request,
         "request.html",
@@ -421,12 +462,16 @@ def show_request(
         tasks=tasks,
         spent=time_spent(session, [task.id for task in tasks]),
         times=drawing.TIMES,
-        spent_line=drawing.spent_line,
+        breakdown=drawing.breakdown,
+        not_numbers=drawing.not_numbers,
+        paces=reports.paces(session, [task.id for task in tasks if task.phase == Phase.running]),
+        checkpoints=reports.checkpoints(session, id),
         curves=drawing.curve_charts(reports.curves(session, id)),
         stays=stays,
         line=drawing.time_line(stays, since=found.submitted_at, until=found.ended_at or now),
         grep=grep,
-        log=reports.log_tail(session, id, grep=grep),
+        log=log[-LOG_SHOWN:],
+        log_goes_on=len(log) > LOG_SHOWN,
         happened=drawing.folded(reports.events(session, None, request=id, limit=100)),
     )
 
@@ -449,7 +494,7 @@ def list_datablocks(request: Request, session: Db, caller: Visitor, before: str 
 
 
 def nothing_here(request: Request, caller: Caller, said: str) -> Response:
-    heading = "There is nothing here"
+    heading = NotFound.title
     return page(request, "message.html", caller, status=404, heading=heading, said=said)
 
 

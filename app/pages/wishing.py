@@ -38,30 +38,30 @@ class _Wish:
 _OF_REQUEST = {
     "cancel": _Wish(
         of_requests.cancel_request,
-        "{name} is to end: what waits ends at once, what runs at its next safe point.",
+        "Cancelling {name}: queued tasks end at once, running tasks at their next safe point.",
     ),
     "hold": _Wish(
         of_requests.hold_request,
-        "{name} is held: nothing of it starts, and what runs is paused at its next safe point.",
+        "Pausing {name}: running tasks pause at their next safe point, and nothing starts "
+        "until it is resumed.",
     ),
-    "release": _Wish(of_requests.release_request, "{name} is released: it waits in line again."),
+    "release": _Wish(of_requests.release_request, "{name} resumed: it is queued again."),
 }
 _OF_TASK = {
-    "cancel": _Wish(of_tasks.cancel_task, "{name} is to end, and what needs it with it."),
+    "cancel": _Wish(
+        of_tasks.cancel_task, "Cancelling {name}, and every task that needs its output."
+    ),
     "pause": _Wish(
         of_tasks.pause_task,
-        "{name} is to pause at its next safe point; it loses no "
-        "step, and waits until it is resumed.",
+        "Pausing {name} at its next safe point: no step is lost, and it waits until it is resumed.",
     ),
-    "resume": _Wish(of_tasks.resume_task, "{name} may go on: it waits in line again."),
-    "save": _Wish(
-        of_tasks.checkpoint_task, "{name} is to write a checkpoint at its next safe point."
-    ),
+    "resume": _Wish(of_tasks.resume_task, "{name} resumed: it is queued again."),
+    "save": _Wish(of_tasks.checkpoint_task, "{name} saves a checkpoint at its next safe point."),
     "move": _Wish(
         of_tasks.migrate_task,
-        "{name} is to move to another device as soon as one is free; it loses no step.",
+        "{name} moves to another device as soon as one is free; no step is lost.",
     ),
-    "resize": _Wish(of_tasks.resize_task, "{name} is to hold no more devices than {devices_max}."),
+    "resize": _Wish(of_tasks.resize_task, "{name} may use at most {devices_max} devices."),
 }
 
 
@@ -92,7 +92,7 @@ def wish(
 
 def _words(wished: _Wish, found: dict[str, Any]) -> str:
     if found["state"] in ENDED:
-        return f"{found['name']} is {found['state']} already; nothing changed."
+        return f"{found['name']} is already {found['state']}. Nothing changed."
     return wished.told.format(**found)
 
 

@@ -115,7 +115,7 @@ class TestFairShare:
         assert reports.others([], "nobody").kinds == ()
         assert (
             reports.verdict_of_all([])
-            == "0 of 0 devices held; 0 of 0 tenants have work; no task waits."
+            == "0 of 0 devices in use. 0 of 0 tenants have work. No task is queued."
         )
 
 
@@ -132,23 +132,23 @@ def one_kind(id, *, devices=2, fair=1.0, held=0, waiting=0, score=0.0):
 @pytest.mark.parametrize(
     ("devices", "fair", "held", "waiting", "said"),
     [
-        (2, 1.0, 1, 3, "You hold 1 of 2 devices; your fair share now is 1; 3 tasks wait."),
-        (3, 1.0, 1, 0, "You hold 1 of 3 devices; your fair share now is 1; no task waits."),
-        (2, 0.0, 0, 0, "Nothing of yours runs or waits; by weight 0.67 of 2 devices are yours, "
-            "and what others leave idle too."),
-        (0, 0.0, 0, 3, "No device takes work now; 3 tasks wait."),
-        (0, 0.0, 0, 0, "No device takes work now; no task waits."),
+        (2, 1.0, 1, 3, "1 of 2 devices in use by you. 3 tasks queued."),
+        (3, 1.0, 1, 0, "1 of 3 devices in use by you. No task is queued."),
+        (2, 0.0, 0, 0, "Nothing of yours runs or is queued. By weight, 0.67 of 2 devices are "
+            "yours, and whatever others leave idle."),
+        (0, 0.0, 0, 3, "No device takes work now. 3 tasks queued."),
+        (0, 0.0, 0, 0, "No device takes work now. No task is queued."),
     ],
 )  # fmt: skip
-def test_the_verdict_is_one_true_sentence(devices, fair, held, waiting, said):
+def test_the_verdict_says_what_is_in_use_and_queued(devices, fair, held, waiting, said):
     share = one_kind("t", devices=devices, fair=fair, held=held, waiting=waiting)
     idle = one_kind("idle", devices=devices, fair=0.0)
     assert reports.verdict(share, [share, idle]) == said
 
 
-FIRST = "; others, who have used less for their weight, go first"
-YOURS = "; others have used more for their weight, so your turn comes"
-THEIRS = "; others wait who have used less for their weight, so they are due a turn"
+FIRST = " Tenants with less recent usage run first."
+YOURS = " You have less recent usage than others, so you run first."
+THEIRS = " Tenants with less recent usage are queued and run next."
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_the_verdict_goes_by_usage_as_the_scheduler_does(waiting, score, held, s
     rival = one_kind("r", fair=1.0, held=2 - held, waiting=1, score=10)
     told = reports.verdict(mine, [mine, rival])
     if said is None:
-        assert told.startswith("Nothing of yours runs or waits")
+        assert told.startswith("Nothing of yours runs or is queued")
     else:
-        assert f"; your fair share now is 1{said}; " in told
+        assert told.endswith(f"queued.{said}")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_only_rivals_with_work_count(rivals, said):
     used = sum(held for _, held, _, _ in rivals)
     mine = one_kind("t", held=2 - used, waiting=1, score=10)
     rest = [one_kind(id, held=held, waiting=wait, score=score) for id, held, wait, score in rivals]
-    assert f"now is 1{said}; 1 task waits." in reports.verdict(mine, [mine, *rest])
+    assert reports.verdict(mine, [mine, *rest]).endswith(f" 1 task queued.{said}")
 
 
 class TestQueue:
@@ -286,8 +286,7 @@ class TestTree:
         scenery.task(x)
         shares = {share.tenant: share for share in reports.fair_share(session, now)}
         told = reports.verdict(shares["x"], list(shares.values()))
-        assert told.startswith("You hold 0 of 2 devices; your fair share now is 0.5")
-        assert "so your turn comes" in told
+        assert told == f"0 of 2 devices in use by you. 1 task queued.{YOURS}"
 
 
 class TestDevices:

@@ -68,7 +68,7 @@ class Service:
     @property
     def pages(self) -> tuple[str, ...]:
         request = f"/ui/requests/{self.tracked.request_id}"
-        lists = ("/ui/requests", "/ui/datablocks")
+        lists = ("/ui/requests", "/ui/queue", "/ui/datablocks")
         return ("/ui/", "/ui/?window=1h", *lists, request, "/ui/requests/none", "/docs")
 
     @property

@@ -4,49 +4,55 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from app.forecast import Start
 from app.pages.drawing import (
+    TIMES,
     Turns,
+    about,
+    breakdown,
+    by_place,
     curve_charts,
-    duration,
     figure,
     folded,
-    size,
-    spent_line,
+    next_start,
+    not_numbers,
+    queued_words,
+    sparkline,
     time_line,
     usage_chart,
 )
-from app.reports import Curve, Happened, Stay, UsageRow
+from app.reports import Curve, Happened, Queued, Stay, UsageRow
 from app.timespent import TimeSpent
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (-3, "0 s"),  # two clocks may differ a little
-        (0, "0 s"),
-        (0.34, "340 ms"),
-        (9.96, "10.0 s"),
-        (59.9, "59 s"),
-        (245, "4 min 05 s"),
-        (3600, "1 h 00 min"),
-        (86400 * 7, "7 d"),
-        (86400 + 7200, "1 d 2 h"),
-    ],
-)
-def test_a_duration_has_two_units_at_most(seconds, words):
-    assert duration(timedelta(seconds=seconds)) == words
-
-
-def test_numbers_are_short():
+def test_metrics_are_short():
     assert [figure(value) for value in (0.123456, 12, "warm-up", 1e-9)] == [
         "0.1235",
         "12",
         "warm-up",
         "1e-09",
     ]
-    assert [size(count) for count in (0, 999, 8_000_000_000)] == ["0 B", "999 B", "8 GB"]
+    assert not_numbers({"loss": "nan", "acc": 0.5, "norm": "inf", "note": "fine"}) == [
+        "loss",
+        "norm",
+    ]
+
+
+def test_an_estimate_has_no_more_digits_than_it_is_worth():
+    assert [about(seconds) for seconds in (0.4, 19.46, 59.6, 245.2)] == [
+        "0 s",
+        "19 s",
+        "1m 00s",
+        "4m 05s",
+    ]
+
+
+def test_a_sparkline_fills_its_height():
+    assert sparkline([3.0]) == ""
+    assert sparkline([0.0, 4.0, 2.0]) == "0.0,19.0 40.0,1.0 80.0,10.0"
+    assert sparkline([1.0, 1.0]) == "0.0,19.0 80.0,19.0"
 
 
 def row(at_s, user, held_s):
@@ -55,9 +61,18 @@ def row(at_s, user, held_s):
     return UsageRow(bucket=bucket, user=user, held_us=held_us, charged_us=held_us)
 
 
-def chart(rows, *, seconds=30):
+def chart(rows, *, seconds=30, devices=2):
     until = NOON + timedelta(seconds=seconds)
-    return usage_chart(rows, by="user", since=NOON, until=until, interval_s=10)
+    return usage_chart(rows, by="user", since=NOON, until=until, interval_s=10, devices=devices)
+
+
+def test_no_interval_shows_more_devices_in_use_than_there_are():
+    drawn = chart([row(0, "ann", 5), row(10, "ann", 12), row(20, "ann", 11)], devices=1)
+    assert [sum(values) for _, values in drawn.rows] == pytest.approx([0.8, 1.0, 1.0])
+    assert drawn.totals[0].held_us == 28e6
+    two = chart([row(10, "ann", 4), row(10, "bob", 12), row(20, "bob", 10)], devices=1)
+    assert [sum(values) for _, values in two.rows] == pytest.approx([0.6, 1.0, 1.0])
+    assert two.rows[0][1] == pytest.approx((0.45, 0.15))  # bob used most, so he is first
 
 
 def test_usage_becomes_devices_held_in_each_whole_interval():
@@ -74,7 +89,7 @@ def test_the_open_interval_is_in_the_totals_but_not_drawn():
 
 
 def test_beyond_eight_names_the_least_used_are_drawn_as_one():
-    drawn = chart([row(0, f"user{n}", 10 - n) for n in range(10)])
+    drawn = chart([row(0, f"user{n}", 10 - n) for n in range(10)], devices=10)
     assert drawn.names == (*(f"user{n}" for n in range(7)), "all others")
     assert drawn.totals[-1].held_us == (3 + 2 + 1) * 1e6
     assert drawn.rows[0][1][-1] == pytest.approx(0.6)
@@ -124,14 +139,42 @@ def test_no_stay_is_an_empty_line():
     assert time_line([], since=NOON, until=NOON).lanes == ()
 
 
-def test_a_task_s_seconds_become_one_bar():
+def test_a_task_s_seconds_are_told_with_their_part_of_the_whole():
     spent = TimeSpent(waited_s=50, switched_s=1, moved_s=0, computed_s=48, staged_s=1)
-    assert [(part.words, part.x, part.width) for part in spent_line(spent)] == [
-        ("computed 48 s, 48 %", 0, 48),
-        ("staged 1.0 s, 1 %", 48, 1),
-        ("switched 1.0 s, 1 %", 49, 1),
-        ("waited 50 s, 50 %", 50, 50),
+    told = dict(zip(TIMES.values(), breakdown(spent), strict=True))
+    assert told == {
+        "Queued": (50, 50),
+        "Starting": (1, 1),
+        "Migrating": (0, 0),
+        "Running": (48, 48),
+        "Saving state": (1, 1),
+    }
+
+
+def queued(place, phase="queued", p50_s=None):
+    estimate = None
+    if p50_s is not None:
+        at = {"starts_at": NOON, "earliest_at": NOON, "latest_at": NOON}
+        estimate = Start(p10_s=0.0, p50_s=p50_s, p90_s=2 * p50_s, **at)
+    return Queued(
+        id=f"t{place}", request_id="r", name="t", request="r", tenant="a", user="u",
+        state="waiting", phase=phase, place=place, kind="cpu", memory_bytes=0, priority=0,
+        since=NOON, step=0, reasons=(), estimate=estimate,
+    )  # fmt: skip
+
+
+def test_the_queue_is_in_the_order_of_its_places_and_its_first_start_is_told():
+    queue = [
+        queued(29),
+        queued(None, "paused"),
+        queued(27, "preempted", 60.0),
+        queued(28, p50_s=9.0),
     ]
+    assert [item.place for item in by_place(queue)] == [27, 28, 29, None]
+    assert queued_words(queue, None) == "2 queued, 1 preempted, 1 paused"
+    assert queued_words(queue, 4000) == "4,000 queued"
+    assert next_start(queue).p50_s == 9.0
+    assert next_start([queued(1)]) is None
 
 
 def happened(*types, task="t"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from playwright.sync_api import expect
 from sqlalchemy import func
 
 from app import journal
-from app.models import LogLine, Request, Task
+from app.errors import NotFound
+from app.models import LogLine, Placement, Request, Task
 from app.pages import drawing
 
 pytestmark = pytest.mark.browser
@@ -78,13 +80,14 @@ class TestNumbers:
         told = visit.api("/v1/fair-share")
         (mine,), page = told["tenants"], visit.page
         expect(page.locator("#verdict")).to_have_text(told["verdict"])
+        expect(page.locator("#now")).to_contain_text("1 running, 3 queued")
         row = page.locator("#share-table tbody tr")
         kind = mine["kinds"][0]
         assert float(row.locator("[data-fair]").get_attribute("data-fair")) == kind["fair"]
         assert int(row.locator("[data-held]").get_attribute("data-held")) == kind["held"]
         assert int(row.locator("[data-waiting]").get_attribute("data-waiting")) == kind["waiting"]
         said = drawing.held(mine["usage_us"])
-        expect(page.locator(".cards [data-usage-us]")).to_contain_text(said)
+        expect(page.locator("#share-more [data-usage-us]")).to_contain_text(said)
 
     def test_its_queue_is_that_of_the_api(self, visit):
         visit.sign_in("a")
@@ -100,7 +103,7 @@ class TestNumbers:
 
     def test_its_usage_is_that_of_the_api_and_of_the_csv_behind_the_link(self, visit):
         visit.sign_in("a")
-        link = visit.page.get_by_role("link", name="These figures as CSV").get_attribute("href")
+        link = visit.page.get_by_role("link", name="Download CSV").get_attribute("href")
         drawn = visit.page.locator("#usage-totals [data-charged-us]").evaluate_all(
             "cells => cells.map(cell => Number(cell.dataset.chargedUs))"
         )
@@ -121,7 +124,7 @@ class TestNumbers:
         expect(visit.page.locator("#devices")).to_contain_text("another tenant")
         assert "secret" not in visit.page.content()
         visit.go(f"/ui/requests/{service.foreign.request_id}")
-        expect(visit.page.get_by_role("heading", level=1)).to_have_text("Not found")
+        expect(visit.page.get_by_role("heading", level=1)).to_have_text(NotFound.title)
 
     def test_a_user_without_a_share_sees_how_things_stand(self, visit):
         visit.sign_in("root")
@@ -133,15 +136,14 @@ class TestLive:
         visit.sign_in("a")
         visit.live()
         visit.page.evaluate("window.untouched = true")
-        summary = visit.page.get_by_text("Devices held in each interval")
-        summary.click()
-        first = visit.page.locator("#queue tbody tr").first
-        expect(first).to_contain_text("next1")
+        visit.page.locator("#usage-more summary").click()
+        held = visit.page.locator(f"#queue-{service.waiting[0].id}")
+        expect(held).to_contain_text("next1")
         with service.change() as session:
             task = session.get_one(Task, service.waiting[0].id)
             task.hold = "user"
             journal.tell(session, task, "task.test", "Something was changed.")
-        expect(first).to_contain_text("Paused by a user.", timeout=5000)
+        expect(held.locator(".chip")).to_have_text("paused", timeout=5000)
         expect(visit.page.locator(".events")).to_contain_text("Something was changed.")
         assert visit.page.evaluate("window.untouched")
         # what was opened stays open, and the chart is still drawn
@@ -210,13 +212,84 @@ class TestRequestPage:
         page = visit.page
         expect(page.locator("#tasks")).to_contain_text("on d0")
         expect(page.locator("#curve-1-plot canvas")).to_have_count(1)
-        page.get_by_text("loss as a table").click()
+        page.get_by_text("Show loss as table").click()
         expect(page.locator("#curve-1 tbody tr")).to_have_count(20)
-        expect(page.locator("section", has=page.locator("#stays")).locator("rect")).to_have_count(1)
-        expect(page.locator("#spent")).to_contain_text("Computed")
-        bar = page.locator("section", has=page.locator("#spent")).locator("rect title")
-        assert [words.split()[0] for words in bar.all_text_contents()] == ["computed"]
+        expect(
+            page.locator("section", has=page.locator("#stays")).locator(".stays rect")
+        ).to_have_count(1)
+        expect(page.locator("#spent")).to_contain_text("Running")
+        expect(page.locator("#spent [data-label=Running]")).to_contain_text("100 %")
         expect(page.get_by_role("log")).to_contain_text("step 38")
+
+    def test_the_chart_has_every_row_of_the_api(self, visit, service):
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        items = visit.api(f"/v1/tasks/{service.tracked.id}/metrics?limit=200")["items"]
+        drawn = visit.page.evaluate(
+            "[...plots.values()].map(({ chart }) => [...chart.data].map(each => [...each]))"
+        )
+        assert drawn[0][0] == [item["step"] for item in items]
+        assert drawn[0][1] == [item["values"]["loss"] for item in items]
+        legend = visit.page.locator("#curve-1-plot .u-legend")
+        expect(legend).to_contain_text("train")
+        box = visit.page.locator("#curve-1-plot .u-over").bounding_box()
+        visit.page.mouse.move(box["x"] + 1, box["y"] + box["height"] / 2)
+        expect(legend.locator(".u-value").first).to_have_text("0")
+        expect(legend.locator(".u-value").last).to_have_text("1")
+
+    def test_all_sections_stand_in_the_order_of_use(self, visit, service):
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        heads = visit.page.locator("main section h2").all_text_contents()
+        assert heads == ["Tasks", "Metrics", "Log", "Timeline", "Events"]
+        facts = visit.page.locator(".facts").first
+        expect(facts).to_contain_text("Device time")
+        expect(visit.page.locator("#log-title + p")).to_contain_text(re.compile(r"^2\d lines ·"))
+
+    def test_a_paused_request_says_paused_everywhere_and_its_line_goes_on_to_now(
+        self, visit, service
+    ):
+        id, back = service.waiting[0].request_id, timedelta(minutes=1)
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[0].id)
+            task.hold, task.first_started_at = "user", func.now() - 5 * back
+            request = session.get_one(Request, id)
+            request.state, request.submitted_at = "running", func.now() - 6 * back
+            session.add(
+                Placement(
+                    task_id=task.id, epoch=1, device_id="d0", tenant_id=task.tenant_id,
+                    user_id=task.user_id, kind="cpu", cost_milli=1000, incarnation="p",
+                    launched_at=func.now() - 5 * back, started_at=func.now() - 5 * back,
+                    ended_at=func.now() - 4 * back, end="paused",
+                )
+            )  # fmt: skip
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{id}")
+        expect(visit.page.locator("h1 .chip")).to_have_text("paused")
+        expect(visit.page.locator("#tasks .chip")).to_have_text("paused")
+        assert visit.api(f"/v1/requests/{id}")["phase"] == "paused"
+        part = visit.page.locator(".stays rect")
+        x, width = (float(part.get_attribute(name).rstrip("%")) for name in ("x", "width"))
+        assert (x, width) == (pytest.approx(100 / 6, abs=3), pytest.approx(100 / 6, abs=3))
+        expect(visit.page.locator(".axis")).to_contain_text("now")
+        for phase in ("paused", "running"):
+            visit.go(f"/ui/requests?state={phase}")
+            ids = visit.page.locator("#requests tbody tr").evaluate_all(
+                "rows => rows.map(r => r.id)"
+            )
+            assert (id in ids) == (phase == "paused")
+        with service.change() as session:
+            task = session.get_one(Task, service.waiting[0].id)
+            task.hold, task.first_started_at = "", None
+
+    def test_a_loss_that_is_no_number_is_said(self, visit, service):
+        with service.change() as session:
+            session.get_one(Task, service.tracked.id).metrics = {"loss": "nan"}
+        visit.sign_in("a")
+        visit.go(f"/ui/requests/{service.tracked.request_id}")
+        expect(visit.page.locator("section .alarm")).to_have_text(
+            "train: loss is nan, not a number."
+        )
 
     def test_a_failure_shows_its_traceback(self, visit, service):
         with service.change() as session:
@@ -227,16 +300,18 @@ class TestRequestPage:
         visit.sign_in("a")
         visit.go(f"/ui/requests/{service.waiting[2].request_id}")
         expect(visit.page.locator(".wrong")).to_contain_text("ValueError: no data")
+        first = visit.page.locator("main section").first
+        expect(first.locator(".error")).to_have_text("ValueError: no data")
         expect(visit.page.get_by_text("line 12, in <module>")).to_be_visible()
 
     def test_its_log_can_be_searched_and_taken_along(self, visit, service):
         visit.sign_in("a")
         visit.go(f"/ui/requests/{service.tracked.request_id}")
         log = visit.page.get_by_role("log")
-        visit.page.get_by_label("Lines with").fill("step 3")
-        visit.page.get_by_role("button", name="Search").click()
+        visit.page.get_by_label("Filter log").fill("step 3")
+        visit.page.get_by_role("button", name="Filter").click()
         expect(log.locator(".line")).to_have_count(5)  # 30, 32, 34, 36, 38
-        expect(visit.page.get_by_label("Lines with")).to_have_value("step 3")
+        expect(visit.page.get_by_label("Filter log")).to_have_value("step 3")
         visit.live()
         with service.change() as session:
             line = {"task_id": service.tracked.id, "epoch": 1, "line": 1001, "stream": "stdout"}
@@ -244,10 +319,10 @@ class TestRequestPage:
             journal.tell(session, session.get_one(Task, service.tracked.id), "task.test", "-")
         expect(log.locator(".line")).to_have_count(6)
         with visit.page.expect_download() as downloading:
-            visit.page.get_by_role("link", name="all of them").click()
+            visit.page.get_by_role("link", name="Download full log").click()
         lines = downloading.value.path().read_text().splitlines()
         assert [line.split()[1] for line in lines] == ["30", "32", "34", "36", "38", "3000"]
-        visit.page.get_by_label("Lines with").fill("nowhere")
+        visit.page.get_by_label("Filter log").fill("nowhere")
         visit.page.keyboard.press("Enter")
         expect(visit.page.get_by_text("No line holds “nowhere”.")).to_be_visible()
 
@@ -261,7 +336,7 @@ class TestRequestPage:
         visit.go(f"/ui/requests/{service.waiting[1].request_id}")
         log = visit.page.get_by_role("region", name="Log")
         expect(log.locator(".alarm")).to_have_text("next2 failed: ValueError: no data")
-        expect(log).to_contain_text("It printed nothing.")
+        expect(log).to_contain_text("No output.")
 
     def test_many_turns_are_one_line_that_opens(self, visit, service):
         with service.change() as session:
@@ -271,12 +346,12 @@ class TestRequestPage:
                     journal.tell(session, task, f"task.{what}", f"It was {what}.")
         visit.sign_in("a")
         visit.go(f"/ui/requests/{service.waiting[0].request_id}")
-        happened = visit.page.get_by_role("region", name="What happened")
+        happened = visit.page.get_by_role("region", name="Events")
         expect(happened.get_by_text("It was paused.").first).to_be_hidden()
         happened.get_by_text("3 turns: paused and resumed").click()
         expect(happened.get_by_text("It was paused.")).to_have_count(3)
         expect(happened.get_by_text("It was paused.").first).to_be_visible()
-        expect(happened.locator(".when").first).to_contain_text("ago")
+        expect(happened.locator(".when time").first).to_have_attribute("title", re.compile("UTC"))
 
 
 class TestDatablocksPage:
@@ -305,13 +380,74 @@ class TestDatablocksPage:
         expect(visit.page.locator("#datablocks tbody tr")).to_have_count(4)
 
 
+class TestOverview:
+    def test_sections_stand_in_the_order_of_use_and_none_scrolls(self, visit):
+        visit.page.set_viewport_size({"width": 1440, "height": 900})
+        visit.sign_in("a")
+        heads = visit.page.locator("main section h2").all_text_contents()
+        assert heads == ["Running", "Share", "Queue", "Devices in use, by user", "Events"]
+        scrolls = """[...document.querySelectorAll('main *')].filter(each => {
+            const box = each.getBoundingClientRect();
+            return box.height && box.top < 900 && each.scrollHeight > each.clientHeight + 1
+                && /auto|scroll/.test(getComputedStyle(each).overflowY);
+        }).map(each => each.outerHTML.slice(0, 80))"""
+        assert visit.page.evaluate(scrolls) == []
+
+    def test_a_row_of_the_queue_is_one_line(self, visit):
+        visit.page.set_viewport_size({"width": 1440, "height": 900})
+        visit.sign_in("a")
+        heights = visit.page.locator("#queue tbody tr").evaluate_all(
+            "rows => rows.map(row => row.getBoundingClientRect().height)"
+        )
+        assert max(heights) < 40
+
+    def test_the_first_ten_lead_to_the_whole_queue(self, visit, service):
+        with service.change() as session:
+            model = service.waiting[0]
+            owner = {"tenant_id": model.tenant_id, "user_id": model.user_id}
+            for n in range(12):
+                request = Request(id=f"req_more_{n}", name=f"more{n}", **owner)
+                session.add(request)
+                session.flush()
+                shared = {"island": "isle", "ordinal": 0, "type": "train", "kind": "cpu"}
+                session.add(
+                    Task(
+                        id=f"tsk_more_{n}", request_id=request.id, name="train", **shared,
+                        state="blocked", **owner,
+                    )
+                )  # fmt: skip
+        visit.sign_in("a")
+        expect(visit.page.locator("#queue tbody tr")).to_have_count(10)
+        visit.page.get_by_role("link", name=re.compile(r"^all \d+$")).click()
+        expect(visit.page).to_have_url(service.url + "/ui/queue")
+        whole = visit.page.locator("#queue tbody tr")
+        assert whole.count() > 10
+        places = visit.page.locator("#queue [data-label=Place]").all_text_contents()
+        numbers = [int(place) for place in places if place.strip().isdecimal()]
+        assert numbers == sorted(numbers)
+        with service.change() as session:
+            for n in range(12):
+                session.delete(session.get_one(Task, f"tsk_more_{n}"))
+                session.flush()
+                session.delete(session.get_one(Request, f"req_more_{n}"))
+
+    @pytest.mark.parametrize("visit", [PHONE], indirect=True)
+    def test_on_a_phone_a_queued_task_takes_two_or_three_lines_and_nothing_is_cut(self, visit):
+        visit.sign_in("a")
+        rows = visit.page.locator("#queue tbody tr")
+        heights = rows.evaluate_all("rows => rows.map(row => row.getBoundingClientRect().height)")
+        assert max(heights) < 110
+        cut = "cells => cells.filter(cell => cell.scrollWidth > cell.clientWidth + 1).length"
+        assert rows.locator("td").evaluate_all(cut) == 0
+
+
 class TestEverywhere:
     @pytest.mark.parametrize("path", ["/ui/nowhere", "/ui/requests/a/b"])
     def test_an_unknown_address_is_a_page_that_says_so(self, visit, service, path):
         visit.sign_in("a")
         answer = visit.page.goto(service.url + path)
         assert (answer.status, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
-        expect(visit.page.get_by_role("heading", level=1)).to_have_text("Not found")
+        expect(visit.page.get_by_role("heading", level=1)).to_have_text(NotFound.title)
         expect(visit.page.get_by_role("navigation", name="Pages")).to_be_visible()
 
     def test_an_end_too_many_leads_to_the_page(self, visit, service):
@@ -325,10 +461,13 @@ class TestEverywhere:
             session.get_one(Task, service.waiting[0].id).hold = "user"
         visit.sign_in("a")
         row = visit.page.locator(f"#queue-{service.waiting[0].id}")
-        expect(row.get_by_text("Paused by a user.")).to_be_visible()
-        expect(row.get_by_text("your own tasks")).to_be_hidden()
-        row.get_by_text("2 more reasons").click()
-        expect(row.get_by_text("your own tasks")).to_be_visible()
+        expect(row.locator("summary")).to_contain_text("Paused by a user.")
+        codes = row.locator(".tag")
+        expect(codes).to_have_count(3)
+        expect(codes.first).to_be_hidden()
+        row.get_by_text("+2 more reasons").click()
+        expect(codes.last).to_be_visible()
+        expect(codes.first).to_have_text("HELD_BY_USER")
 
     def test_nothing_comes_from_elsewhere_and_nothing_is_inline(self, visit, service):
         visit.sign_in("admin")
@@ -391,7 +530,7 @@ class TestEverywhere:
         )
         page = context.new_page()
         page.goto(service.url + "/ui/")
-        expect(page.locator("#verdict")).to_contain_text("You hold 1 of 2 devices")
+        expect(page.locator("#verdict")).to_contain_text("1 of 2 devices in use by you")
         expect(page.locator("#usage-totals")).to_be_visible()
         context.close()
 

@@ -16,7 +16,7 @@
     ...all(".plot").filter(e => !tabled(e)).map(show),
     ...all("a, button, input:not([type=hidden])").filter(e => !named(e)).map(show),
     ...all("nav a, button, summary").filter(small).map(show),
-    ...all("table").filter(e => !e.querySelector("thead th[scope=col]")).map(show),
+    ...all("table:not([role=presentation])").filter(e => !e.querySelector("thead th[scope=col]")).map(show),
     ...all("section").filter(e => !titled(e)).map(show),
     ...ids.filter((id, i) => ids.indexOf(id) !== i).map(id => `twice: ${id}`),
   ];

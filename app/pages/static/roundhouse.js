@@ -59,7 +59,7 @@ function read(table) {
     colours: heads.map(cell => cell.dataset.series),
     xs: rows.map(row => Number(row.cells[0].dataset.x)),
     ys: heads.map((_, i) => rows.map(row => {
-      const text = row.cells[i + 1].textContent;
+      const cell = row.cells[i + 1], text = cell.dataset.value ?? cell.textContent;
       return text === "" ? null : Number(text);
     })),
   };
@@ -79,6 +79,9 @@ function colour(name) {
   return found;
 }
 
+const title = label => ({ label, labelSize: 18, labelGap: 2, labelFont: "12px system-ui, sans-serif" });
+const said = value => value === null || value === undefined ? "–" : String(Number(value.toPrecision(5)));
+
 function options(table, data, width) {
   const stack = table.dataset.plot === "stack";
   const quiet = colour("quiet"), rule = isDark() ? "#343942" : "#e4e1da";
@@ -89,14 +92,17 @@ function options(table, data, width) {
   return {
     width, height: 210,
     padding: [10, 8, 0, 0],
-    legend: { show: !stack && data.names.length > 1, live: false },
+    legend: { show: true },
     cursor: { y: false, points: { show: !stack } },
     scales: { x: { time: stack }, y: stack ? { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } : {} },
-    axes: [stack ? { ...axis, values: time, size: 34 } : { ...axis, size: 34 }, { ...axis, size: 48 }],
+    axes: [
+      { ...axis, ...title(stack ? "time" : "step"), size: 34, ...(stack ? { values: time } : {}) },
+      { ...axis, ...title(table.dataset.y), size: 60, values: (_, splits) => splits.map(said) },
+    ],
     // the topmost sum is drawn first, so that each lower one covers its own part
-    series: [{}, ...data.names.map((label, i) => {
+    series: [{ label: stack ? "time" : "step", value: stack ? (_, x) => x === null ? "–" : time(_, [x])[0] : (_, x) => x ?? "–" }, ...data.names.map((label, i) => {
       const stroke = colour(`series-${data.colours[i]}`);
-      return { label, stroke, width: 1.5, paths, points: { show: !stack && data.xs.length < 40, size: 5 }, fill: stack ? stroke : undefined, spanGaps: true };
+      return { label, stroke, width: 1.5, paths, value: (_, __, at, index) => said(data.own[at - 1][index]), points: { show: !stack && data.xs.length < 40, size: 5 }, fill: stack ? stroke : undefined, spanGaps: true };
     })],
   };
 }
@@ -110,17 +116,20 @@ function chart(element, table, afresh) {
   const pick = list => order.map(i => list[i]);
   const lines = stack ? stacked(data.ys) : data.ys;
   const columns = [data.xs, ...pick(lines)];
-  const shown = { ...data, names: pick(data.names), colours: pick(data.colours) };
+  const shown = { ...data, names: pick(data.names), colours: pick(data.colours), own: pick(data.ys) };
   const shape = JSON.stringify([shown.names, shown.colours]);
   const width = element.clientWidth;
   const known = plots.get(element);
   if (known && !afresh && known.shape === shape) {
     if (known.chart.width !== width) known.chart.setSize({ width, height: 210 });
+    Object.assign(known.shown, shown); // what the legend tells
     known.chart.setData(columns);
     return;
   }
   known?.chart.destroy();
-  plots.set(element, { shape, chart: new uPlot(options(table, shown, width), columns, element) });
+  const made = new uPlot(options(table, shown, width), columns, element);
+  made.root.querySelector(".u-legend").setAttribute("role", "presentation");
+  plots.set(element, { shape, shown, chart: made });
 }
 
 function draw(afresh = false) {
