@@ -48,6 +48,7 @@ NOW_S = 10_000.0
 ROUNDS = 40  # at one instant; more is no standstill
 STEP_S = 0.5
 SECOND = 1_000_000
+MINUTE_US = 60 * SECOND
 PATIENCE_S = 500.0
 GROW_AFTER_S = 2.0
 
@@ -221,6 +222,8 @@ def _task(dice: random.Random, odds: Odds, id: str, user: str) -> Task:
         waiting_since_s=NOW_S - dice.choice([1, 5]) if ran else None,
         switch_us=dice.choice([0, 0, 40_000]),
     )
+    if ran and task.switch_us:  # of those that ran, some had their first minute
+        task = replace(task, had_us=90 * SECOND)
     if odds.elastic and dice.random() < odds.elastic:
         task = replace(task, width_max=task.width + dice.choice([1, 2, 6]))
     return task
@@ -514,11 +517,22 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
             tables.hold(now, 1)
 
 
+def _goes_before(gains: Task, victim: Task) -> bool:
+    """F8: of one user's tasks the more urgent, and then, after a minute, the fresh or the older."""
+    if gains.priority != victim.priority:
+        return gains.priority > victim.priority
+    is_older = (gains.submitted_s, gains.id) < (victim.submitted_s, victim.id)
+    held_us = (
+        round(1e6 * (NOW_S - (victim.started_s or NOW_S))) if victim.resized_s else victim.held_us
+    )
+    return held_us >= MINUTE_US and (gains.had_us < MINUTE_US or is_older)
+
+
 def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[str]:
     """F4, F5: who may be asked at all, before it gives way."""
     if victim.user == gains.user:
-        if rule not in ("F7", "F9") and victim.priority >= gains.priority:
-            yield f"{victim.id} gave way to {gains.id} of no higher priority"
+        if rule not in ("F7", "F9") and not _goes_before(gains, victim):
+            yield f"{victim.id} gave way to {gains.id}, which does not go before it"
         return
     mine, theirs = tables.part(gains, victim)
     lent = all(tables.lends(id, gains.kind) for id in theirs)

@@ -21,7 +21,7 @@ from itertools import islice
 from operator import itemgetter
 
 from app.core.dominant import dominant_cost
-from app.core.fairshare import Branch, FairTree, Lane, Path, lane, on_host
+from app.core.fairshare import Branch, FairTree, Lane, Path, both_of, lane, on_host
 from app.core.island import TIERS, Device, Lift, Policy, Snapshot, Task, Tenant, User, changed
 from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 
@@ -239,6 +239,7 @@ class Board:
         self.beside: dict[str, dict[str, None]] = {}  # device -> who shares it with who holds it
         self.graphs: dict[str, Stay] = {}  # of these some may share their devices
         self.ripe: dict[Branch, dict[str, Stay]] = {}
+        self.settled: dict[Branch, dict[str, Stay]] = {}  # of these, those that had their minute
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
         self.guarantees = False  # does any branch have one?
@@ -267,6 +268,9 @@ class Board:
         self.gone: dict[tuple[Branch, str], None] = {}
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
+        self._settling: list[tuple[float, str, int]] = []
+        self._siblings: dict[str, dict[str, None]] = {}  # request -> its living tasks
+        self._holding: Counter[str] = Counter()  # request -> how many of them are on devices
         self._wake: list[tuple[float, str]] = []
         self._ripe_tops: dict[str, Counter[Branch]] = {}  # kind -> top -> devices of ripe stays
         self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}  # at which version
@@ -309,6 +313,11 @@ class Board:
             stay = self.stays.get(id)
             if stay is not None and stay.task.epoch == epoch:
                 self._ripen(stay, late=True)
+        while self._settling and self._settling[0][0] <= now_s:
+            _, id, epoch = heappop(self._settling)
+            stay = self.stays.get(id)
+            if stay is not None and stay.task.epoch == epoch and stay.ripe:
+                self._set_settled(stay)
         while self._wake and self._wake[0][0] <= now_s:
             _, id = heappop(self._wake)
             if id in self.tasks:
@@ -322,6 +331,8 @@ class Board:
         at_s = min(self.leases_due_s, self._promise_due_s)
         if self._ripening:
             at_s = min(at_s, self._ripening[0][0])
+        if self._settling:
+            at_s = min(at_s, self._settling[0][0])
         if self._wake:
             at_s = min(at_s, self._wake[0][0])
         return min(at_s, self._aging[0][0]) if self._aging else at_s
@@ -514,6 +525,7 @@ class Board:
         self._count(self.tasks.get(id), -1)
         self._count(task, 1)
         self.tasks[id] = task
+        self._siblings.setdefault(task.request, {})[id] = None
         self.landing.pop(id, None)
         if task.moves_to is not None or self.kept_for:
             self._keep_for(task)
@@ -546,6 +558,11 @@ class Board:
             stay = self.stays[id]
             self._let_go(stay)
             self.ended[stay.leaf, stay.lane.kind] = None
+        if gone is not None:
+            siblings = self._siblings[gone.request]
+            siblings.pop(id, None)
+            if not siblings:
+                del self._siblings[gone.request]
 
     def _count(self, task: Task | None, change: int) -> None:
         if task is None:
@@ -570,8 +587,32 @@ class Board:
 
     def lane_in_line(self, task: Task) -> Lane:
         """The one that it waits in, whichever host it finds its devices on."""
-        host = "" if task.one_host else None
-        return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host)
+        host, fresh = "" if task.one_host else None, self.is_fresh(task)
+        return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host, fresh)
+
+    def is_fresh(self, task: Task) -> bool:
+        """Rule F8: has it held devices for less than a minute (and a slice)?
+
+        It is not fresh while another task of its request is on a device: of many tasks alike one
+        after the other is done.  Nor is a part of a gang that spans islands, which has tickets.
+        """
+        if not self.policy.turns or task.gang:
+            return False
+        if task.had_us and task.had_us >= fresh_us(self.policy, task):
+            return False
+        return self._holding[task.request] <= (task.id in self.stays)
+
+    def _count_holding(self, request: str, change: int) -> None:
+        """Its other tasks are fresh no longer, or again: they stand in another line."""
+        before = self._holding[request]
+        self._holding[request] += change
+        if not self._holding[request]:
+            del self._holding[request]
+        if before and self._holding[request]:
+            return
+        for id in list(self._siblings.get(request, ())):
+            if id in self.tree:
+                self._line_up(self.tasks[id], returns=True)
 
     def lane(self, task: Task) -> Lane:
         """What will do for it, as things are now."""
@@ -649,7 +690,7 @@ class Board:
             self._pinned[task.image_on].discard(id)
         if self.longer:
             leaf, here = self.leaf(task), alike(task)
-            lanes = (here, on_host(here, ""))
+            lanes = (*both_of(here), *both_of(on_host(here, "")))
             if (leaf, here) in self.longer and self.tree.first_below(leaf, lanes) is None:
                 self.short.add((leaf, here))
 
@@ -875,10 +916,11 @@ class Board:
 
     def _seat(self, task: Task) -> Stay:
         """Rule F1: it holds its devices, and is charged a full turn at once."""
-        leaf, here = self.leaf(task), self.lane_in_line(task)
+        leaf, here = self.leaf(task), both_of(self.lane_in_line(task))[1]
         rate = 0 if task.shares else self.rate_of(task)  # its device says what it holds of the time
         stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
+        self._count_holding(task.request, 1)
         if task.graph:
             self.graphs[task.id] = stay
         if task.width_max and task.elastic:
@@ -976,6 +1018,7 @@ class Board:
     def _let_go(self, stay: Stay) -> None:
         """Its devices are free of it."""
         del self.stays[stay.id]
+        self._count_holding(stay.task.request, -1)
         self.graphs.pop(stay.id, None)
         if stay.leaving or stay.ripe:
             self.tree.accrue(stay.leaf, -stay.rate)
@@ -1008,6 +1051,15 @@ class Board:
         stay.ripe = True
         self.ripe.setdefault(stay.leaf, {})[stay.id] = stay
         self._ripe_tops.setdefault(stay.lane.kind, Counter())[stay.leaf.top] += len(stay.devices)
+        at_s = settled_s(self.policy, stay)
+        if at_s <= self.now_s:
+            self._set_settled(stay)
+        else:
+            heappush(self._settling, (at_s, stay.id, stay.task.epoch))
+
+    def _set_settled(self, stay: Stay) -> None:
+        self.settled.setdefault(stay.leaf, {})[stay.id] = stay
+        self.tree.version += 1  # one of its own may take its place now
 
     def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
         """The branches at the top below which stays of a kind are ripe, the best served first."""
@@ -1042,6 +1094,9 @@ class Board:
         del mine[stay.id]
         if not mine:
             del self.ripe[stay.leaf]
+        settled = self.settled.get(stay.leaf)
+        if settled is not None and settled.pop(stay.id, None) is not None and not settled:
+            del self.settled[stay.leaf]
         tops = self._ripe_tops[stay.lane.kind]
         tops[stay.leaf.top] -= len(stay.devices)
         if not tops[stay.leaf.top]:
@@ -1147,6 +1202,19 @@ def ripe_s(stay: Stay) -> float:
     if stay.task.resized_s is not None:
         return stay.task.resized_s
     return NEVER if started_s is None else started_s + stay.turn_us / 1e6
+
+
+def fresh_us(policy: Policy, task: Task) -> int:
+    """Rule F8: so long a task goes before its own user's others, as urgent, that had more."""
+    return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
+
+
+def settled_s(policy: Policy, stay: Stay) -> float:
+    """When it has held its devices for so long at once, and gives way to its own user's others."""
+    started_s = stay.task.started_s
+    if started_s is None:
+        return NEVER
+    return max(ripe_s(stay), started_s + max(policy.fresh_s, stay.turn_us / 1e6))
 
 
 def _conditional(task: Task) -> bool:

@@ -13,12 +13,13 @@ slice; no device stands free while a task that could run there waits, unless it 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from app.core import credit, elastic, explain, lifecycle, reclaim, regroup, sharing, standing
 from app.core.board import NEVER, Board, slice_us
-from app.core.fairshare import Branch, Lane
+from app.core.fairshare import Branch, Lane, both_of
 from app.core.island import Decision, Lift, Plan, Snapshot, Task, changed
 from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.span import OVER
@@ -187,6 +188,7 @@ def _count_the_lost(paper: _Paper) -> None:
             resized_s=None,
             image_on=None,
             saved=True,
+            had_us=task.had_us + task.held_us,
             held_us=0,
             accrued_us=0,
             started_s=None,
@@ -505,12 +507,18 @@ def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
     lanes, policy = board.tree.lanes, board.policy
     if not policy.turns or policy.backfill == "strict":
         return {lane: None for lane in lanes if not _nothing_free(board, lane)}
-    return {
-        lane: None
+    free = dict.fromkeys(lane for lane in lanes if _free(board, lane) >= lane.width)
+    gain = [
+        lane
         for lane in lanes
-        if _free(board, lane) >= lane.width
-        or (board.ripe and lane.kind not in kept and _could_gain(board, lane))
-    }
+        if lane not in free and board.ripe and lane.kind not in kept and _could_gain(board, lane)
+    ]
+    return _with_twins(free) | dict.fromkeys(gain)
+
+
+def _with_twins(lanes: Iterable[Lane]) -> dict[Lane, None]:
+    """Each with the other lane for the same need: a launch may bring its siblings there (F8)."""
+    return {twin: None for lane in lanes for twin in both_of(lane)}
 
 
 def _could_gain(board: Board, lane: Lane) -> bool:
@@ -706,7 +714,7 @@ def _take_turns(paper: _Paper) -> None:
     if not board.policy.turns or not board.tree.lanes:
         return
     for branch in reclaim.shared(board):
-        open_ = dict.fromkeys(board.tree.lanes)
+        open_ = _with_twins(board.tree.lanes)
         while open_ and branch.lines:
             found = board.tree.first_below(branch, open_)
             if found is None:

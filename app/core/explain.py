@@ -147,6 +147,8 @@ class Obstacles:
     tenant: Standing | None = None
     user: Standing | None = None
     own: int = 0
+    own_soon: int = 0  # of one's own on devices that give way when they had their minute (F8)
+    minute_s: float = 0.0  # that minute, in seconds: a slice may be longer
     guaranteed: int = 0
     protected: int = 0
     shed: bool = False
@@ -464,18 +466,24 @@ def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
         until = "those tasks have started, or you change a priority"
         change = Change(action="set_priority", value=_above(task, ahead.highest))
         yield _reason("HIGHER_PRIORITY_AHEAD", told, until, change)
-    if ahead.earlier or seen.own:
+    if ahead.earlier or seen.own or seen.own_soon:
         said = []
         if seen.own:
             more = f"{seen.own} of your own tasks with equal or higher priority are running."
             one = "One of your own tasks with equal or higher priority is running."
             said.append(one if seen.own == 1 else more)
+        if seen.own_soon:
+            which = "One of your own tasks is running; it gives"
+            if seen.own_soon > 1:
+                which = f"{seen.own_soon} of your own tasks are running; they give"
+            after = f"after {rounded(seen.minute_s)} s of running"
+            said.append(f"{which} way to this one {after}.")
         if ahead.earlier:
             was = "was" if ahead.earlier == 1 else "were"
             said.append(f"{ahead.earlier} of your own tasks {was} submitted earlier.")
         change = Change(action="set_priority", value=_above(task, None))
         if not ahead.earlier:
-            change = Change(action="wait_for_own", value=seen.own)
+            change = Change(action="wait_for_own", value=seen.own + seen.own_soon)
         yield _reason(
             "EARLIER_TASK_AHEAD",
             " ".join(said),

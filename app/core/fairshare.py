@@ -123,7 +123,8 @@ class Lane:
     """All tasks that need the same: whoever of them comes first, the same devices would do.
 
     `width` devices of `kind` with `memory_bytes` each; `pin` is the only device that will do, and
-    only those of `host` will, if it is said; "" in line: of any one host.
+    only those of `host` will, if it is said; "" in line: of any one host.  Those that are `fresh`
+    have held devices for less than a minute, and stand in lines of their own (rule F8).
     Made by `lane`, so that equal ones are one object and hash fast.
     """
 
@@ -132,6 +133,7 @@ class Lane:
     memory_bytes: int = 0
     pin: str | None = None
     host: str | None = None
+    fresh: bool = False
 
 
 def lane(
@@ -140,16 +142,24 @@ def lane(
     memory_bytes: int = 0,
     pin: str | None = None,
     host: str | None = None,
+    fresh: bool = False,
 ) -> Lane:
-    return _lane(kind, width, memory_bytes, pin, host)  # one key, however it was called
+    # one key, however it was called
+    return _lane(kind, width, memory_bytes, pin, host, fresh)
 
 
 def on_host(here: Lane, host: str) -> Lane:
-    return _lane(here.kind, here.width, here.memory_bytes, here.pin, host)
+    return _lane(here.kind, here.width, here.memory_bytes, here.pin, host, here.fresh)
 
 
 def unpinned(here: Lane) -> Lane:
-    return _lane(here.kind, here.width, here.memory_bytes, None, here.host)
+    return _lane(here.kind, here.width, here.memory_bytes, None, here.host, here.fresh)
+
+
+def both_of(here: Lane) -> tuple[Lane, Lane]:
+    """The lane of those that are fresh, and the lane of the others that need the same."""
+    shape = (here.kind, here.width, here.memory_bytes, here.pin, here.host)
+    return _lane(*shape, True), _lane(*shape, False)
 
 
 _lane = cache(Lane)

@@ -29,6 +29,7 @@ class Policy:
     idle_credit_s: float = 3 * 86400.0  # F3: who comes back is ahead by no more of its fair share
     slice_min_s: float = 1.0
     slice_max_s: float = 60.0
+    fresh_s: float = 60.0  # F8: a task that held devices for less, or for no slice, is fresh
     switch_share: float = 0.02  # a slice is at least so long that switching costs no more
     lost_grace_s: float = 0.0  # how long after its lease a device is still waited for
     turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
@@ -195,6 +196,7 @@ class Task:
     resized_s: float | None = None  # since when it is charged for what it holds now; None: always
     accrued_us: int = 0  # held in this epoch and not yet charged to the tenant
     held_us: int = 0  # held in this epoch, in all
+    had_us: int = 0  # held in earlier epochs, in all
     image_on: str | None = None
     saved: bool = True
     restarts: bool = False  # a command: it goes on only there, and anywhere else begins again

@@ -9,6 +9,10 @@ and `theirs` above who runs.
   is charged to it.  Nobody is asked for devices within a guarantee, unless by one within its own.
 * F4: who has no room within a limit takes the place only of those below that limit, and of so
   many that it is kept.  F7, F9: who waited too long need not be less served; all else holds too.
+* F8: of one user's tasks, as urgent, one that has held its devices for a minute (and a slice) gives
+  way to one that is fresh (`Board.is_fresh`), and to an older one.  Two levels of foreground-
+  background scheduling, as Tiresias has them (NSDI 2019), and first come, first served within each:
+  a short task does not wait for a long one, and many long ones do not all end late.
 * Nobody gives way before a full slice, nor a task whose tier (F9) or patience (F7) protects it;
   and nobody at all where elastic tasks hold enough beyond what they need (`core.elastic`).
 
@@ -16,7 +20,8 @@ Why there is no cycle: to be asked, a task must have held its devices for a full
 last launched.  So at one instant nobody is paused twice, and between two pauses of one task a slice
 passes.  Nor would there be any if a slice took no time, which would be felt as needless turns.
 Where nothing is guaranteed, a task's place is the scores of its branches from the top down, then
-its priority; a pause takes tasks away for one whose place is before all of theirs, so that of two
+its priority, whether it is fresh, and its age (a launch makes its siblings less fresh, and none
+more); a pause takes tasks away for one whose place is before all of theirs, so that of two
 sets of running tasks the later one always has the first task that the other lacks.  Guarantees put
 "does it borrow?" before each score, and that depends on who runs.  So two more rules keep F5 and F6
 from feeding each other: a gang that is lent in part goes whole to who is owed, but stays against
@@ -38,7 +43,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from app.core.board import NEVER, Board, Stay, ripe_s, slice_us
+from app.core.board import NEVER, Board, Stay, place_in_line, ripe_s, slice_us
 from app.core.fairshare import ALL, Branch, Lane, unscored
 from app.core.fairshare import score as scored
 from app.core.island import TIERS, Task
@@ -117,7 +122,7 @@ def hopeless(board: Board, task: Task) -> bool:
         return False
     best = board.best_served(kind, top)
     if best is None:
-        return top.children <= 1 and len(board.priorities) <= 1
+        return top.children <= 1 and len(board.priorities) <= 1 and leaf not in board.settled
     if best <= board.tree.score(top, kind=kind):
         return True
     fee = board.tree.faded(slice_us(board.policy, task) * board.rate(lane))
@@ -126,6 +131,8 @@ def hopeless(board: Board, task: Task) -> bool:
         return True
     if len(board.priorities) > 1 or any(branch.children > 1 for branch in below(leaf, top)):
         return False  # some of its own may help
+    if leaf in board.settled:
+        return False
     pool = board.pools.get(kind)
     free = len(pool.free) + pool.grown if pool is not None else 0
     return free + board.better_served(kind, score, top) < lane.width
@@ -191,7 +198,11 @@ class _Claim:
         return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
 
     def _outranks(self, stay: Stay) -> bool:
-        return stay.task.priority < self.task.priority
+        """Of two of one user: does who waits go before who runs?"""
+        if stay.task.priority != self.task.priority:
+            return stay.task.priority < self.task.priority
+        settled = stay.id in self.board.settled.get(stay.leaf, ())
+        return settled and goes_before(self.board, self.task, stay.task)
 
     def _lent(self, branch: Branch, width: int) -> bool:
         """Does it hold so many more than it is guaranteed, without what was taken already?"""
@@ -501,6 +512,14 @@ def above(leaf: Branch) -> Iterator[Branch]:
         branch = branch.parent
 
 
+def goes_before(board: Board, task: Task, settled: Task) -> bool:
+    """Rule F8: does who waits go before an equally urgent task of its user that had its minute?
+
+    A fresh task does, and of others the older.
+    """
+    return board.is_fresh(task) or place_in_line(task) < place_in_line(settled)
+
+
 def sides(mine: Branch, theirs: Branch) -> tuple[Branch, Branch]:
     """The two siblings at which two leaves part; twice the same one for one leaf."""
     while mine.depth > theirs.depth:
@@ -603,7 +622,7 @@ def shared(board: Board) -> list[Branch]:
     """Branches below the top of which some had a full turn and others wait, the deepest first."""
     found: dict[Branch, None] = {}
     for leaf in board.ripe:
-        if leaf.lines and len(board.priorities) > 1:
+        if leaf.lines and (len(board.priorities) > 1 or _own_turn(board, leaf)):
             found[leaf] = None
         above = leaf.parent
         while above is not None and above.parent is not None:
@@ -611,6 +630,17 @@ def shared(board: Board) -> list[Branch]:
                 found[above] = None
             above = above.parent
     return sorted(found, key=lambda branch: (-branch.depth, branch.path))
+
+
+def _own_turn(board: Board, leaf: Branch) -> bool:
+    """May one of a user's tasks in line go before one of its own that had its minute (F8)?"""
+    settled = board.settled.get(leaf)
+    if settled is None:
+        return False
+    if any(lane.fresh for lane in leaf.lines):
+        return True
+    youngest_s = max(stay.task.submitted_s for stay in settled.values())
+    return any(line.head[2] <= youngest_s for line in leaf.lines.values())
 
 
 def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from app.core.board import MILLI, Board
-from app.core.fairshare import Lane, Path
+from app.core.fairshare import Lane, Path, both_of
 from app.core.island import (
     Conditions,
     Device,
@@ -65,7 +65,7 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
     """Who waited and was not picked, and changed what others got."""
     tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
     for id in board.tried.keys() & tasks.keys():
-        tried[board.lane_in_line(tasks[id])].append(id)
+        tried[_need(board, tasks[id])].append(id)
     ids = (board.in_the_way | set(_pinned(board))) & tasks.keys()
     found, new = dict[str, Task](), [*moved, *(tasks[id] for id in ids)]
     while new:
@@ -73,9 +73,14 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
         if task.id not in found:
             found[task.id] = task
             # Who went first in its lane, and in vain, shut it to those behind.
-            others = (*tried.pop(board.lane_in_line(task), ()), *board.tried.get(task.id, ()))
+            others = (*tried.pop(_need(board, task), ()), *board.tried.get(task.id, ()))
             new += [tasks[id] for id in others if id in tasks]
     return [found[id] for id in sorted(found)]
+
+
+def _need(board: Board, task: Task) -> Lane:
+    """Its lane, whether it is fresh or not: that may have changed in the round (rule F8)."""
+    return both_of(board.lane_in_line(task))[1]
 
 
 def _pinned(board: Board) -> Iterator[str]:

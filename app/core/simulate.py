@@ -458,6 +458,7 @@ class World:
             resized_s=None,
             started_s=None,
             waiting_since_s=self.now_s,
+            had_us=task.had_us + self.now_us - _us(task.started_s or 0.0),
             image_on=task.seat if len(task.seats) == 1 else None,
             saved=not self.costs.save_s or len(task.seats) > 1,
             expected_s=_left_s(task, self.runs[task.id], task.width),

@@ -15,11 +15,11 @@ from functools import cmp_to_key
 from typing import Any, NamedTuple
 
 from app.core import elastic, explain
-from app.core.board import MILLI, Board, Stay, slice_us
+from app.core.board import MILLI, Board, Stay, fresh_us, slice_us
 from app.core.explain import Ahead, Obstacles, Shut, Standing
 from app.core.fairshare import ALL, Branch, Lane, Path, lane, unscored, usage_us
 from app.core.island import Reason, Task
-from app.core.reclaim import above, below, sides
+from app.core.reclaim import above, below, goes_before, sides
 
 
 def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
@@ -117,6 +117,7 @@ class _Held(NamedTuple):
     served: bool  # it is not better served
     guaranteed: bool  # it is, but holds no more than it is guaranteed
     protected: bool  # it would, but must not be paused now
+    soon: bool = False  # it is as urgent and of the same user, and does after its minute (F8)
 
 
 def _holders(board: Board, task: Task, busy: list[Stay]) -> dict[str, Any]:
@@ -129,6 +130,8 @@ def _holders(board: Board, task: Task, busy: list[Stay]) -> dict[str, Any]:
         "tenant": _standing(board, task, theirs),
         "user": _standing(board, task, others),
         "own": sum(stay.leaf is leaf for stay in staying),
+        "own_soon": sum(why.soon for _, why in seen),
+        "minute_s": fresh_us(board.policy, task) / 1e6,
         "guaranteed": sum(why.guaranteed for _, why in seen),
         "protected": sum(why.protected for _, why in seen),
     }
@@ -156,7 +159,8 @@ def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
         return _Held(True, False, False)
     mine, theirs = sides(board.leaf(task), stay.leaf)
     if mine is theirs:
-        return _Held(stay.task.priority >= task.priority, False, False)
+        soon = stay.task.priority == task.priority and goes_before(board, task, stay.task)
+        return _Held(stay.task.priority >= task.priority and not soon, False, False, soon)
     lent = all(_lent(branch, task.kind) for branch in below(stay.leaf, theirs))
     owed = not mine.borrows(board.lane_in_line(task))
     score, kind = board.tree.score, task.kind

@@ -430,3 +430,66 @@ def _check_nothing_changes_before(drawn: Snapshot, plan: Plan) -> None:
         }
         later = decide(replace(drawn, tasks=tasks), now_s=NOW_S + passed_s)
         assert later.decisions == ()
+
+
+# --- one user's own tasks (F8) ------------------------------------------------------------------
+
+
+def own(task: str, *, at_s: float = 0.0, work_s: float, width: int = 1) -> Arrival:
+    return Arrival(at_s=at_s, task=task, tenant="a", user="ann", work_s=work_s, width=width)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_short_task_starts_at_once_behind_a_long_one_that_had_its_minute(width: int) -> None:
+    work = [own("long", work_s=7200, width=width), own("short", at_s=100, work_s=1.5)]
+    report = simulate(work, devices(width), tenants(a=1), Policy(), costs=REAL)
+    assert report.waits_s["short"] < 1
+    assert report.finished["long"] < 7202 * 1.02, "what it lost is the short task and a switch"
+
+
+def test_a_short_task_starts_within_a_minute_behind_a_long_one_that_just_started() -> None:
+    work = [own("long", work_s=7200), own("short", at_s=10, work_s=1.5)]
+    report = simulate(work, devices(1), tenants(a=1), Policy(), costs=REAL)
+    assert report.waits_s["short"] <= 61
+
+
+def test_a_short_gang_takes_the_place_of_two_long_tasks_of_its_user() -> None:
+    work = [own("a", work_s=600), own("b", work_s=600), own("gang", at_s=90, work_s=9, width=2)]
+    report = simulate(work, devices(2), tenants(a=1), Policy(), costs=REAL)
+    assert report.waits_s["gang"] < 1
+
+
+def test_equal_tasks_of_one_user_lose_no_more_than_switches() -> None:
+    work = [own(f"t{n}", work_s=600) for n in range(10)]
+    report = simulate(work, devices(1), tenants(a=1), Policy(), costs=REAL)
+    assert report.until_s < 6000 * 1.02
+    assert sum(report.pauses.values()) <= 2 * len(work), "a task has one first minute"
+
+
+def test_the_older_of_two_long_tasks_ends_first() -> None:
+    work = [own("older", work_s=3600), own("newer", at_s=100, work_s=3600)]
+    report = simulate(work, devices(1), tenants(a=1), Policy(), costs=REAL)
+    assert report.finished["older"] < 3600 + 62
+    assert report.pauses == {"older": 1, "newer": 1}
+
+
+def test_many_tasks_of_one_request_run_one_after_the_other() -> None:
+    world = World([own(f"t{n}", work_s=300) for n in range(3)], devices(1), tenants(a=1),
+                  Policy(), Costs())  # fmt: skip
+    world.advance(0)
+    for task in list(world.tasks.values()):
+        world.board.set_task(replace(task, request="sweep"))
+    for _ in range(2):
+        world.obey(cycle(world.board))
+        at_us = world.next_us()
+        assert at_us is not None
+        world.advance(at_us)
+    world.advance(200_000_000)
+    assert cycle(world.board).decisions == ()
+
+
+def test_a_stream_of_short_tasks_leaves_the_long_one_half_of_the_time() -> None:
+    short = [own(f"s{n:03}", at_s=100 + 3.0 * n, work_s=3) for n in range(200)]
+    work = [own("long", work_s=600), *short]
+    report = simulate(work, devices(1), tenants(a=1), Policy(), costs=REAL)
+    assert report.finished["long"] < 600 + 600 + 60
