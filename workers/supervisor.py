@@ -239,7 +239,7 @@ class Supervisor(threading.Thread):
     def _move_in(self) -> None:
         make_private(self.house.folder)
         self._lock_fd = locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
-        self._records.mkdir(parents=True, exist_ok=True)
+        make_private(self._records)
         if left := births.end_recorded(self._records, LOCK_WAIT_S):
             raise CannotServe(f"processes {left} of the worker before do not end; end them first")
         for name in ("code", "scratch"):
