@@ -10,7 +10,7 @@ another lock after this one, so it delays nobody else; those who submit work, an
 and control, never take it.
 
 What is not here: what members do with their own work (the request's events tell that), lists, and
-calls that were refused, but for signing in.
+calls that were refused, but for wrong keys (`app.api.wrong_keys`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -140,10 +140,16 @@ def signed_in(session: Session, call: Call) -> None:
     append(session, call, "made", target=("session", call.key_id), tenant_id=call.tenant_id)
 
 
-def refused(session: Session, call: Call) -> None:
-    """Somebody came with a key that opens nothing any more, or was never whole."""
-    if _lately.new(session, (call.key_id, call.operation, "refused"), REFUSED_AGAIN_S):
-        append(session, call, "refused", target=("session", call.key_id), tenant_id=call.tenant_id)
+def refused(session: Session, call: Call, take_number: Callable[[], int]) -> None:
+    """Record that a wrong key came: once in REFUSED_AGAIN_S for each key, or else each address.
+
+    `take_number` returns how many wrong keys the record stands for.
+    """
+    whose = call.key_id or call.address
+    if _lately.new(session, (whose, call.operation, "refused"), REFUSED_AGAIN_S):
+        target, affair = ("session", call.key_id), call.tenant_id or None
+        record = _record(affair, "refused", target, {}, {"wrong_keys": take_number()})
+        _write(session, call, [record])
 
 
 def append(

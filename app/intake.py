@@ -290,7 +290,8 @@ def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> st
     there = sorted(name for name, sort in entry_points.items() if sort == wanted)
     if not there:
         return "none (a job is a top-level class with a step method)"
-    close = get_close_matches(named, there, LISTED, 0.0) if len(there) > LISTED else there
+    compared = there[: descriptors.MAX_COMPARED]
+    close = get_close_matches(named, compared, LISTED, 0.0) if len(there) > LISTED else there
     more = len(there) - len(close)
     return ", ".join(close) + (f" and {more} more" if more else "")
 

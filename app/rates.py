@@ -223,6 +223,12 @@ def take_held(*, key_id: str, tenant_id: str, reads: bool) -> Taken | None:
     return _limiter(url).take_held(_quotas(key_id, tenant_id, reads)) if url else Taken()
 
 
+def take_wrong_key(address: str) -> Taken:
+    """Count one wrong key from this address."""
+    url, quota = settings().redis_url.get_secret_value(), settings().wrong_keys_per_min
+    return _limiter(url).take({"wrong-keys": (address, quota)}) if url and quota else Taken()
+
+
 def _quotas(key_id: str, tenant_id: str, reads: bool) -> Quotas:
     what, quotas = "reads" if reads else "writes", {}
     for who, id in (("key", key_id), ("tenant", tenant_id)):

@@ -65,6 +65,7 @@ class Settings(BaseSettings):
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
+    wrong_keys_per_min: int = Field(120, ge=0)  # of one address; 0: no bound
     # calls of a key that are under way at once in one process, streams and waits included
     key_calls_max: int = Field(200, gt=0)
     # event streams that are open at once in one process: of a key, and in all

@@ -27,7 +27,7 @@ from sqlalchemy import ColumnElement, bindparam, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from app import audit, people
-from app.api import rates
+from app.api import rates, wrong_keys
 from app.api.gate import in_thread
 from app.api.known import callers
 from app.api.scoped import ScopedRoute, operation_id
@@ -124,7 +124,10 @@ def caller_of_key(session: Session, token: str) -> Caller:
 
 def owner_of_key(session: Session, token: str) -> Caller | None:
     """Whom a key names, whether it opens anything or not."""
-    query = _owners(ApiKey.id == id_of(token))
+    id = id_of(token)
+    if id is None:
+        return None
+    query = _owners(ApiKey.id == id)
     row = session.execute(query).one_or_none()
     return _caller(row) if row else None
 
@@ -367,11 +370,29 @@ async def _in_turn(request: Request, credential: str, look_up: LookUp) -> Caller
 
 def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
     counted = rates.count_known(request, credential)  # no connection is held yet
-    with transaction() as session:
-        caller = look_up(session, credential)
+    if not counted:
+        wrong_keys.check_address(request)
+    try:
+        with transaction() as session:
+            caller = look_up(session, credential)
+    except Unauthenticated:
+        with transaction() as session:
+            count_wrong_key(session, request, credential, "authenticate")
+        raise
     if not counted:
         rates.count_new(request, credential, key_id=caller.key_id, tenant_id=caller.tenant_id)
     return caller
+
+
+def count_wrong_key(session: Session, request: Request, token: str, operation: str) -> None:
+    """Count and record a credential that did not let its caller in."""
+    owner = owner_of_key(session, token)
+    if owner is not None:
+        call = call_of(request, owner, operation)
+    else:
+        address = wrong_keys.address_of(request)
+        call = audit.Call(operation=operation, user="", address=address)
+    wrong_keys.count_wrong_key(session, request, call)
 
 
 def _check_scope(caller: Caller, route: ScopedRoute) -> None:

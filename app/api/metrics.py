@@ -24,6 +24,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api import wrong_keys
 from app.api.auth import Authed, Caller
 from app.api.problems import declared
 from app.api.scoped import ScopedRoute, operation_id
@@ -38,6 +39,7 @@ EXAMPLE = 'roundhouse_waiting_tasks{kind="cuda"} 3.0\n'
 disable_created_metrics()  # a series more for each counter, of no use
 registry = CollectorRegistry()
 ProcessCollector(registry=registry)
+registry.register(wrong_keys.counted)
 answers = Counter(
     "roundhouse_api_answers", "answers of this process", ["operation", "status"], registry=registry
 )

@@ -9,7 +9,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+
+from app.core.descriptor import near_name
+
+LISTED = 10  # unknown parameters that are told one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +63,14 @@ def faults(
 ) -> Iterator[tuple[str, str]]:
     """(the parameter, or "", and what is wrong) of a job that is made with these parameters."""
     takes = ", ".join(signature.takes) or "no parameters"
-    for word in given.keys() - set(signature.takes):
-        close = get_close_matches(word, signature.takes, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+    unknown = sorted(given.keys() - set(signature.takes))
+    for word in unknown[:LISTED]:
+        close = near_name(word, signature.takes)
+        hint = f"; did you mean {close!r}?" if close else ""
         yield word, f"{entry} takes no {word!r}, but {takes} ({signature.place}){hint}"
+    if len(unknown) > LISTED:
+        more = len(unknown) - LISTED
+        yield "", f"{entry} does not take {more} more of these parameters"
     for word in signature.needs:
         if word not in given:
             yield "", f"{entry} needs the parameter {word!r} ({signature.place})"

@@ -27,14 +27,14 @@ from markupsafe import Markup, escape
 from sqlalchemy.orm import Session
 
 from app import audit, datablocks, people, reports
-from app.api import problems, rates
+from app.api import problems, rates, wrong_keys
 from app.api.auth import (
     COOKIE,
     Caller,
     call_of,
     caller_of_cookie,
+    count_wrong_key,
     from_our_origin,
-    owner_of_key,
     sign_in,
     sign_in_person,
     sign_out,
@@ -165,11 +165,11 @@ def open_door(
 ) -> Response:
     if not from_our_origin(request):
         raise Forbidden("sign in from the page of this service")
+    wrong_keys.check_address(request)
     try:
         caller, cookie = sign_in(session, key.strip())
     except Unauthenticated as error:
-        if (owner := owner_of_key(session, key.strip())) is not None:
-            audit.refused(session, call_of(request, owner, "signIn"))
+        count_wrong_key(session, request, key.strip(), "signIn")
         return _door(request, next, wrong=f"{error.detail[0].upper()}{error.detail[1:]}")
     audit.signed_in(session, call_of(request, caller, "signIn"))
     return _let_in(request, cookie, next)

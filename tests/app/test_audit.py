@@ -177,6 +177,7 @@ class TestWhatIsWritten:
             ("signIn", "made", "red.member"),
             ("revokeKey", "changed", "root"),
             ("signIn", "refused", "red.member"),
+            ("signIn", "refused", ""),  # the two that name no key, once for their address
         ]
         assert log()[0]["target_id"] == id
 
