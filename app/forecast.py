@@ -271,7 +271,7 @@ def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | No
     """What it can do before it has held its home for `max_duration_s`."""
     if row.max_duration_s is None:
         return None
-    left_s = row.max_duration_s - (row.total_held_us + held_us) / 1e6
+    left_s = row.max_duration_s - (row.total_held_us - row.unheard_us + held_us) / 1e6
     return worked_s + max(0.0, left_s) * speed
 
 

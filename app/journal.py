@@ -39,7 +39,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased, defer
 
 from app import datablocks, db, graphs, launch, ledger, lending, outbox, span, webhooks
-from app.core import legs, lifecycle, messages, migration
+from app.core import fairshare, legs, lifecycle, messages, migration
 from app.core.board import been_away
 from app.core.island import TIER_WINDOW_S, Decision, Plan, Snapshot
 from app.core.lifecycle import ENDED, Move
@@ -71,6 +71,7 @@ RETRY_BACKOFF_S = 2.0  # doubled with each attempt
 RETRY_LONGEST_S = 600.0
 STORE_AGAIN_S = 10.0  # after the store was away
 FOR_EVER_US = 2**61
+LOST = "lost"  # how the stay of a task ends whose device died, hung or was replaced
 LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown: it died there
 
 
@@ -267,8 +268,9 @@ def _let_go(session: Session, desk: _Desk, ticket: Task, decision: Decision) -> 
     this one may have booked others' use already, and two islands must not do so in two orders.
     """
     placement = desk.open[ticket.id]
-    rest = partial(_charge_rest, ticket.id, ticket.epoch, db.now(session))
-    db.after_commit(session, rest)
+    kept = (placement, *lending.of_task(session, ticket))
+    held_us = {each.id: _kept_us(each, db.now(session)) for each in kept}
+    db.after_commit(session, partial(_charge_rest, ticket.id, held_us))
     _close(session, ticket, placement, "finished" if decision.move == Move.Finished else "paused")
     _move(session, ticket, decision.move)
     if ticket.state in ENDED:
@@ -277,18 +279,21 @@ def _let_go(session: Session, desk: _Desk, ticket: Task, decision: Decision) -> 
         tell(session, ticket, "task.paused", decision.because)
 
 
-def _charge_rest(task_id: str, epoch: int, until: datetime) -> None:
+def _charge_rest(task_id: str, held_us: Mapping[int, int]) -> None:
+    """Charge placements that have ended, by id, up to what each held in all."""
     with db.transaction() as session:
-        ticket = session.get_one(Task, task_id, with_for_update={"key_share": True})
-        query = select(Placement).where(Placement.task_id == task_id, Placement.epoch == epoch)
+        task = session.get_one(Task, task_id, with_for_update={"key_share": True})
+        query = select(Placement).where(Placement.id.in_(held_us)).order_by(Placement.id)
         for placement in session.scalars(query):
             before_us = placement.held_us
-            ledger.note(session, placement, _kept_us(placement, until))
+            ledger.note(session, placement, held_us[placement.id])
             more_us = placement.held_us - before_us
             if placement.guest:
-                ticket.guest_held_us += more_us
+                task.guest_held_us += more_us
             else:
-                ticket.total_held_us += more_us
+                task.total_held_us += more_us
+                if placement.end == LOST:
+                    task.unheard_us += more_us
         write_down(session)
 
 
@@ -359,7 +364,19 @@ def _give_up(session: Session, desk: _Desk, task: Task, decision: Decision) -> N
 
 
 def _lose(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
-    lose(session, task, desk.open[task.id], decision.because)
+    """Its device was not heard of until its lease ended.
+
+    What it held since its device was heard the last time is booked after the commit, for the reason
+    that `_let_go` has.
+    """
+    placement = desk.open[task.id]
+    unheard_us = _unheard_us_of(session, placement, desk.open.values())
+    if unheard_us:
+        held_us = {placement.id: placement.held_us + unheard_us}
+        for guest in lending.of_task(session, task):
+            held_us[guest.id] = lending.held_us_with(session, guest, unheard_us)
+        db.after_commit(session, partial(_charge_rest, task.id, held_us))
+    lose(session, task, placement, decision.because)
 
 
 _DECIDED = {
@@ -554,11 +571,13 @@ def _record(
     session: Session, alive: Alive, believed: Believed, *, careful: bool
 ) -> Recorded | None:
     with session.no_autoflush:
+        unheard_us = _unheard_us(session, believed.devices.get(alive.device))
         device = _heard(session, alive, believed)
         if device is None:
             return None
         house = _house(device, believed)
-        changed = device.incarnation != alive.incarnation and _empty_house(session, house)
+        is_new = device.incarnation != alive.incarnation
+        changed = is_new and _empty_house(session, house, unheard_us)
         device.incarnation = alive.incarnation
         heard: dict[str, int] = {}
         for event in sorted(alive.events, key=lambda event: (event.task, event.epoch, event.seq)):
@@ -704,16 +723,18 @@ def _register(session: Session, alive: Alive) -> Device:
     return device
 
 
-def _empty_house(session: Session, house: _House) -> bool:
-    """A new process speaks for the device.
+def _empty_house(session: Session, house: _House, unheard_us: int) -> bool:
+    """A new process speaks for the device, which was not heard of for `unheard_us` of its lease.
 
     It holds the device's lock, which the kernel passes on only when every process of the old house
     is gone; so whatever was seated or parked there is lost, without waiting for the lease.
     """
     here = house.device.id
     lost = [task for task in house.tasks.values() if task.seat == here]
+    share_us = unheard_us // max(1, _number_started(house.open.values(), here))
     for task in lost:
-        lose(session, task, house.placement(task), f"The worker of {here} was replaced.")
+        because = f"The worker of {here} was replaced."
+        lose(session, task, house.placement(task), because, unheard_us=share_us)
     for task in house.tasks.values():
         if task.image_on == here:
             _forget_image(session, task)
@@ -731,10 +752,45 @@ def _forget_image(session: Session, task: Task) -> None:
         session.execute(lacking.execution_options(synchronize_session=False))
 
 
-def lose(session: Session, task: Task, placement: Placement, because: str) -> None:
-    """The device holds it no longer: back to the queue, to go on from the last checkpoint."""
+def _unheard_us(session: Session, device: Device | None) -> int:
+    """How long tasks have held a device since it was heard the last time: at most until its lease
+    ended, as it stopped them then.  A lease that was made longer while Redis was away is not told
+    to the device, and counts from the last heartbeat here.
+    """
+    if device is None or device.seen_at is None or device.lease_until is None:
+        return 0
+    return fairshare.unheard_us(
+        now_s=db.now_s(session),
+        heard_s=device.seen_at.timestamp(),
+        lease_ends_s=device.lease_until.timestamp(),
+        lease_s=settings().lease_s,
+    )
+
+
+def _unheard_us_of(session: Session, placement: Placement, lost: Iterable[Placement]) -> int:
+    """The same for one placement: tasks that take turns there have held it one at a time."""
+    if placement.started_at is None:
+        return 0
+    unheard_us = _unheard_us(session, session.get(Device, placement.device_id))
+    return unheard_us // max(1, _number_started(lost, placement.device_id))
+
+
+def _number_started(placements: Iterable[Placement], device: str) -> int:
+    return sum(row.device_id == device and row.started_at is not None for row in placements)
+
+
+def lose(
+    session: Session, task: Task, placement: Placement, because: str, *, unheard_us: int = 0
+) -> None:
+    """The device holds it no longer: back to the queue, to go on from the last checkpoint.
+
+    `unheard_us` is how long it held the device after that was heard the last time (rule F1).
+    """
+    if placement.started_at is not None and unheard_us:
+        _note_held(session, task, placement, placement.held_us + unheard_us)
+        task.unheard_us += unheard_us
     device = task.seat
-    _close(session, task, placement, "lost")
+    _close(session, task, placement, LOST)
     _move(session, task, Move.Lost)
     _forget_image(session, task)
     if task.state in ENDED:
@@ -755,7 +811,9 @@ def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str)
     home = {row.task_id: row for row in _open(session, Placement.task_id, sorted(rows))}
     for id, task in rows.items():
         if id in home:
-            lose(session, task, home[id], f"The island {lost} is lost, and {task.seat} with it.")
+            unheard_us = _unheard_us_of(session, home[id], home.values())
+            because = f"The island {lost} is lost, and {task.seat} with it."
+            lose(session, task, home[id], because, unheard_us=unheard_us)
         if task.state in ENDED:
             continue  # it was being cancelled
         if task.move_to is not None:
@@ -775,7 +833,8 @@ def unseat(session: Session, ids: Sequence[str], because: str) -> None:
     home = {row.task_id: row for row in _open(session, Placement.task_id, sorted(rows))}
     for id, task in rows.items():
         if id in home:
-            lose(session, task, home[id], because)
+            unheard_us = _unheard_us_of(session, home[id], home.values())
+            lose(session, task, home[id], because, unheard_us=unheard_us)
         if task.cancel_asked_at is not None and task.state not in ENDED:
             _move(session, task, Move.Cancel)
             _end(session, task, "task.cancelled", because)
@@ -1320,10 +1379,18 @@ def _note(
     said: messages.Event | messages.ResidentView,
 ) -> None:
     before_us = placement.held_us
-    ledger.note(session, placement, said.held_us)
+    _note_held(session, task, placement, said.held_us)
+    if placement.ended_at is not None:  # what was counted when it ended was less
+        task.total_held_us += placement.held_us - before_us
+    placement.staged_us = max(placement.staged_us, said.staged_us)
+
+
+def _note_held(session: Session, task: Task, placement: Placement, held_us: int) -> None:
+    """The placement has held its device for so long, and the task's other devices meanwhile."""
+    before_us = placement.held_us
+    ledger.note(session, placement, held_us)
     if placement.held_us > before_us and placement.epoch == task.epoch:
         lending.charge(session, task, lending.of_task(session, task), placement.held_us - before_us)
-    placement.staged_us = max(placement.staged_us, said.staged_us)
 
 
 def _sample(session: Session, task: Task, view: ResidentView) -> None:

@@ -58,7 +58,9 @@ class Shelf:
             "world_size": wanted.get("world_size", 1),
             "preset": self._preset(task.type, device),
             "images": self.images.get(task.id, []),
-            "budget_us": max(0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us),
+            "budget_us": max(
+                0, int(wanted["max_duration_s"] * 1e6) - task.total_held_us + task.unheard_us
+            ),
             "checkpoint_every_s": float(wanted["checkpoint"]["every_s"]),
             "memory_bytes": task.memory_bytes,
             "incarnation": device.incarnation,

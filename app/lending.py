@@ -79,12 +79,16 @@ def by_host(devices: Iterable[Device]) -> list[list[Device]]:
 
 def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:
     """Their home held its seat for `held_us` more; none is charged from before it was lent."""
-    now = db.now(session)
     for guest in lent:
-        since_us = round((now - guest.launched_at).total_seconds() * 1e6)
         before_us = guest.held_us
-        ledger.note(session, guest, min(before_us + held_us, since_us))
+        ledger.note(session, guest, held_us_with(session, guest, held_us))
         task.guest_held_us += guest.held_us - before_us
+
+
+def held_us_with(session: Session, guest: Placement, more_us: int) -> int:
+    """How long a guest has held its device if its home has held its own for `more_us` more."""
+    since_us = round((db.now(session) - guest.launched_at).total_seconds() * 1e6)
+    return min(guest.held_us + more_us, since_us)
 
 
 def cost(session: Session, placements: Iterable[Placement]) -> int:

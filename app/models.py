@@ -443,7 +443,9 @@ class Task(Base):
     (`app.span`); a ticket keeps its seats for the epoch `good_for` of that.
 
     `cost_milli` is what a second in this epoch costs, if it is
-    charged by its memory and not by its device.  `waited_us` is the sum of all waits that ended;
+    charged by its memory and not by its device.  `unheard_us` is the part of `total_held_us` in
+    which its device was not heard of and then lost: charged, but not counted for `max_duration_s`.
+    `waited_us` is the sum of all waits that ended;
     `away` those [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
     """
 
@@ -493,6 +495,7 @@ class Task(Base):
     held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     total_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     guest_held_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    unheard_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     switch_us: Mapped[int] = mapped_column(BigInteger, server_default="0")
     cost_milli: Mapped[int] = mapped_column(BigInteger, server_default="0")
     shares: Mapped[bool] = mapped_column(server_default=text("false"))

@@ -607,6 +607,7 @@ _MORE = (
     TaskRow.name,
     TaskRow.total_held_us,
     TaskRow.guest_held_us,
+    TaskRow.unheard_us,
     TaskRow.descriptor["max_duration_s"].label("max_duration_s"),
 )
 

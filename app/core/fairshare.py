@@ -50,6 +50,16 @@ def faded(charge_us: int, *, at_s: float, since_s: float, half_life_s: float) ->
     return _shifted(charge_us * growth, doublings)
 
 
+def unheard_us(*, now_s: float, heard_s: float, lease_ends_s: float, lease_s: float) -> int:
+    """How long a device was held after it was heard the last time (rule F1), if it is lost now.
+
+    It was held until its lease ended, which is `lease_s` after it was heard or earlier, or until
+    `now_s`, when another process speaks for it.
+    """
+    until_s = min(now_s, lease_ends_s, heard_s + lease_s)
+    return max(0, round((until_s - heard_s) * 1e6))
+
+
 def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) -> int:
     """The decayed device-microseconds that a faded sum stands for now; for display."""
     growth, doublings = _growth(now_s - since_s, half_life_s)

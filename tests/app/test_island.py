@@ -22,6 +22,7 @@ from app.models import (
     Island,
     Need,
     Order,
+    Placement,
     Request,
     Task,
     Tenant,
@@ -390,6 +391,18 @@ class TestSilence:
         leases_end(session)
         hear(running)
         assert state(session, "t") == "waiting"
+
+    def test_what_is_lost_there_is_charged_until_the_lease_ended(self, session, running):
+        leases_end(session)
+        pass_time(session, "devices", "seen_at", 3600)
+        hear(running)
+        (lost,) = session.scalars(select(Placement))
+        held_us = settings().lease_s * 1e6
+        assert (lost.end, lost.held_us, lost.charged_us) == ("lost", held_us, held_us)
+        for sum_ in (Usage.charged_us, Account.total_us, Task.total_held_us, Task.unheard_us):
+            assert session.scalars(select(sum_)).one() == held_us
+        hear(running)
+        assert session.scalars(select(Usage.charged_us)).one() == held_us
 
     def test_while_redis_is_away_silence_says_nothing(self, session, running, redis):
         redis(away=True)

@@ -44,6 +44,7 @@ from app.models import (
     Usage,
     User,
 )
+from app.settings import settings
 
 FACTS = {"host": "h", "island": "isle", "kind": "cpu", "threads": 1, "memory_bytes": 2**30}
 DESCRIPTOR = {
@@ -130,10 +131,10 @@ def started(task, *, seq=1, epoch=1, step=0, resumed="fresh"):
     )
 
 
-def lose(session, task):
+def lose(session, task, **more):
     home = (Placement.task_id == task.id) & ~Placement.guest
     seated = select(Placement).where(home, Placement.ended_at.is_(None))
-    journal.lose(session, task, session.scalars(seated).one(), "test")
+    journal.lose(session, task, session.scalars(seated).one(), "test", **more)
 
 
 def decide(session, task, move, **more):
@@ -387,6 +388,90 @@ class TestLost:
             session, incarnation="p2", residents=[view(running, "running", epoch=2)], events=[again]
         )
         assert (running.lost_steps, running.step) == (10, 20)
+
+
+def silence(session, ago_s, *, device="h.0"):
+    """As if the device had been heard so long ago: the clock of a transaction stands still."""
+    row, now = session.get_one(Device, device), db.now(session)
+    row.seen_at = now - timedelta(seconds=ago_s)
+    row.lease_until = row.seen_at + timedelta(seconds=settings().lease_s)
+    session.flush()
+
+
+def booked_us(session):
+    """What was charged, as the four places say it that must agree."""
+    sums = (Placement.held_us, Placement.charged_us, Usage.charged_us, Account.total_us)
+    (found,) = {session.scalar(select(func.sum(column))) or 0 for column in sums}
+    return found
+
+
+class TestUnheard:
+    """Rule F1: what is lost is charged until the lease ended or another process came."""
+
+    def test_task_whose_worker_is_replaced_is_charged_until_then(self, session, running):
+        hear(session, residents=[view(running, "running", held_us=400)])
+        silence(session, 3)
+        hear(session, incarnation="p2")
+        assert booked_us(session) == 3_000_400
+        assert (running.total_held_us, running.unheard_us) == (3_000_400, 3_000_000)
+        hear(session, incarnation="p2")
+        hear(session, incarnation="p1", residents=[view(running, "running", held_us=9_000_000)])
+        assert booked_us(session) == 3_000_400
+
+    def test_task_is_never_charged_beyond_the_lease(self, session, running):
+        silence(session, 3600)
+        hear(session, incarnation="p2")
+        assert booked_us(session) == settings().lease_s * 1e6
+
+    def test_lease_that_was_made_longer_meanwhile_charges_no_more(self, session, running):
+        silence(session, 3600)
+        session.get_one(Device, "h.0").lease_until = db.now(session) + timedelta(seconds=60)
+        hear(session, incarnation="p2")
+        assert booked_us(session) == settings().lease_s * 1e6
+
+    def test_device_that_said_goodbye_charges_nothing_more(self, session, running):
+        hear(session, residents=[view(running, "running", held_us=400)], leaving=True)
+        row = session.get_one(Device, "h.0")
+        row.seen_at = row.lease_until = db.now(session) - timedelta(seconds=5)
+        hear(session, incarnation="p2")
+        assert booked_us(session) == 400
+
+    def test_task_that_had_not_started_is_not_charged(self, session, task):
+        hear(session)
+        decide(session, task, "Launch", devices=("h.0",))
+        silence(session, 3)
+        hear(session, incarnation="p2")
+        assert (task.state, booked_us(session)) == ("waiting", 0)
+
+    def test_tasks_that_take_turns_share_what_was_held(self, session, running, beside):
+        silence(session, 3)
+        hear(session, incarnation="p2")
+        assert (running.total_held_us, beside.total_held_us) == (1_500_000, 1_500_000)
+        assert booked_us(session) == 3_000_000
+
+    def test_devices_lent_to_the_task_are_charged_too(self, session, grown):
+        long_ago(session)
+        silence(session, 3)
+        hear(session, incarnation="p2")
+        assert (grown.total_held_us, grown.guest_held_us) == (3_000_000, 3_000_000)
+        assert booked_us(session) == 6_000_000
+
+    def test_late_word_of_what_was_held_is_charged_once(self, session, running):
+        """Its device was silent for longer than its lease, and goes on with the same process."""
+        silence(session, 3)
+        lose(session, running, unheard_us=3_000_000)
+        saved = {"sha256": "a" * 64, "size_bytes": 10, "took_us": 5}
+        for seq, held_us, charged_us in ((2, 2_000_000, 3_000_000), (3, 3_500_000, 3_500_000)):
+            hear(session, events=[event(Saved, running, seq, step=9, held_us=held_us, **saved)])
+            assert booked_us(session) == running.total_held_us == charged_us
+
+    def test_unheard_time_does_not_count_for_max_duration(self, session, running):
+        hear(session, residents=[view(running, "running", held_us=400)])
+        silence(session, 3)
+        hear(session, incarnation="p2")
+        decide(session, running, "Launch", devices=("h.0",))
+        newest = select(Order.body).order_by(Order.id.desc()).limit(1)
+        assert session.scalar(newest)["budget_us"] == 100_000_000 - 400
 
 
 class TestPause:

@@ -762,3 +762,20 @@ def test_usage_that_has_faded_to_nothing_counts_as_nothing() -> None:
 def test_a_half_life_out_of_bounds_is_refused_with_its_bounds(half_life_s: float) -> None:
     with pytest.raises(ValueError, match=r"a half-life is 0 .* or from 1 s to"):
         FairTree[str](half_life_s=half_life_s)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "lease_ends_s", "held_s"),
+    [(103.0, 115.0, 3.0), (200.0, 115.0, 15.0), (200.0, 160.0, 15.0), (200.0, 100.0, 0.0)],
+    ids=["replaced", "lease ended", "lease made longer", "said goodbye"],
+)
+def test_unheard_time_ends_with_the_lease_or_the_next_process(now_s, lease_ends_s, held_s):
+    found = fairshare.unheard_us(
+        now_s=now_s, heard_s=100.0, lease_ends_s=lease_ends_s, lease_s=15.0
+    )
+    assert found == held_s * 1e6
+
+
+def test_unheard_time_is_never_negative():
+    clock = {"now_s": 99.0, "heard_s": 100.0, "lease_ends_s": 115.0}
+    assert fairshare.unheard_us(**clock, lease_s=15.0) == 0
