@@ -71,7 +71,9 @@ RETRY_BACKOFF_S = 2.0  # doubled with each attempt
 RETRY_LONGEST_S = 600.0
 STORE_AGAIN_S = 10.0  # after the store was away
 FOR_EVER_US = 2**61
-LOST = "lost"  # how the stay of a task ends whose device died, hung or was replaced
+LOST = "lost"  # how the stay of a task ends whose device died, hung or was replaced,
+HUNG = "hung"  # and how if the device said later that it hung because of this task
+DEVICES_HUNG = 2  # a task that made so many devices hang is not started again
 LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown: it died there
 
 
@@ -292,7 +294,7 @@ def _charge_rest(task_id: str, held_us: Mapping[int, int]) -> None:
                 task.guest_held_us += more_us
             else:
                 task.total_held_us += more_us
-                if placement.end == LOST:
+                if placement.end in (LOST, HUNG):
                     task.unheard_us += more_us
         write_down(session)
 
@@ -578,6 +580,7 @@ def _record(
         house = _house(device, believed)
         is_new = device.incarnation != alive.incarnation
         changed = is_new and _empty_house(session, house, unheard_us)
+        changed |= _take_in_hung(session, house, alive)
         device.incarnation = alive.incarnation
         heard: dict[str, int] = {}
         for event in sorted(alive.events, key=lambda event: (event.task, event.epoch, event.seq)):
@@ -622,6 +625,7 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
     named = {view.task for alive in alives for view in alive.residents}
     named |= {event.task for alive in alives for event in alive.events}
     named |= {image["task"] for alive in alives for image in alive.ahead}
+    named |= {task for alive in alives for task, _ in alive.hung}
     named |= {
         placement.task_id for of in (open_, lent) for each in of.values() for placement in each
     }
@@ -739,6 +743,49 @@ def _empty_house(session: Session, house: _House, unheard_us: int) -> bool:
         if task.image_on == here:
             _forget_image(session, task)
     return bool(lost)
+
+
+def _take_in_hung(session: Session, house: _House, alive: Alive) -> bool:
+    """The device hung because of these tasks, and says so until it is answered.
+
+    The first time the task goes on elsewhere, and no attempt is used up.  A task that made a second
+    device hang fails, rather than take one device after the other away from everybody.
+    """
+    changed = False
+    for id, epoch in alive.hung:
+        task, placement = house.tasks.get(id), _placement(session, house, id, epoch)
+        if task is None or placement is None or placement.end != LOST:
+            continue  # it was told before, or ended otherwise
+        placement.end, changed = HUNG, True
+        session.flush()
+        where = select(Placement.device_id).where(
+            Placement.task_id == id, Placement.end == HUNG, ~Placement.guest
+        )
+        devices = session.scalars(where.distinct().order_by(Placement.device_id)).all()
+        if task.state in ENDED:
+            continue
+        if len(devices) < DEVICES_HUNG:
+            told = f"{house.device.id} stopped working while this task ran on it. "
+            told += "If another device does so, too, it is not started again."
+            tell(session, task, "task.hung", told, device=house.device.id, step=task.step)
+        else:
+            _quarantine(session, task, devices)
+    return changed
+
+
+def _quarantine(session: Session, task: Task, devices: Sequence[str]) -> None:
+    """It fails, wherever it is: a device that holds it drops it after the next answer."""
+    told = (
+        f"The devices {' and '.join(devices)} stopped working while this task ran on them; it is "
+        "not started again. Look for locks, signals, and very many or very large messages in what "
+        "its code does, and submit it again."
+    )
+    for placement in _open(session, Placement.task_id, [task.id]):
+        _close(session, task, placement, "failed")
+    _move(session, task, Move.GaveUp)
+    _forget_image(session, task)
+    task.cause, task.message, task.detail = HUNG, told, None
+    _end(session, task, f"task.{task.state}", told, cause=HUNG, devices=list(devices))
 
 
 def _forget_image(session: Session, task: Task) -> None:

@@ -50,7 +50,7 @@ from app.core.messages import (
 from app.core.rota import TURN_US, Rota
 from app.places import make_private
 from app.signing import input_name
-from workers import ahead, births, cgroups, links, transfer, uids, volumes
+from workers import ahead, births, cgroups, hung, links, transfer, uids, volumes
 from workers import resident as residents
 from workers.ahead import Lookout
 from workers.checkpoint import Written
@@ -152,6 +152,8 @@ class Supervisor(threading.Thread):
         self._closer = ThreadPoolExecutor(1, "closer")
         self.unheard: list[Resident] = []  # of whose words a part was heard in this round
         self.watchdog = Watchdog(self._end_at_once)
+        self.hearing: Resident | None = None  # whose messages are taken in at this moment
+        self.hung: list[Any] = []  # what made the device worker before hang, until it is told
         self._lock_fd = -1
         self.uids: UidRange | None = None  # only root can give others
         self.groups = cgroups.ControlGroups("", house.bounds)
@@ -192,11 +194,29 @@ class Supervisor(threading.Thread):
 
     def _end_at_once(self) -> None:
         """From the watchdog: this thread may never answer again, so all that it holds ends here."""
+        try:
+            self._write_down_why()
+        except OSError:
+            log.exception("%s: what made it hang is not written down", self.house.device)
         for resident in list(self.residents.values()):
             resident.kill()
         if self.zygote is not None:
             self.zygote.process.kill()
         self.on_fatal()
+
+    def _write_down_why(self) -> None:
+        hearing = self.hearing
+        there = {resident.stay.key for resident in list(self.residents.values())}
+        tasks = hung.blamed(hearing.stay.key if hearing is not None else None, there)
+        if tasks:
+            log.critical("%s hung while it was busy with %s", self.house.device, tasks)
+            hung.write_down(self._hung_file, tasks)
+
+    def _forget_why(self) -> None:
+        """The island has heard what made the device worker before hang."""
+        if self.hung:
+            self.hung = []
+            self._hung_file.unlink()
 
     def _round(self) -> None:
         # 1. Hear: residents, the zygote, whatever was put into the inbox.
@@ -239,6 +259,7 @@ class Supervisor(threading.Thread):
     def _move_in(self) -> None:
         make_private(self.house.folder)
         self._lock_fd = locked(self.house.run / f"{self.house.device}.lock", LOCK_WAIT_S)
+        self.hung = hung.written_down(self._hung_file)
         make_private(self._records)
         if left := births.end_recorded(self._records, LOCK_WAIT_S):
             raise CannotServe(f"processes {left} of the worker before do not end; end them first")
@@ -283,6 +304,10 @@ class Supervisor(threading.Thread):
     def _awake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._woken)
+
+    @property
+    def _hung_file(self) -> Path:
+        return self.house.folder / "hung.json"
 
     @property
     def _records(self) -> Path:
@@ -649,6 +674,7 @@ class Supervisor(threading.Thread):
                 self.stays[task, epoch].is_confirmed = True
         self.lease = self.lease.after(answer, margin_us=int(self.house.lease_margin_s * 1e6))
         self.watchdog.limit_s = answer.lease_us / 1e6
+        self._forget_why()
         self.trust.extend(self.lease.trusted_until_us)
         if self.seat is not None and self.seat.is_still:
             self.seat.send("look")
@@ -1278,6 +1304,7 @@ class Supervisor(threading.Thread):
 
     def _hear_some(self, resident: Resident) -> int:
         """Take in a few of its messages; how many."""
+        self.hearing = resident
         try:
             said = resident.wire.receive()
             if resident.wire.fds:
@@ -1287,6 +1314,8 @@ class Supervisor(threading.Thread):
         except (Garbled, Nonsense) as error:
             self._speaks_nonsense(resident, error)
             return 1
+        finally:
+            self.hearing = None
         return len(said)
 
     def _take_said(self, resident: Resident) -> None:
@@ -1679,6 +1708,7 @@ class Supervisor(threading.Thread):
             ahead=self.lookout.view(),
             links=self.links.place,
             secret=self.giver.secret,
+            hung=self.hung,
         )
 
     def _facts_now(self, leaving: bool) -> JSON:

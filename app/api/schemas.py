@@ -505,7 +505,9 @@ class PlacementOut(Out):
     )
     first_step: int | None
     last_step: int | None
-    end: str | None = Field(description="paused, moved, resized, finished, failed, stopped or lost")
+    end: str | None = Field(
+        description="paused, moved, resized, finished, failed, stopped, lost or hung"
+    )
 
 
 class EventOut(Out):

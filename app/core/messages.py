@@ -304,7 +304,8 @@ class Alive:
     torch.  `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes",
     "us"}, the last two being what had to be fetched for it and how long that took.  Other hosts
     reach the device worker at `links`, [address, port], and `secret` opens the blocks that it gives
-    (`workers.giving`).
+    (`workers.giving`).  `hung` are [task, epoch] of what the process before was busy with when its
+    supervisor hung (`workers.hung`).
     """
 
     device: str
@@ -317,6 +318,7 @@ class Alive:
     ahead: list[JSON] = field(default_factory=list)
     links: list[Any] = field(default_factory=list)
     secret: str = ""
+    hung: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,6 +191,7 @@ FIELDS: dict[str, Check] = {
     "keep": _each(_is_place_of_task),
     "drop": _each(_is_place_of_task),
     "ahead": _each(_AHEAD),
+    "hung": _each(_is_place_of_task),
     "peers": _each(_is_hash),
     "secret": _is_bundle,
     "facts": _FACTS,

@@ -90,7 +90,16 @@ def task(session):
 
 
 def hear(
-    session, *, device="h.0", residents=(), events=(), logs=(), incarnation="p1", links=(), **facts
+    session,
+    *,
+    device="h.0",
+    residents=(),
+    events=(),
+    logs=(),
+    incarnation="p1",
+    links=(),
+    hung=(),
+    **facts,
 ):
     recorded = journal.record(
         session,
@@ -103,6 +112,7 @@ def hear(
             events=list(events),
             logs=list(logs),
             links=list(links),
+            hung=list(hung),
         ),
     )
     journal.settle(session)
@@ -472,6 +482,68 @@ class TestUnheard:
         decide(session, running, "Launch", devices=("h.0",))
         newest = select(Order.body).order_by(Order.id.desc()).limit(1)
         assert session.scalar(newest)["budget_us"] == 100_000_000 - 400
+
+
+class TestHung:
+    """A device worker says at its start what the one before it was busy with when it hung."""
+
+    def runs_on(self, session, task, device, epoch):
+        hear(session, device=device)
+        decide(session, task, "Launch", devices=(device,))
+        on_it = [view(task, "running", epoch=epoch)]
+        hear(session, device=device, residents=on_it, events=[started(task, epoch=epoch)])
+        assert (task.state, task.seat) == ("running", device)
+
+    def test_task_that_made_one_device_hang_goes_on_without_an_attempt(self, session, running):
+        for _ in range(2):  # it is told until it is answered
+            hear(session, incarnation="p2", hung=[["tsk_a", 1]])
+            assert (running.state, running.attempts, running.cause) == ("waiting", 0, None)
+        assert session.scalars(select(Placement.end)).one() == "hung"
+        told = session.scalars(select(Event.message).where(Event.type == "task.hung")).one()
+        assert told.startswith("h.0 stopped working while this task ran on it.")
+
+    def test_task_that_made_two_devices_hang_fails(self, session, running):
+        running.retry_max = 5
+        hear(session, incarnation="p2", hung=[["tsk_a", 1]])
+        self.runs_on(session, running, "h.1", 2)
+        hear(session, device="h.1", incarnation="p2", hung=[["tsk_a", 2]])
+        assert (running.state, running.cause, running.seat) == ("failed", "hung", None)
+        begins = "The devices h.0 and h.1 stopped working while this task ran on them; it is not "
+        assert running.message.startswith(begins + "started again.")
+        assert session.scalars(select(Request.state)).one() == "failed"
+
+    def test_same_device_twice_is_one_device(self, session, running):
+        hear(session, incarnation="p2", hung=[["tsk_a", 1]])
+        decide(session, running, "Launch", devices=("h.0",))
+        again = [started(running, epoch=2)]
+        hear(session, incarnation="p2", residents=[view(running, "running", epoch=2)], events=again)
+        hear(session, incarnation="p3", hung=[["tsk_a", 2]])
+        assert running.state == "waiting"
+
+    def test_device_that_comes_back_after_its_lease_takes_the_task_off_the_next(
+        self, session, running
+    ):
+        hear(session, incarnation="p2", hung=[["tsk_a", 1]])
+        self.runs_on(session, running, "h.1", 2)
+        lose(session, running)  # the lease ended
+        self.runs_on(session, running, "h.2", 3)
+        hear(session, device="h.1", incarnation="p2", hung=[["tsk_a", 2]])
+        assert (running.state, running.cause) == ("failed", "hung")
+        answer = hear(session, device="h.2", residents=[view(running, "running", epoch=3)])
+        assert answer.drop == [["tsk_a", 3]]
+
+    def test_killed_workers_fail_no_task(self, session, running):
+        for epoch in range(2, 6):
+            hear(session, device=running.seat, incarnation=f"p{epoch}")
+            assert (running.state, running.attempts) == ("waiting", 0)
+            self.runs_on(session, running, f"h.{epoch}", epoch)
+
+    def test_another_device_cannot_blame_a_task(self, session, running):
+        hear(session, device="h.1", hung=[["tsk_a", 1]])
+        hear(session, device="h.2", hung=[["tsk_a", 1], ["tsk_none", 1]])
+        assert running.state == "running"
+        hear(session, hung=[["tsk_a", 1]])  # nor a device that still holds it: nothing was lost
+        assert session.scalars(select(Placement.end)).one() != "hung"
 
 
 class TestPause:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.workers.conftest import Ground
-from workers import watchdog
+from workers import hung, watchdog
 from workers.watchdog import Watchdog
 
 pytestmark = pytest.mark.security
@@ -30,6 +30,38 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
     finally:
         held_up.set()
         ground.close()
+    after = Ground(tmp_path)
+    after.open()
+    try:
+        assert after.reports[0].hung == [["t1", 1]]
+        after.until(lambda: not after.reports[-1].hung)  # it was answered
+        assert not after.supervisor._hung_file.exists()
+    finally:
+        after.close()
+
+
+@pytest.mark.parametrize(
+    ("heard", "there", "named"),
+    [
+        (("t1", 3), {("t1", 3), ("t2", 1)}, [("t1", 3)]),
+        (None, {("t1", 3)}, [("t1", 3)]),
+        (None, {("t1", 3), ("t2", 1)}, []),
+        (None, set(), []),
+    ],
+    ids=["its message was taken in", "it was alone", "any of several", "nobody"],
+)
+def test_task_is_blamed_only_where_no_other_can_have_done_it(heard, there, named):
+    assert hung.blamed(heard, there) == named
+
+
+def test_what_hung_is_read_as_it_was_written_and_garbage_is_removed(tmp_path):
+    file = tmp_path / "hung.json"
+    assert hung.written_down(file) == []
+    hung.write_down(file, [("t1", 3)])
+    assert hung.written_down(file) == [["t1", 3]]
+    file.write_text('{"t1')
+    assert hung.written_down(file) == []
+    assert not file.exists()
 
 
 def test_watchdog_lets_work_that_ends_in_time_and_rest_without_end_be(monkeypatch):
