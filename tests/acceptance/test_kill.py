@@ -74,6 +74,7 @@ def test_a_killed_device_costs_the_steps_since_the_last_checkpoint_and_no_more(s
     assert after["first_step"] in saved
     assert task["lost_steps"] == before["last_step"] - after["first_step"] > 0
     assert task["result"]["done"] == 400
+    system.check_ledger()
 
 
 def is_past_a_checkpoint(client):

@@ -22,8 +22,15 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
     try:
         ground.launch("t1", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         ground.steps("t1", 3)
+        ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
+        ground.until(lambda: len(ground.supervisor.residents) == 2)
         here = psutil.Process().children(recursive=True)
-        ground.supervisor.receive(held_up.wait)
+        take_said = ground.supervisor._take_said
+
+        def hang_at_t1(resident):
+            held_up.wait() if resident.task == "t1" else take_said(resident)
+
+        monkeypatch.setattr(ground.supervisor, "_take_said", hang_at_t1)
         assert bitten.wait(20)
         _, alive = psutil.wait_procs(here, timeout=10)
         assert not alive
