@@ -142,6 +142,7 @@ class ControlGroups:
     missing: dict[str, str] = field(default_factory=dict)
     parents: list[tuple[Hierarchy, Path]] = field(default_factory=list)
     left: set[Path] = field(default_factory=set)  # groups that could not be removed yet
+    disks: Path = Path("/sys/block")
 
     @classmethod
     def made(cls, device: str, run: Path, bounds: Bounds) -> ControlGroups:
@@ -185,6 +186,9 @@ class ControlGroups:
                 self.missing[name] = _reason(hierarchy, error)
             else:
                 standing.append(name)
+        if "io" in standing and not _heeds_weights(self.disks):
+            standing.remove("io")
+            self.missing["io"] = "no disk has the scheduler bfq, and others take no weights"
         return standing
 
     def make(self, resident: str) -> list[str]:
@@ -340,6 +344,12 @@ def _of_memory(version: int, size_bytes: int) -> list[Line]:
 
 def _weight_file(version: int) -> str:
     return "blkio.bfq.weight" if version == 1 else "io.weight"
+
+
+def _heeds_weights(disks: Path) -> bool:
+    """Whether some disk has the scheduler that shares it out by weight."""
+    files = disks.glob("*/queue/scheduler")
+    return any("[bfq]" in file.read_text() for file in files)
 
 
 def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:

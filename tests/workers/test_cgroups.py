@@ -75,8 +75,11 @@ def _delegated(root: Path, name: str, controllers: str) -> Path:
     return root
 
 
-def _made(root: Path, controllers: str) -> ControlGroups:
-    groups = ControlGroups(name="roundhouse-h.0", bounds=BOUNDS)
+def _made(root: Path, controllers: str, scheduler: str = "none [bfq]") -> ControlGroups:
+    disk = root.parent / "block" / "vda" / "queue"
+    disk.mkdir(parents=True)
+    (disk / "scheduler").write_text(scheduler)
+    groups = ControlGroups(name="roundhouse-h.0", bounds=BOUNDS, disks=root.parent / "block")
     limits = ("memory", "processes", "cpu", "io")
     groups.take([Hierarchy(2, _delegated(root, groups.name, controllers), limits)])
     return groups
@@ -101,6 +104,12 @@ def test_version_2_writes_each_bound_into_its_file(tmp_path):
     for group in (device.parent, device):
         handed = (group / "cgroup.subtree_control").read_text()
         assert handed == "+memory +pids +cpu +io"
+
+
+def test_a_weight_that_no_disk_heeds_is_told_as_missing(tmp_path):
+    groups = _made(tmp_path / "own", "memory pids cpu io", scheduler="[none] bfq")
+    assert groups.standing == ["memory", "processes", "cpu"]
+    assert "bfq" in groups.missing["io"]
 
 
 def test_version_2_that_hands_down_less_says_what_is_missing(tmp_path):
