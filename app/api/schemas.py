@@ -368,11 +368,11 @@ class Explained(Out):
         state="waiting",
         phase="queued",
         place=2,
-        message="2 of 2 cpu devices taken; a turn lasts 1 s or longer.",
+        message="2 of 2 cpu devices in use; a time slice lasts at least 1 s.",
         reasons=[
             {
                 "code": "WAITING_FOR_DEVICE",
-                "message": "2 of 2 cpu devices taken; a turn lasts 1 s or longer.",
+                "message": "2 of 2 cpu devices in use; a time slice lasts at least 1 s.",
                 "next_action": "wait",
                 "unblocked_by": "a cpu device becomes free",
                 "change": {"action": "free_devices", "value": 1, "of": "cpu"},

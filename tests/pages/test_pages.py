@@ -96,7 +96,7 @@ class TestNumbers:
         assert rows.evaluate_all("rows => rows.map(row => row.id)") == [
             f"queue-{item['id']}" for item in items
         ]
-        expect(rows.first).to_contain_text("2 of 2 cpu devices taken")
+        expect(rows.first).to_contain_text("2 of 2 cpu devices in use")
         assert [item["place"] for item in items] == [1, 2, 3]
         expect(rows.nth(1).locator("[data-label=Place]")).to_have_text("2")
         expect(rows.first.locator("[data-label=Starts]")).to_have_text("unknown")
