@@ -74,7 +74,7 @@ def test_weights_and_quotas_are_taken(run: Run, trace: Path) -> None:
 
 
 def test_a_table_says_what_it_counts(run: Run, trace: Path) -> None:
-    result = run(trace, "-d", "cuda=1", "--policy", "fifo")
+    result = run(trace, "-d", "cuda=1", "--policy", "fifo", "-o", "wide")
     assert result.exit_code == 0, result.output
     for words in ("LOST, MEAN", "fifo, by tenant", "end - arrival - work", "66.7%"):
         assert words in result.stdout

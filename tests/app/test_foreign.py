@@ -49,10 +49,19 @@ IDS = [
     DATABLOCK["name"],
 ]  # fmt: skip
 #: nothing of this is ever in an answer to blue, unless blue said it first
-MARKS = [*IDS, "7" * 32, "6" * 32, "vision", "secret"]
+MARKS = [
+    *IDS,
+    "7" * 32,
+    "6" * 32,
+    "vision",
+    "secret of",
+    "secret-of",
+    "secret_of",
+    "secret.invalid",
+]
 
 #: everybody sees them: devices are what tenants share
-SHARED = ("/v1/devices", "/v1/hosts", "/v1/islands", "/v1/presets")
+SHARED = ("/v1/devices", "/v1/enrolments", "/v1/hosts", "/v1/islands", "/v1/presets")
 #: parameters that name nothing of anybody's
 HARMLESS = {
     "limit", "tail", "wait", "format", "interval", "group_by", "since", "until", "submitted_after",
@@ -67,6 +76,7 @@ NAMES = {
     "parent_id": [TENANT["id"]],
     "user_id": [USER["id"]],
     "request_id": [REQUEST["id"], WAITING_REQUEST],
+    "id_ends": [REQUEST["id"][-8:]],
     "task": [TASK["id"], "secret-of-vision"],
     "name": ["secret of vision", DATABLOCK["name"]],
     "sha256": [DATABLOCK["sha256"]],
@@ -335,6 +345,7 @@ ADDRESSES = {
     "/ui/login/oidc/callback": ["/ui/login/oidc/callback?state={}"],
     "/ui/logout": [],  # it only signs out
     "/ui/datablocks": ["/ui/datablocks", "/ui/datablocks?before=blk_{}"],
+    "/ui/queue": ["/ui/queue"],
     "/ui/requests": ["/ui/requests", "/ui/requests?before={}", "/ui/requests?state=running"],
     "/ui/requests/{id}": ["/ui/requests/{}"],
     "/ui/members": ["/ui/members", "/ui/members?cursor={}"],

@@ -18,13 +18,14 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "LEAST_S", 1.0)
     ground, bitten, held_up = Ground(tmp_path, lease_s=2.0), threading.Event(), threading.Event()
     ground.supervisor.on_fatal = bitten.set
+    before = psutil.Process().children(recursive=True)
     ground.open()
     try:
         ground.launch("t1", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         ground.steps("t1", 3)
         ground.launch("t2", "jobs:Stamp", params={"nap_s": 0.01, "path": None})
         ground.until(lambda: len(ground.supervisor.residents) == 2)
-        here = psutil.Process().children(recursive=True)
+        here = [p for p in psutil.Process().children(recursive=True) if p not in before]
         take_said = ground.supervisor._take_said
 
         def hang_at_t1(resident):

@@ -88,7 +88,10 @@ class Peer:
         sock, _ = self._server.accept()
         with sock:
             hello = links.read(sock, links._HELLO.size + links._HASH_BYTES)
-            links._examine(sock, bytes.fromhex("ab" * 32), hello)
+            examination = links._examine(sock, bytes.fromhex("ab" * 32), hello)
+            proof = links.read(sock, next(examination))
+            with contextlib.suppress(StopIteration):  # it is believed
+                examination.send(proof)
             self._says(sock)
             with contextlib.suppress(ConnectionResetError):
                 sock.recv(1)  # until who asked has gone
