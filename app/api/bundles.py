@@ -25,10 +25,10 @@ from app.api.schemas import BundleOut, BundleStored, Page, UploadOut
 from app.api.uploading import ContentRange, Sent, progress, received, received_whole
 from app.arriving import CODE
 from app.db import Db
-from app.errors import NotFound
+from app.errors import Gone, NotFound
 from app.models import Bundle
 from app.settings import settings
-from app.store import Store
+from app.store import Damaged, Store
 from app.uploads import PART_BYTES, Begun, Done, Wanted
 
 router = v1_router("bundles")
@@ -60,7 +60,7 @@ _BODY = {
     responses={
         200: {"model": BundleStored, "description": "It was there"},
         202: {"model": UploadOut, "description": "More of it is wanted"},
-        **declared(403, 409, 413),
+        **declared(403, 409, 410, 413),
     },
     openapi_extra={"requestBody": _BODY},
 )
@@ -114,9 +114,13 @@ def _stored(done: Done) -> JSONResponse:
 
 
 def _looked_through(sha256: str) -> dict[str, Any]:
+    """What is in a stored bundle; raises Gone if the store does not have it any more."""
     with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
-        with Store.at(settings().store_address).open(sha256) as stored:
-            shutil.copyfileobj(stored, file)
+        try:
+            with Store.at(settings().store_address).open(sha256) as stored:
+                shutil.copyfileobj(stored, file)
+        except Damaged as error:
+            raise Gone(f"{error}; tell an administrator") from error
         file.flush()
         return asdict(bundles.inspect(Path(file.name)))
 

@@ -27,6 +27,7 @@ from sqlalchemy.orm import Session
 from app.api import auth
 from app.changes import changes
 from app.models import ApiKey, Island
+from app.settings import settings
 from tests.app.conftest import World
 from tests.app.documented import USER, documented
 
@@ -139,8 +140,15 @@ def _note(found: Found, event: Any) -> None:
 
 
 @pytest.fixture
-def keys(world: World, session: Session) -> dict[str, str]:
-    """A key of each role, and one that is none any more."""
+def keys(
+    world: World, session: Session, environment: None, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, str]:
+    """A key of each role, and one that is none any more.
+
+    The engine tries hundreds of wrong keys; how they are slowed is in tests/security.
+    """
+    monkeypatch.setenv("ROUNDHOUSE_WRONG_KEYS_PER_MIN", "0")
+    settings.cache_clear()
     keys = {"platform_admin": world.keys["root"], **documented(session)}
     lease = {"leader": "a test", "leader_until": func.now() + timedelta(hours=1)}
     session.execute(update(Island).values(**lease))  # so the service is ready
