@@ -160,7 +160,7 @@ class ControlGroups:
             parent = _own_group(hierarchy) / self.name
             try:
                 handed = _prepare(hierarchy)
-                _sweep(parent)
+                _remove_all([parent])  # made anew: version 1 takes no rules once groups lie below
                 parent.mkdir(exist_ok=True)
                 if handed:
                     _write(parent / "cgroup.subtree_control", handed)
@@ -168,7 +168,7 @@ class ControlGroups:
                 _try_to_join(parent / "probe")
             except OSError as error:
                 self.missing |= dict.fromkeys(hierarchy.limits, _reason(hierarchy, error))
-                _remove(parent)
+                self.left |= set() if _remove(parent) else {parent}
                 continue
             if standing:
                 self.parents.append((hierarchy, parent))
@@ -245,13 +245,7 @@ class ControlGroups:
         Processes that were just killed take a moment, and the kernel tells nobody when a group is
         empty.  What is left after CLOSE_S the next device worker of this name removes.
         """
-        until_s = time.monotonic() + CLOSE_S
-        parents = [parent for _, parent in self.parents]
-        while parents and time.monotonic() < until_s:
-            for parent in parents:
-                _sweep(parent)
-            parents = [parent for parent in parents if not _remove(parent)]
-            time.sleep(0.01 if parents else 0.0)
+        self.left = _remove_all([*(parent for _, parent in self.parents), *self.left])
 
 
 def group_name(device: str, run: Path) -> str:
@@ -413,6 +407,17 @@ def _try_to_join(group: Path) -> None:
             assert probe.stdin is not None
             probe.stdin.close()
     _remove(group)
+
+
+def _remove_all(parents: Iterable[Path]) -> set[Path]:
+    """Remove these groups and those below, for at most CLOSE_S; those that are still there."""
+    until_s, left = time.monotonic() + CLOSE_S, set(parents)
+    while left and time.monotonic() < until_s:
+        for parent in left:
+            _sweep(parent)
+        left = {parent for parent in left if not _remove(parent)}
+        time.sleep(0.01 if left else 0.0)
+    return left
 
 
 def _sweep(parent: Path) -> None:

@@ -251,6 +251,7 @@ def test_what_a_killed_device_worker_left_is_ended_and_removed(groups, tmp_path)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
     after = ControlGroups.made("h.0", tmp_path, groups.bounds)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert after.standing == groups.standing
     after.remove("7")
     assert not after.left
 
