@@ -1674,8 +1674,8 @@ class Supervisor(threading.Thread):
             self._hear_some(resident)
         registered = self._selector.get_map()
         self.muted = [item for item in self.muted if item[1] is not resident]
-        for fd in (*resident.pipes, -1 if resident.pidfd is None else resident.pidfd):
-            if fd in registered:
+        for fd in (*resident.pipes, resident.pidfd):
+            if fd is not None and fd in registered:
                 self._selector.unregister(fd)
         _read_printed(resident)
 

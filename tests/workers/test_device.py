@@ -590,6 +590,18 @@ def test_a_dead_zygote_is_replaced_and_what_it_held_is_lost(grounds):
     ground.event(Finished, "t1", 2)
 
 
+def test_a_zygote_that_dies_before_it_forked_a_resident_is_replaced(grounds):
+    ground = grounds()
+    zygote = ground.supervisor.zygote.process
+    zygote.send_signal(signal.SIGSTOP)
+    ground.launch("t1", "jobs:Count")
+    ground.until(lambda: ground.supervisor.residents)
+    zygote.kill()
+    ground.until(lambda: ground.view("t1") is None)
+    ground.launch("t1", "jobs:Count", epoch=2, params={"steps": 3})
+    ground.event(Finished, "t1", 2)
+
+
 @pytest.mark.parametrize("walls", ["preferred", "off"])
 def test_a_killed_worker_leaves_no_process_and_frees_its_locks(tmp_path, walls):
     with _separate_device(tmp_path, "--sandbox", walls) as device:
