@@ -114,7 +114,7 @@ class System:
         """The process id of a job that computes now."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
-            before = {process: sum(process.cpu_times()[:2]) for process in self._jobs()}
+            before = {process: sum(process.cpu_times()[:2]) for process in self.residents()}
             time.sleep(0.5)
             used_s = {p: sum(p.cpu_times()[:2]) - before[p] for p in before if p.is_running()}
             busiest = max(used_s, key=lambda p: used_s[p], default=None)
@@ -122,12 +122,14 @@ class System:
                 return int(busiest.pid)
         raise TimeoutError(f"no job computes within {SETTLE_S} s")
 
-    def _jobs(self) -> list[psutil.Process]:
+    def residents(self) -> list[psutil.Process]:
         """device worker -> zygote -> (keeper ->) resident: the last in each line, but no zygote."""
-        devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
-        zygotes = [child for pid in devices for child in psutil.Process(pid).children()]
-        below = [child for zygote in zygotes for child in zygote.children(recursive=True)]
+        below = [child for zygote in self.zygotes() for child in zygote.children(recursive=True)]
         return [process for process in below if not process.children()]
+
+    def zygotes(self) -> list[psutil.Process]:
+        devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
+        return [child for pid in devices for child in psutil.Process(pid).children()]
 
     def holders_of(self, name: str) -> list[str]:
         """Processes below the device workers that have this shared memory open, or mapped."""

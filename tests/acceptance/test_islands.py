@@ -408,7 +408,7 @@ def kill_executor(system):
 
     def killed():
         found = 0
-        for process in system._jobs():
+        for process in system.residents():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
                 found += 1
