@@ -56,7 +56,7 @@ class Setup:
 def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Report, Value]:
     """Replay it with the engine of an island; what asks for more than there is stays out.
 
-    Raises `simulate.Stopped` when `go_on`, which is asked now and then, says no.
+    Raises `simulate.Stopped` when `go_on`, which is asked in each round, says no.
     """
     fitting = _fitting(setup)
     in_line, tenants, users = fitting, setup.tenants, setup.users
