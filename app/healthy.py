@@ -15,7 +15,7 @@ WAITING_LIMIT = 50  # messages
 
 
 def main(queue: str) -> str:
-    """What is wrong, or nothing."""
+    """Print what is wrong, or nothing."""
     url = settings().redis_url.get_secret_value()
     with redis.Redis.from_url(url, socket_timeout=5, **settings().redis_tls) as client:
         waiting = int(client.llen(queue))  # type: ignore[arg-type]

@@ -774,7 +774,7 @@ def _take_in_hung(session: Session, house: _House, alive: Alive) -> bool:
 
 
 def _quarantine(session: Session, task: Task, devices: Sequence[str]) -> None:
-    """It fails, wherever it is: a device that holds it drops it after the next answer."""
+    """Fail the task wherever it is; a device that holds it drops it at the next answer."""
     told = (
         f"The devices {' and '.join(devices)} stopped working while this task ran on them; it is "
         "not started again. Look for locks, signals, and very many or very large messages in what "

@@ -1379,7 +1379,7 @@ class Kept:
 
 
 def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[Kept]:
-    """Those of a request's tasks, the newest first."""
+    """List the checkpoints of a request's tasks, the newest first."""
     query = (
         select(Checkpoint, Task.name)
         .join(Task, Task.id == Checkpoint.task_id)

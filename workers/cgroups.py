@@ -46,7 +46,7 @@ _NEARLY_BYTES = 2 * 2**20  # a huge page, the most that is charged at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What all residents of a device may take together, and what one of them may."""
+    """Bounds all residents of a device together, and each one of them."""
 
     device_memory_bytes: int
     resident_memory_bytes: int
@@ -78,7 +78,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toll:
-    """What the kernel refused a resident, as its control groups counted it."""
+    """Counts what the kernel refused a resident, by its control groups."""
 
     oom_kills: int = 0
     memory_refused: int = 0  # its own limit was reached; version 2 counts how often

@@ -88,7 +88,7 @@ class House:
 
     @property
     def bounds(self) -> Bounds:
-        """What its residents may take of the host, all together and each."""
+        """Return what the residents may take of the host, all together and each."""
         return Bounds.of(
             memory_bytes=self.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,

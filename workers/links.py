@@ -225,7 +225,7 @@ class Links:
 
 
 def _eldest_silent(visitors: list[Visitor]) -> Visitor:
-    """Who gives way: the eldest that has said nothing at all, or else the eldest."""
+    """Choose the visitor to dismiss: the eldest silent one, or else the eldest."""
     return next((v for v in visitors if not v.has_spoken), visitors[0])
 
 

@@ -574,7 +574,7 @@ class Resident:
             self.slab_bytes = slab.held_bytes(self.slab)
 
     def bounded_memory(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """What it says that it holds, but no more than its device has, or the kernel counts."""
+        """Bound the memory that a job tells by its device and by the kernel's count."""
         return self._bounded(min(told, house_bytes), 0, kind, now_us)
 
     def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
@@ -598,7 +598,7 @@ class Resident:
         return muted_us
 
     def owes_image(self, now_us: int) -> bool:
-        """It was paused long ago, and there is neither an image of it nor one on its way."""
+        """Return whether a long-paused job has no image, and none on its way."""
         if self.stay.state != "paused" or self.is_durable or self.is_command:
             return False
         on_its_way = self.is_saving or self.save_again_us is not None

@@ -114,7 +114,7 @@ def _stored(done: Done) -> JSONResponse:
 
 
 def _looked_through(sha256: str) -> dict[str, Any]:
-    """What is in a stored bundle; raises Gone if the store does not have it any more."""
+    """Look through a stored bundle; raises Gone if the store does not have it any more."""
     with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
         try:
             with Store.at(settings().store_address).open(sha256) as stored:

@@ -294,7 +294,7 @@ def _sandbox(said: Sandbox) -> dict[str, Any]:
 
 
 def _facts(said: dict[str, Any]) -> dict[str, Any]:
-    """What a device says of itself, as far as everybody may know it: of memory only the sums."""
+    """Return the facts of a device that everybody may know; memory is told as sums only."""
     shown = {name: said[name] for name in _SHOWN if name in said}
     pairs = [pair for pair in said.get("held_bytes", {}).values()]
     on_device, on_host = (sum(pair[n] for pair in pairs) for n in (0, 1))

@@ -105,7 +105,7 @@ def count_new(request: Request, credential: str, *, key_id: str, tenant_id: str)
 
 
 def remember(credential: str, *, key_id: str, tenant_id: str) -> None:
-    """It was good, and whose it is."""
+    """Remember whose a good credential is."""
     _owners.put(credential, (key_id, tenant_id))
 
 

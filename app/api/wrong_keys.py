@@ -34,7 +34,7 @@ counted = Counter(
 
 
 class _Guard:
-    """What one process remembers of wrong keys."""
+    """Remembers the wrong keys that came to one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

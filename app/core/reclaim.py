@@ -198,7 +198,7 @@ class _Claim:
         return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
 
     def _outranks(self, stay: Stay) -> bool:
-        """Of two of one user: does who waits go before who runs?"""
+        """Return whether the waiting task goes before a running one of the same user."""
         if stay.task.priority != self.task.priority:
             return stay.task.priority < self.task.priority
         settled = stay.id in self.board.settled.get(stay.leaf, ())
