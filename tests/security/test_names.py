@@ -81,7 +81,11 @@ def spoilt(kind: str, way: list[Any], name: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"), NAMES, ids=lambda it: it if isinstance(it, str) else ".".join(map(str, it))
+    ("kind", "way"),
+    NAMES,
+    ids=lambda it: (
+        it if isinstance(it, str) else ".".join("KEY" if part is KEY else str(part) for part in it)
+    ),
 )
 def test_hostile_name_is_refused(kind: str, way: list[Any]) -> None:
     decode(encode(sample(_KINDS[kind])))
