@@ -89,7 +89,7 @@ def _described(head: bytes, size_bytes: int) -> TensorFile:
     try:
         return tensorfile.read(head, size_bytes)
     except BadTensorFile as error:
-        told = f"this is no safetensors or npy file that can be kept: {error}"
+        told = f"unsupported file; a datablock must be .safetensors or .npy: {error}"
         raise BadInput.at("", told, "format") from error
 
 

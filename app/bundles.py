@@ -178,7 +178,7 @@ def _check_directory(file: IO[bytes], size: int) -> None:
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < 22:
-        raise _refused("", "the end of the zip is missing", "archive")
+        raise _refused("", "the zip file is cut off at its end", "archive")
     entries, directory_bytes = struct.unpack_from("<HI", tail, at + 10)
     if entries > 2 * MAX_FILES or directory_bytes > _MAX_DIRECTORY_BYTES:
         raise _refused("", f"more than {MAX_FILES} files, or its list is too long", "too-many")

@@ -256,7 +256,7 @@ def submit(
             descriptor["bundle"] = f"sha256:{code.sha256}"
         if check:
             checked = client.post("/v1/requests:validate", descriptor)
-            show(checked, output, lambda: table(checked["tasks"], telling.VALIDATED))
+            show(checked, output, lambda: telling.validated(checked))
             return
         try:
             request = client.submit(descriptor, key=key)
@@ -1154,7 +1154,7 @@ def add_webhook(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Have an address told when requests end; prints its secret, once."""
+    """Add a webhook, called when requests end; prints its secret, once."""
     body: JSON = {"url": url} | ({"events": [f"request.{end}" for end in on]} if on else {})
     with _once(ctx) as client:
         made = client.post("/v1/webhooks", body)

@@ -83,9 +83,9 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _wrong(key, "a name is wanted here")
+                raise _wrong(key, "must be a name")
             if key.value in seen:
-                raise _wrong(key, f"{key.value!r} is here twice")
+                raise _wrong(key, f"{key.value!r} is given twice")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -37,6 +37,7 @@ from app.core.descriptor import (
     Source,
     TaskDescriptor,
     escaped,
+    near_name,
 )
 from app.core.messages import JSON
 from app.core.signature import Signature
@@ -83,7 +84,7 @@ class Ground:
     `path`: its tenant and all above it.  `entry_points`: of its bundle, None if the tenant has no
     such bundle; `signatures`: of the classes in it.  `offers`: what there is of each device kind,
     whether up at this moment or not.  `is_first`: nobody came with its Idempotency-Key before, or
-    it has none.
+    it has none.  `preset_types`: the types of tasks that have a preset of their own.
     """
 
     now: datetime
@@ -92,6 +93,7 @@ class Ground:
     signatures: Mapping[str, JSON]
     offers: Mapping[str, graph.Offer]
     is_first: bool
+    preset_types: Sequence[str]
 
 
 # One statement, as a round trip costs more than all that is read here.
@@ -113,7 +115,8 @@ _GROUND = text(
         (select entry_points from bundles where tenant_id = :id and sha256 = :bundle),
         (select signatures from bundles where tenant_id = :id and sha256 = :bundle),
         (select json_agg(json_build_array(kind, island, host, memory_bytes, devices)) from alike),
-        cast(:key as text) is null or exists (select from once)
+        cast(:key as text) is null or exists (select from once),
+        (select json_agg(distinct task_type) from presets)
     """
 )
 
@@ -129,7 +132,9 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
         "body_sha256": once.body_sha256 if once.key is not None else None,
         "bundle": bundle.removeprefix("sha256:") if isinstance(bundle, str) else "",
     }
-    now, path, entry_points, signatures, alike, is_first = session.execute(_GROUND, given).one()
+    now, path, entry_points, signatures, alike, is_first, types = session.execute(
+        _GROUND, given
+    ).one()
     return Ground(
         now=now,
         path=[tree.OnPath(*row) for row in path],
@@ -137,6 +142,7 @@ def ground(session: Session, owner: Owner, once: Once) -> Ground:
         signatures=signatures or {},
         offers=_offers(alike or ()),
         is_first=is_first,
+        preset_types=types or (),
     )
 
 
@@ -155,13 +161,14 @@ class Checked:
     """A descriptor that could run here.
 
     `begun` are the checkpoints from which tasks go on, by the task's name, `graphs` what they run;
-    `taken` the datablocks that inputs mean.
+    `taken` the datablocks that inputs mean.  `notes` say what is allowed but looks like a mistake.
     """
 
     descriptor: Descriptor
     begun: Mapping[str, Checkpoint]
     graphs: Mapping[str, Sent]
     taken: Mapping[Source, Datablock]
+    notes: Sequence[str] = ()
 
     def shown(self) -> JSON:
         """The request with every default filled in."""
@@ -179,7 +186,7 @@ class Checked:
             for task in self.descriptor.tasks
         ]
         name, tier = self.descriptor.name or "", self.descriptor.tier
-        return {"name": name, "tier": tier, "tasks": tasks}
+        return {"name": name, "tier": tier, "tasks": tasks, "notes": [*self.notes]}
 
 
 def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Checked:
@@ -205,7 +212,20 @@ def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Check
     descriptor, uncut = graphs.cut(session, graphs.named(descriptor, sent), sent)
     if uncut:
         raise _refused(BadInput, uncut)
-    return Checked(descriptor, begun, sent, taken)
+    return Checked(descriptor, begun, sent, taken, _notes(descriptor, ground.preset_types))
+
+
+def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
+    """A sentence for each unknown task type that is spelled much like one that has a preset."""
+    known = [name for name in preset_types if name != "*"]
+    unknown = {task.type for task in descriptor.tasks} - {*known, "default"}
+    near = ((name, near_name(name, known)) for name in sorted(unknown))
+    return [
+        f"No preset has the type {name!r}, so the device's default preset is used. "
+        f"Did you mean {meant!r}?"
+        for name, meant in near
+        if meant
+    ]
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:

@@ -1447,8 +1447,13 @@ def _sample(session: Session, task: Task, view: ResidentView) -> None:
         told = f"Not a finite number at step {view.step:,}: {', '.join(lost[:5])}."
         tell(session, task, "task.not_finite", told, step=view.step, metrics=lost[:5])
     task.metrics = view.metrics
-    row = insert(Metric).values(task_id=task.id, step=view.step, values=view.metrics)
-    session.execute(row.on_conflict_do_nothing())
+    points = {**dict(view.points), view.step: view.metrics}
+    rows = [
+        {"task_id": task.id, "step": step, "values": values}
+        for step, values in sorted(points.items())
+        if step <= view.step
+    ]
+    session.execute(insert(Metric).on_conflict_do_nothing(), rows)
 
 
 def _no_numbers(metrics: Mapping[str, Any]) -> set[str]:

@@ -57,9 +57,16 @@ VALIDATED = [
 ]
 
 
+def validated(checked: JSON) -> RenderableType:
+    notes = [words(f"Note: {note}") for note in checked["notes"]]
+    return Group(table(checked["tasks"], VALIDATED), *notes)
+
+
 def accepted(request: JSON) -> Text:
     """What was taken in, and which commands come next."""
     text = words(f"Submitted {request['name']} ({short(request['id'])}): {request['phase']}.")
+    for note in request["notes"]:
+        text.append(f"\nNote: {note}")
     for verb, use in (("watch  ", "what happens to it"), ("logs -f", "what it prints")):
         text.append(f"\n  roundhouse {verb} {request['name']:<24}  {use}")
     return text

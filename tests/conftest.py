@@ -43,19 +43,20 @@ Profile.register_profile(
 Profile.load_profile("roundhouse")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`: who starts devices does so in one process, one test at a time.
+# The folders whose tests wait longest begin first, so that no process is left with them at the end.
+_FIRST = ("acceptance", "workers", "security", "pages")
 
-    They have the host's users and cores for themselves, as they would in life.  All other files
-    are shared out whole.
-    """
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Share out whole files over the test processes (`--dist loadgroup`), the slow ones first."""
     for item in items:
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
-        starts_devices = folder in ("acceptance", "workers")
-        starts_devices |= folder == "security" and "device" in item.path.stem
-        starts_devices |= item.get_closest_marker("acceptance") is not None
-        group = "devices" if starts_devices else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=lambda item: _place_in_line(item.path))
+
+
+def _place_in_line(path: Path) -> int:
+    folder = path.relative_to(ROOT / "tests").parts[0]
+    return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ def _inside(name: str, made: set[str]) -> str:
     """`name`, if it lies in a folder that was made here: through no link, and nowhere else."""
     parent, _, last = name.rpartition("/")
     if parent not in made or last in ("", ".", "..") or name in ("/", INTERNAL):
-        raise BadFolder(f"{name!r:.200} does not lie inside the working folder")
+        raise BadFolder(f"{name!r:.200} is outside the working folder")
     return name
 
 

@@ -138,7 +138,7 @@ def _tensors(path: Path) -> File:
         try:
             tensorfile.read(file.read(HEAD_BYTES), size)
         except BadTensorFile as error:
-            told = f"{path.name} is published, and no safetensors or npy file: {error}"
+            told = f"{path.name} is to be published, but is not a safetensors or npy file: {error}"
             raise Ending("failed", cause="exception", message=told, detail="") from error
     return File(path, size)
 

@@ -83,6 +83,9 @@ LOOK_S = 0.05  # so often somebody off the seat looks whether its image lies the
 UNHEARD_S = 0.1  # so long it waits for an input that comes late, and does not ask: it is on its way
 PUT_AGAIN_S = 1.0  # after an output could not be stored
 REPORT_S = 0.2  # progress and metrics go up at most this often
+FIRST_POINTS_S = 2.0  # how long a task that begins also tells the metrics of steps in between
+FIRST_POINTS = 32  # and of how many steps at most,
+FIRST_VALUES = 640  # or how many values of them all
 DETAIL_LIMIT = 60_000  # characters of a traceback
 RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
 METRICS_LIMIT = 100
@@ -147,6 +150,31 @@ class Context:
         return self.inputs[self.blocks[newest]]
 
 
+@dataclass(slots=True)
+class FirstPoints:
+    """Keeps the numbers that a beginning task's steps returned, evenly thinned over the steps.
+
+    Reports and heartbeats take only the newest metrics, so that a run shorter than a heartbeat
+    would leave a single point.
+    """
+
+    until_s: float
+    kept: list[tuple[int, JSON]] = field(default_factory=list)
+    stride: int = 1  # in steps
+
+    def add(self, step: int, metrics: JSON) -> None:
+        numbers = {k: v for k, v in metrics.items() if not isinstance(v, str)}
+        if not numbers or (step - 1) % self.stride:
+            return
+        self.kept.append((step, numbers))
+        while len(self.kept) > min(FIRST_POINTS, max(1, FIRST_VALUES // len(numbers))):
+            self.stride *= 2
+            self.kept = [point for point in self.kept if (point[0] - 1) % self.stride == 0]
+
+    def is_over(self, now_s: float) -> bool:
+        return now_s > self.until_s
+
+
 @dataclass
 class Work:
     """One task in the making.  `step` is the last finished one."""
@@ -167,6 +195,7 @@ class Work:
     step: int = 0
     stands_at: int = 0  # the step of its gang after which all stand at a cut
     metrics: JSON = field(default_factory=dict)
+    points: FirstPoints | None = None
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
     saved_s: float = 0.0
@@ -727,6 +756,8 @@ def run(work: Work) -> None:
     if isinstance(work.job, LaneJob):
         work.ctx.allocate = work.job.passing.empty
     checked = work.spec["image"]
+    if not checked and not work.is_graph and work.member is None:
+        work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
     if work.is_graph and work.member is None:
         _give_early(work)  # what an image has made, and whoever made it may not have given
     while work.ctx.result is None:
@@ -746,6 +777,8 @@ def one_step(work: Work) -> None:
             work.metrics = metrics_of(work.ctx.logged)
         else:
             work.metrics = take_step(work.job, work.ctx, work.step + 1)
+            if work.points is not None:
+                work.points.add(work.step + 1, work.metrics)
     except NodeFailed as failed:
         raise _failed(failed.__cause__ or failed, begun=f"In the {failed}: ") from failed
     except BaseException as error:
@@ -1188,10 +1221,13 @@ def _take_turn(work: Work, message: JSON) -> None:
 
 def _report(work: Work) -> None:
     work.reported_s = time.monotonic()
+    if work.points is not None and work.points.is_over(work.reported_s):
+        work.points = None
     work.say(
         "progress",
         ran=work.ran,
         metrics=work.metrics,
+        points=work.points.kept if work.points is not None else [],
         memory_bytes=_memory_bytes(work),
         spilled_bytes=work.job.spilled_bytes if isinstance(work.job, GraphJob) else 0,
         staged_us=int((work.staged_s + work.images.staging.waited_s) * 1e6),

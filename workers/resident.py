@@ -87,6 +87,7 @@ class Stay:
     is_confirmed: bool = False
     step: int = 0
     metrics: JSON = field(default_factory=dict)
+    points: list[list[Any]] = field(default_factory=list)
     order_seq: int = 1
     early: dict[int, Order] = field(default_factory=dict)  # orders that overtook another
     resident: Resident | None = None
@@ -277,6 +278,7 @@ class Stay:
             staged_us=self.staged_us(now_us),
             lacks=self._lacks(now_us),
             metrics=self.metrics,
+            points=self.points,
         )
 
 
@@ -715,6 +717,8 @@ LAST_WORDS = ("failed", "finished", "stopped")
 HOSTS_LIMIT = 64  # of one gang
 METRICS_LIMIT = 2_000  # of all executors of a graph together
 METRIC_CHARACTERS = 200
+POINTS_LIMIT = 32
+POINT_VALUES_LIMIT = 1_000  # of all points together
 COPIES_LIMIT = 100_000  # of blocks, between executors
 _COPY = ("block", "source", "target", "bytes")
 
@@ -763,6 +767,18 @@ def table(message: JSON, name: str) -> JSON:
         raise Nonsense(f"{name} is not a small table")
     cleaned: JSON = clean(value)
     return cleaned
+
+
+def points(message: JSON) -> list[list[Any]]:
+    """The metrics of some steps besides the newest: [step, metrics]."""
+    value = message.get("points", [])
+    if not isinstance(value, list) or len(value) > POINTS_LIMIT:
+        raise Nonsense("points is no short list")
+    if any(not isinstance(each, list) or len(each) != 2 for each in value):
+        raise Nonsense("a point is not [step, metrics]")
+    if sum(len(it) for _, it in value if isinstance(it, dict)) > POINT_VALUES_LIMIT:
+        raise Nonsense("points have too many values")
+    return [[number({"step": step}, "step"), metrics({"metrics": it})] for step, it in value]
 
 
 def metrics(message: JSON) -> JSON:

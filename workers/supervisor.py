@@ -1379,6 +1379,7 @@ class Supervisor(threading.Thread):
             raise Nonsense("progress without a seat")
         resident.stay.step = residents.number(message, "step")
         resident.stay.metrics = residents.metrics(message)
+        resident.stay.points = residents.points(message)
         resident.staged_us = residents.number(message, "staged_us")
         told = residents.number(message, "memory_bytes")
         spilled = residents.number({"spilled_bytes": 0, **message}, "spilled_bytes")

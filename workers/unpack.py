@@ -105,7 +105,7 @@ def _of_tar(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
 def _checked(name: str) -> PurePosixPath:
     path = PurePosixPath(unicodedata.normalize("NFC", name))
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        raise BadBundle(f"{name!r} does not lie inside the bundle")
+        raise BadBundle(f"{name!r} is outside the bundle")
     if len(path.parts) > DEPTH_LIMIT:
         raise BadBundle(f"{name!r} lies deeper than {DEPTH_LIMIT} folders")
     return path

@@ -344,6 +344,7 @@ def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
             "hold": min(task["hold"] for task in tasks),
             "bundle": str(request["descriptor"].get("bundle") or ""),
             "tasks": shown,
+            "notes": [*accepted.found.notes],
         }
     )
 

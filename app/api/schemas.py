@@ -327,6 +327,9 @@ class RequestOut(RequestSummary):
     )
     bundle: str
     tasks: list[TaskOut]
+    notes: list[str] = Field(
+        default=[], description="what looks like a mistake; only in the answer to a submission"
+    )
 
 
 class ValidatedTask(Out):
@@ -348,6 +351,7 @@ class Validated(Out):
     name: str
     tier: Tier
     tasks: list[ValidatedTask]
+    notes: list[str] = Field(default=[], description="what is allowed but looks like a mistake")
 
 
 class TimeSpentOut(Out):
@@ -356,8 +360,8 @@ class TimeSpentOut(Out):
     waited_s: float = Field(description="on no device: in line, blocked or held")
     switched_s: float = Field(description="promised a device, not yet running there")
     moved_s: float = Field(description="on its way to another device than the one before")
-    computed_s: float = Field(description="on its seat")
-    staged_s: float = Field(description="on its seat, standing still: its state was copied")
+    computed_s: float = Field(description="running on its device")
+    staged_s: float = Field(description="on its device, stopped while its state was copied")
 
 
 class Explained(Out):

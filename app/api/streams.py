@@ -81,7 +81,7 @@ class Read:
 @router.get(
     "/requests/{id}/events",
     response_model=Page[EventOut],
-    summary="What happened to it, oldest first",
+    summary="Events of a request, oldest first",
     responses=_ALSO_STREAMED,
 )
 def list_events(

@@ -74,7 +74,7 @@ def words_in(text: str | None, known: Any, name: str) -> list[str]:
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if unknown := [word for word in words if word not in get_args(known)]:
         listed = ", ".join(get_args(known))
-        raise BadInput.at(f"?{name}", f"{unknown[0]!r:.80} is none of {listed}", name)
+        raise BadInput.at(f"?{name}", f"must be one of {listed}; got {unknown[0]!r:.80}", name)
     return words
 
 
@@ -153,9 +153,7 @@ def _moves(task: Task) -> str:
 # --- what it did --------------------------------------------------------------------------------
 
 
-@router.get(
-    "/tasks/{id}/metrics", response_model=Page[MetricOut], summary="What its steps returned"
-)
+@router.get("/tasks/{id}/metrics", response_model=Page[MetricOut], summary="Metrics of a task")
 def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> dict[str, Any]:
     """Sampled, by step."""
     task = visible_task(session, caller, id)

@@ -181,7 +181,7 @@ def request_ended(body: MessageOut) -> None:
     "/webhooks",
     status_code=201,
     response_model=WebhookMade,
-    summary="Have an address told when requests end",
+    summary="Add a webhook",
     responses=declared(403, 409),
 )
 def create_webhook(

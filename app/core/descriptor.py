@@ -258,10 +258,12 @@ def _task(fields: Fields) -> TaskDescriptor:
     if task.run.kind == "command":
         _check_command(fields, task)
     if task.islands > 1 and not (task.run.kind == "graph" or task.devices.across_hosts):
-        told = "only a graph is cut into portions for several islands, and only a job's ranks that"
-        fields.fault("islands", f"{told} may lie `across_hosts` span them; leave it at 1")
+        told = "only a graph, or a job with devices.across_hosts, can use several islands; set 1"
+        fields.fault("islands", told)
     if task.from_checkpoint is not None and task.run.kind != "job":
-        fields.fault("from_checkpoint", f"only a job goes on from one, not a {task.run.kind}")
+        fields.fault(
+            "from_checkpoint", f"only a job can start from a checkpoint, not a {task.run.kind}"
+        )
     fields.close()
     return task
 
@@ -270,15 +272,15 @@ def _run(fields: Fields) -> Run:
     given = [kind for kind in RUNS if kind in fields.body]
     if fields.given and len(given) != 1:
         said = ", ".join(given) or "none of them"
-        fields.fault("", f"give exactly one of {', '.join(RUNS)}; this gives {said}")
+        fields.fault("", f"must have exactly one of {', '.join(RUNS)}; got {said}")
     rule = 'of the form "module:Name"'
     entries = {kind: fields.text(kind, "", ENTRY, rule) for kind in ("job", "function")}
     argv = fields.texts("command", None, "")
     graph = _graph(fields)
     if fields.body.get("command") == []:
-        fields.fault("command", "a command needs at least one word", "missing")
+        fields.fault("command", "must have at least one word", "missing")
     elif argv and not argv[0]:
-        fields.fault("command/0", "the first word is the program to run, and is empty here")
+        fields.fault("command/0", "the first word names the program to run and must not be empty")
     fields.close()
     if len(given) != 1:
         return Run(kind="job")
@@ -291,7 +293,7 @@ def _graph(fields: Fields) -> str | JSON:
         return name
     graph = fields.mapping("graph")
     if fields.body.get("graph") == {}:
-        fields.fault("graph/nodes", "nodes is missing", "missing")
+        fields.fault("graph/nodes", "nodes is required", "missing")
     return graph or ""
 
 
@@ -333,7 +335,7 @@ def _params(fields: Fields) -> JSON:
         fields.fault("params", told, "range")
     for name in params:
         if not WORD.fullmatch(name):
-            fields.fault(f"params/{escaped(name)}", f"a parameter's name is {WORD_RULE}")
+            fields.fault(f"params/{escaped(name)}", f"the name of a parameter must be {WORD_RULE}")
     return params
 
 
@@ -342,10 +344,12 @@ def _inputs(fields: Fields) -> dict[str, Source]:
     for port, said in fields.mapping("inputs").items():
         where = f"inputs/{escaped(port)}"
         if not WORD.fullmatch(port):
-            fields.fault(where, f"an input's name is {WORD_RULE}")
+            fields.fault(where, f"the name of an input must be {WORD_RULE}")
         source = source_of(said) if isinstance(said, str) else None
         if source is None:
-            fields.fault(where, 'an input is "TASK.OUTPUT", "datablock:NAME" or "…:NAME@VERSION"')
+            fields.fault(
+                where, 'must be "TASK.OUTPUT", "datablock:NAME" or "datablock:NAME@VERSION"'
+            )
         else:
             sources[port] = source
     return sources
@@ -375,11 +379,13 @@ def _publish(fields: Fields) -> dict[str, str]:
     for port, name in fields.mapping("publish").items():
         where = f"publish/{escaped(port)}"
         if not isinstance(outputs, list) or port not in outputs:
-            fields.fault(where, f"outputs does not name {port!r:.80}", "unknown-output")
+            fields.fault(where, f"{port!r:.80} is not in this task's outputs", "unknown-output")
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            fields.fault(where, f"a datablock's name is {NAME_RULE}")
+            fields.fault(where, f"the name of a datablock must be {NAME_RULE}")
         elif name in published.values():
-            fields.fault(where, f"another output of this task becomes {name!r} too", "twice")
+            fields.fault(
+                where, f"another output of this task is already published as {name!r}", "twice"
+            )
         else:
             published[port] = name
     return published
@@ -441,9 +447,13 @@ def _labels(fields: Fields) -> dict[str, str]:
     for name, value in labels.items():
         where = f"labels/{escaped(name)}"
         if not _LABEL.fullmatch(name):
-            fields.fault(where, "a label's name is 1 to 63 letters, digits, '.', '_', '/' and '-'")
+            fields.fault(
+                where, "the name of a label must be 1 to 63 letters, digits, '.', '_', '/' and '-'"
+            )
         if not isinstance(value, str) or len(value) > 255:
-            fields.fault(where, "a label's value is a text of at most 255 characters", "type")
+            fields.fault(
+                where, "the value of a label must be a text of at most 255 characters", "type"
+            )
     return labels
 
 
@@ -521,7 +531,7 @@ class Fields:
         self.body: JSON = body if isinstance(body, dict) else {}
         self._known: list[str] = []
         if given and not self.given:
-            self.fault("", f"an object is wanted here, this is {_kind(body)}", "type")
+            self.fault("", f"must be an object, not {_kind(body)}", "type")
 
     def fault(self, key: str, detail: str, code: str = "invalid") -> None:
         where = f"{self.pointer}/{key}" if key else self.pointer
@@ -530,7 +540,7 @@ class Fields:
     def require(self, *keys: str) -> None:
         for key in keys:
             if self.given and self.body.get(key) is None:
-                self.fault(key, f"{key} is missing", "missing")
+                self.fault(key, f"{key} is required", "missing")
 
     def close(self) -> None:
         """Every field that nobody read is unknown; the first of them are told, each with a hint."""
@@ -551,7 +561,7 @@ class Fields:
         if value is None:
             return default
         if not pattern.fullmatch(value):
-            self.fault(key, f"{_shown(value)} is not {rule}")
+            self.fault(key, f"must be {rule}; got {_shown(value)}")
             return default
         return value
 
@@ -560,11 +570,11 @@ class Fields:
         good: list[str] = []
         for n, value in enumerate(self._read(key, list, "a list") or []):
             if not isinstance(value, str):
-                self.fault(f"{key}/{n}", f"a text is wanted here, this is {_kind(value)}", "type")
+                self.fault(f"{key}/{n}", f"must be a text, not {_kind(value)}", "type")
             elif pattern is not None and not pattern.fullmatch(value):
-                self.fault(f"{key}/{n}", f"{_shown(value)} is not {rule}")
+                self.fault(f"{key}/{n}", f"must be {rule}; got {_shown(value)}")
             elif pattern is not None and value in good:
-                self.fault(f"{key}/{n}", f"{value!r} is here twice", "twice")
+                self.fault(f"{key}/{n}", f"{value!r} is listed twice", "twice")
             else:
                 good.append(value)
         return tuple(good)
@@ -575,9 +585,9 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, float) and not value.is_integer():
-            self.fault(key, f"{value} is not a whole number", "type")
+            self.fault(key, f"must be a whole number; got {value}", "type")
         elif not least <= value <= most:
-            self.fault(key, f"{value} does not lie from {least} to {most}", "range")
+            self.fault(key, f"must be from {least} to {most}; got {value}", "range")
         else:
             return int(value)
         return default
@@ -587,7 +597,7 @@ class Fields:
         if value is None:
             return default
         if not above < value <= most:
-            self.fault(key, f"{value} does not lie above {above:g} and up to {most:g}", "range")
+            self.fault(key, f"must be above {above:g} and at most {most:g}; got {value}", "range")
             return default
         return float(value)
 
@@ -599,7 +609,7 @@ class Fields:
         value = self._read(key, str, "a text")
         if value is None or value in words:
             return value or default
-        self.fault(key, f"{_shown(value)} is none of {', '.join(words)}")
+        self.fault(key, f"must be one of {', '.join(words)}; got {_shown(value)}")
         return default
 
     def time(self, key: str) -> float | None:
@@ -613,7 +623,7 @@ class Fields:
                 return at.astimezone(UTC).timestamp()  # it has to have a year there, too
         except (ValueError, OverflowError):
             pass  # told below, like a time without an offset
-        self.fault(key, f"{_shown(value)} is no time like 2026-01-31T18:00:00+01:00")
+        self.fault(key, f"must be a time like 2026-01-31T18:00:00+01:00; got {_shown(value)}")
         return None
 
     def mapping(self, key: str) -> JSON:
@@ -624,9 +634,9 @@ class Fields:
         """The items of a list with their pointers."""
         value = self._read(key, list, "a list")
         if value is None and self.given and self.body.get(key) is None:
-            self.fault(key, f"{key} is missing", "missing")
+            self.fault(key, f"{key} is required", "missing")
         elif value is not None and not least <= len(value) <= most:
-            self.fault(key, f"{len(value)} {key}; from {least} to {most} are allowed", "range")
+            self.fault(key, f"must have from {least} to {most} items; got {len(value)}", "range")
         return [(f"{self.pointer}/{key}/{n}", item) for n, item in enumerate((value or [])[:most])]
 
     def inside(self, key: str) -> Fields:
@@ -643,7 +653,7 @@ class Fields:
             return None
         if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
             return value
-        self.fault(key, f"{wanted} is wanted here, this is {_kind(value)}", "type")
+        self.fault(key, f"must be {wanted}, not {_kind(value)}", "type")
         return None
 
 

@@ -267,7 +267,7 @@ class ResidentView:
     is where its memory lies (`workers.residency`): `on_device_bytes` is what it is counted for
     there, `host_bytes` what its images take of host memory.  `lacks` is the input for which it
     stands still, and of which it was not told yet where it lies, and those that came straight and
-    of which it was not told yet what they are.
+    of which it was not told yet what they are.  `points` are the metrics of steps before `step`.
     """
 
     task: str
@@ -283,6 +283,7 @@ class ResidentView:
     host_bytes: int = 0
     lacks: list[str] = field(default_factory=list)
     metrics: JSON = field(default_factory=dict)
+    points: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ def defaults(kind: str, *, threads: int = 1) -> JSON:
 def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault, ...]:
     """What is wrong with parameters for a device of `kind`; they need not name all of them."""
     if not isinstance(params, dict):
-        return (Fault(pointer, "an object of parameters is wanted here", "type"),)
+        return (Fault(pointer, "must be an object of parameters", "type"),)
     known = defaults(kind)
     faults: list[Fault] = []
     for name, value in params.items():
@@ -80,11 +80,11 @@ def _unknown(name: str, kind: str) -> tuple[str, str]:
 
 def _wrong(parameter: Parameter, value: object) -> tuple[str, str] | None:
     if type(value) is not parameter.kind:
-        return f"{value!r} is not of type {parameter.kind.__name__}", "type"
+        return f"must be of type {parameter.kind.__name__}; got {value!r}", "type"
     if parameter.words and value not in parameter.words:
-        return f"{value!r} is none of {', '.join(parameter.words)}", "invalid"
+        return f"must be one of {', '.join(parameter.words)}; got {value!r}", "invalid"
     if isinstance(value, int) and parameter.most and not parameter.least <= value <= parameter.most:
-        return f"{value} does not lie from {parameter.least} to {parameter.most}", "range"
+        return f"must be from {parameter.least} to {parameter.most}; got {value}", "range"
     return None
 
 

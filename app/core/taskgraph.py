@@ -213,10 +213,12 @@ def _check_ports(fields: Fields, node: Node) -> None:
     """What one node alone can get wrong."""
     for port in node.map:
         if port not in node.inputs:
-            fields.fault("map", f"it maps over {port!r}, which is none of its inputs", "unbound")
+            fields.fault(
+                "map", f"map names {port!r}, which is not an input of this node", "unbound"
+            )
     for port in node.tensors:
         if port not in node.inputs and port not in node.outputs:
-            fields.fault(f"tensors/{port}", f"{port!r} is none of its ports", "unbound")
+            fields.fault(f"tensors/{port}", f"{port!r} is not a port of this node", "unbound")
     for n, port in enumerate(node.inout):
         if port not in node.inputs or port not in node.outputs:
             told = f"{port!r} is read and written, so inputs and outputs must both name it"
@@ -234,7 +236,7 @@ def _inputs(fields: Fields) -> dict[str, Binding]:
     for port, said in fields.mapping("inputs").items():
         where = f"inputs/{escaped(port)}"
         if not WORD.fullmatch(port):
-            fields.fault(where, f"an input's name is {WORD_RULE}")
+            fields.fault(where, f"the name of an input must be {WORD_RULE}")
         listed = said if isinstance(said, list) else [said]
         wrong = [n for n, one in enumerate(listed) if not _is_source(one)]
         for n in wrong:
@@ -274,7 +276,7 @@ def _params(fields: Fields) -> JSON:
     params = fields.mapping("params")
     for name in params:
         if not WORD.fullmatch(name):
-            fields.fault(f"params/{escaped(name)}", f"a parameter's name is {WORD_RULE}")
+            fields.fault(f"params/{escaped(name)}", f"the name of a parameter must be {WORD_RULE}")
     return params
 
 

@@ -100,6 +100,16 @@ def _is_place_of_task(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and is_id(value[0]) and _is_count(value[1])
 
 
+def _is_point(value: Any) -> bool:
+    """[step, metrics]"""
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and _is_count(value[0])
+        and isinstance(value[1], dict)
+    )
+
+
 is_id, is_word, is_address = _text(_ID), _text(_WORD), _text(_ADDRESS)
 _is_hash, _is_bundle = _text(_HASH), _text(_HASH, or_none=True)
 _RUNS: dict[str, Check] = {
@@ -192,6 +202,7 @@ FIELDS: dict[str, Check] = {
     "drop": _each(_is_place_of_task),
     "ahead": _each(_AHEAD),
     "hung": _each(_is_place_of_task),
+    "points": _each(_is_point),
     "peers": _each(_is_hash),
     "secret": _is_bundle,
     "facts": _FACTS,

@@ -194,7 +194,7 @@ def change_keys(
 def _ends(days: str) -> str | None:
     """Raises BadInput for what the page does not offer."""
     if _seconds(days) not in LIVES:
-        raise BadInput.at("/days", f"{days!r:.20} is none of the times offered", "range")
+        raise BadInput.at("/days", f"{days!r:.20} is not one of the choices", "range")
     return (datetime.now(UTC) + timedelta(days=int(days))).isoformat() if int(days) else None
 
 

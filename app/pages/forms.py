@@ -65,7 +65,7 @@ def check(request: Request, token: Annotated[str, Form()] = "") -> None:
 def chosen(do: str, known: Mapping[str, Choice]) -> Choice:
     """What the button that was pressed stands for; raises BadInput."""
     if do not in known:
-        raise BadInput.at("/do", f"{do!r:.40} is none of {', '.join(known)}", "unknown")
+        raise BadInput.at("/do", f"must be one of {', '.join(known)}; got {do!r:.40}", "unknown")
     return known[do]
 
 

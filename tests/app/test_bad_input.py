@@ -257,7 +257,8 @@ def test_a_bad_key_opens_nothing(header, as_, rows):
     answer = as_("").post("/v1/requests", json=descriptor(), headers=headers)
     problem(answer, 401, "unauthenticated")
     assert answer.headers["www-authenticate"] == "Bearer"
-    assert rows() == before
+    changed = {table for table, rows_now in rows().items() if rows_now != before[table]}
+    assert changed <= {"audit_events"}  # some wrong keys are recorded
 
 
 @pytest.mark.parametrize(

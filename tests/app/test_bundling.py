@@ -143,14 +143,14 @@ def test_yaml_means_what_json_would_mean(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\na: 2", "'a' is here twice"),
+        ("a: 1\na: 2", "'a' is given twice"),
         ("- a", "a descriptor is a mapping, this is a list"),
         ("a: [1", "not YAML or JSON"),
         ("a: 1e999", "more than a number can hold"),
         ("a: !!python/object:os.system x", "not YAML or JSON"),
         ("a: &b [*b]", "not YAML or JSON"),
         ("a: !!set {x, y}", "not YAML or JSON"),
-        ("[1]: 2", "a name is wanted here"),
+        ("[1]: 2", "must be a name"),
     ],
 )
 def test_a_file_that_is_no_descriptor_says_where_and_what(

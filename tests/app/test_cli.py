@@ -1243,7 +1243,7 @@ class TestDatablocks:
             (("datablock:a", "datablock:b"), 2, "one of the two is datablock:NAME"),
             (("nowhere", "datablock:a"), 2, "nowhere cannot be read"),
             (("datablock:nothing", "x"), 5, "no datablock with id nothing"),
-            (("cli.txt", "datablock:a"), 2, "no safetensors or npy"),
+            (("cli.txt", "datablock:a"), 2, "must be .safetensors or .npy"),
         ],
     )
     def test_what_is_wrong_is_told(self, words, code, told, run, tmp_path):

@@ -36,6 +36,7 @@ from app.models import (
     Event,
     Island,
     LogLine,
+    Metric,
     Order,
     Placement,
     Request,
@@ -1090,6 +1091,18 @@ class TestPublish:
         assert publishing.state == "failed"
         assert self.versions(session) == []
         assert hear(session) is not None
+
+
+def test_metrics_of_steps_in_between_are_kept_once(session, running):
+    for step, points in ((3, [[1, {"loss": 4}], [2, {"loss": 2}]]), (3, [[1, {"loss": 4}]])):
+        seen = replace(view(running, "running", step=step), metrics={"loss": 1}, points=points)
+        hear(session, residents=[seen])
+    later = replace(
+        view(running, "running", step=4), metrics={"loss": 0}, points=[[9, {"loss": 8}]]
+    )
+    hear(session, residents=[later])
+    rows = session.execute(select(Metric.step, Metric.values).order_by(Metric.step)).all()
+    assert [(step, values["loss"]) for step, values in rows] == [(1, 4), (2, 2), (3, 1), (4, 0)]
 
 
 def test_a_metric_that_is_no_finite_number_is_told_when_it_becomes_so(session, running):

@@ -15,7 +15,7 @@ from sqlalchemy import func, select, text, update
 from app import intake
 from app.db import transaction
 from app.errors import QueueFull
-from app.models import Bundle, Event, Idempotency, Need, Request, Task, Tenant
+from app.models import Bundle, Event, Idempotency, Need, Preset, Request, Task, Tenant
 from tests.app.conftest import BUNDLE, descriptor, people, problem, sha256
 
 
@@ -115,6 +115,28 @@ class TestTier:
         assert red.post("/v1/requests:validate", json=descriptor()).json()["tier"] == "basic"
         body = red.post("/v1/requests", json=descriptor(tier=None)).json()
         assert (body["tier"], body["tasks"][0]["tier"]) == ("basic", "basic")
+
+
+class TestTypeWithoutPreset:
+    """A type may be any name; one that is spelled like a preset's type is told, not refused."""
+
+    @pytest.fixture(autouse=True)
+    def preset(self, session):
+        session.add(Preset(task_type="train", kind="cpu", params={}))
+        session.flush()
+
+    @pytest.mark.parametrize(
+        ("task_type", "meant"), [("trian", "train"), ("train", None), ("evaluate", None)]
+    )
+    def test_type_that_is_nearly_a_known_one_is_noted(self, task_type, meant, red):
+        body = descriptor()
+        body["tasks"][0]["type"] = task_type
+        for route, status in (("/v1/requests:validate", 200), ("/v1/requests", 202)):
+            answer = red.post(route, json=body)
+            assert answer.status_code == status
+            notes = answer.json()["notes"]
+            assert [meant] * len(notes) == [note.split("'")[-2] for note in notes]
+            assert bool(notes) == bool(meant)
 
 
 class TestMaxQueued:

@@ -279,7 +279,7 @@ def test_a_command_publishes_a_file_that_it_wrote(ground):
 
 def test_a_command_that_wrote_something_else_is_told_so(ground):
     event = failed(ground, shell("echo hello > t.npy"), outputs=["t"], publish=["t"])
-    assert "t.npy is published, and no safetensors or npy file" in event.message
+    assert "t.npy is to be published, but is not a safetensors or npy file" in event.message
 
 
 def test_a_resident_that_sends_no_tensors_is_ended(ground, monkeypatch):

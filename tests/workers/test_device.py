@@ -56,6 +56,20 @@ def test_what_a_job_returns_and_logs_are_its_metrics(ground):
     assert isinstance(ground.view("t1").metrics["loss"], float)
 
 
+def test_short_run_tells_the_metrics_of_every_step(ground):
+    seen = {}
+
+    def is_over():
+        view = ground.view("t1")
+        if view is not None:
+            seen.update(view.points)
+        return view is not None and view.state == "ended"
+
+    ground.launch("t1", "jobs:Count", params={"steps": 12, "nap_s": 0.001})
+    ground.until(is_over)
+    assert seen == {step: {"done": step} for step in range(1, 13)}
+
+
 def test_a_traceback_goes_to_its_owner(ground):
     ground.launch("t1", "jobs:Raise")
     failed = ground.event(Failed, "t1")
