@@ -168,10 +168,11 @@ class ControlGroups:
                 _try_to_join(parent / "probe")
             except OSError as error:
                 self.missing |= dict.fromkeys(hierarchy.limits, _reason(hierarchy, error))
-                self.left |= set() if _remove(parent) else {parent}
-                continue
+                standing = []
             if standing:
                 self.parents.append((hierarchy, parent))
+            else:  # nothing is limited here, so residents need no groups here
+                self.left |= set() if _remove(parent) else {parent}
             self.standing += standing
         self.standing = [name for name in CONTROLLERS if name in self.standing]
         self.missing = {k: v for k, v in self.missing.items() if k not in self.standing}
