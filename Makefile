@@ -15,7 +15,8 @@ up: setup  ## the same system, kept running until Ctrl-C
 	$(BIN)/python -m app.up
 
 test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not long"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder \
+	    --durations 30 -m "not gpu and not long"
 
 check: setup  ## form, types, who imports whom, and that the migrations give the models' schema
 	$(BIN)/ruff format --check .

@@ -47,6 +47,7 @@ Profile.load_profile("roundhouse")
 _FIRST = ("acceptance", "workers", "security", "pages")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Share out whole files over the test processes (`--dist loadgroup`), the slow ones first."""
     for item in items:
