@@ -15,7 +15,7 @@ up: setup  ## the same system, kept running until Ctrl-C
 	$(BIN)/python -m app.up
 
 test: setup browser  ## everything the project promises, but what needs a CUDA device (make gpu)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	    --durations 30 -m "not gpu and not long"
 
 check: setup  ## form, types, who imports whom, and that the migrations give the models' schema

@@ -47,11 +47,8 @@ Profile.load_profile("roundhouse")
 _FIRST = ("acceptance", "workers", "security", "pages")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Share out whole files over the test processes (`--dist loadgroup`), the slow ones first."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    """Put the slow folders first; `--dist loadfile` shares out whole files in this order."""
     items.sort(key=lambda item: _place_in_line(item.path))
 
 
