@@ -15,6 +15,7 @@ import json
 from collections.abc import Container, Iterable
 from typing import Any
 
+from app.core.descriptor import not_plain
 from app.core.messages import JSON, Alive, Answer, BadMessage, decode, encode
 from app.signing import HEARTBEAT, NEWS, BadSignature, Signer, unsealed
 
@@ -26,6 +27,7 @@ def sealed_heartbeat(signer: Signer, alive: Alive) -> str:
 def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
     """Raises BadSignature or BadMessage; `hosts` are the public keys of those that may speak."""
     key, body = _opened(text, HEARTBEAT, hosts)
+    _check_storable(body, text)
     alive = decode(body)
     if not isinstance(alive, Alive):
         raise BadMessage("it is no heartbeat")
@@ -77,7 +79,34 @@ def _opened(text: str, context: bytes, known: Container[str]) -> tuple[str, JSON
     key, _, sealed = text.partition("\n")
     if key not in known:
         raise BadSignature(f"{key[:16]!r} is no key that may sign it")
-    body = json.loads(unsealed(sealed.encode(), key=key, context=context))
+    try:
+        body = json.loads(
+            unsealed(sealed.encode(), key=key, context=context),
+            parse_constant=_refused,
+            parse_int=_int64,
+        )
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"it is not JSON: {error!s:.100}") from error
     if not isinstance(body, dict):
         raise BadMessage("it is no object")
     return key, body
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is not a number that JSON knows")
+
+
+def _int64(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (value := int(digits)) < 2**63:
+        raise ValueError(f"{digits:.30} is not a 64-bit integer")
+    return value
+
+
+_PERHAPS_UNSTORABLE = ("\\u0000", "\\ud", "\\uD")  # NUL, and halves of a surrogate pair
+
+
+def _check_storable(body: JSON, text: str) -> None:
+    """Raises BadMessage for texts that Postgres cannot hold; looks at each only if it must."""
+    if any(sign in text for sign in _PERHAPS_UNSTORABLE):
+        for fault in not_plain(body):
+            raise BadMessage(f"{fault.pointer}: {fault.detail}")

@@ -131,6 +131,36 @@ class TestHeartbeats:
             assert roster.objection(wrong)
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        '{"loss": NaN}',
+        '{"loss": -Infinity}',
+        f'{{"loss": 1{"0" * 400}}}',
+        '{"loss": 9223372036854775808}',
+        r'{"loss": "\ud800"}',
+        r'{"loss\u0000": 1}',
+        f'{{"loss": {"[" * 100_000}{"]" * 100_000}}}',
+        '{"loss": ',
+    ],
+    ids=lambda metrics: metrics[:24],
+)
+def test_heartbeat_of_a_known_host_that_postgres_cannot_hold_is_refused(island, metrics):
+    view = {"is": "ResidentView", "task": "t", "epoch": 1, "state": "running", "step": 1}
+    view |= {"held_us": 1, "order_seq": 1, "memory_bytes": 0, "metrics": "METRICS"}
+    body = json.dumps({**encode(beat(island)), "residents": [view]})
+
+    def sent(told):
+        sealed = island.sealed(body.replace('"METRICS"', told).encode(), HEARTBEAT)
+        return f"{island.public}\n{sealed.decode()}"
+
+    emoji = r'{"loss": "\ud83d\ude00 \\u0000"}'
+    kept = opened_heartbeat(sent(emoji), hosts={island.public}).residents[0].metrics
+    assert kept == {"loss": "\U0001f600 \\u0000"}
+    with pytest.raises(BadMessage):
+        opened_heartbeat(sent(metrics), hosts={island.public})
+
+
 def test_a_public_key_is_given_as_it_is_or_in_a_file(island, tmp_path):
     island.publish(tmp_path / "island.pub")
     assert public_key(island.public) == public_key(str(tmp_path / "island.pub")) == island.public
