@@ -30,7 +30,7 @@ from app.core.what_if import Setup, quantile, run
 from benchmarks import Target, quick, report
 
 NAME = "philly_82k_vc.csv.gz"
-TRACES = Path(__file__).parent.parent.parent / "shared" / "traces"
+TRACES = Path(__file__).parent / "traces"
 QUICK_JOBS = 20_000
 SWITCH_S = 60.0
 SLICE_S = 2 * SWITCH_S / 0.02
