@@ -44,7 +44,7 @@ from app.core.estimate import (
 )
 from benchmarks import Target, quick, report
 
-TRACE = Path(__file__).parent.parent.parent / "shared" / "traces" / "philly_82k_vc.csv.gz"
+TRACE = Path(__file__).parent / "traces" / "philly_82k_vc.csv.gz"
 DAY_S = 86_400.0
 HALF_LIFE_S = 7 * DAY_S
 LEARN_FROM_S, TRAIN_S = 30 * DAY_S, 60 * DAY_S
