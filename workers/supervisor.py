@@ -1,20 +1,21 @@
-"""The supervisor of one device: it owns the seat, and everything that lives there.
+"""Supervises one device: owns its slot and all residents that live there.
 
-At most one resident steps at a time: it has the seat.  Others wait in memory, paused or prepared,
-or for their turn: of those who share the device (`core.rota`) each has it for some milliseconds.
-Orders and answers only put a message into the supervisor's inbox; one long-lived thread does
-everything, and everything that it spawned dies with it.
+At most one resident steps at a time: the one that holds the slot.  The other residents stay in
+memory: paused, prepared, or between their slices.  Tasks that share the device (`core.rota`) hold
+the slot in turn, some milliseconds each.  Orders and answers only put a message into the
+supervisor's inbox.  One long-lived thread does everything.  All processes that it spawned die with
+it.
 
-What always holds:
-* this process speaks for the device only once it holds the device's lock, which no resident can
-  reach, and every resident that was written down (`workers.births`) has ended;
-* a stale or doubled order changes nothing, and an order alone seats nobody unless it is fresh: the
-  island must have answered a report that named the resident;
-* nothing steps past the trust that the island's answers give, and what cannot stop is killed when
-  the lease ends;
-* what happened is reported until it is acknowledged.
+Invariants:
+* The process speaks for the device only while it holds the device's lock, which no resident can
+  reach, and after every recorded resident (`workers.births`) has ended.
+* A stale or repeated order changes nothing.  An order alone gives no task the slot unless the order
+  is fresh: otherwise the island must first have answered a report that names the resident.
+* No job steps past the trust deadline that the island's answers set.  A job that cannot stop is
+  killed when the lease ends.
+* Every event is reported until the island acknowledges it.
 
-No torch, no database, and no tenant's bytes are interpreted here.
+This module imports no torch, opens no database and interprets no bytes of a tenant.
 """
 
 from __future__ import annotations
@@ -80,31 +81,33 @@ log = logging.getLogger(__name__)
 JSON = dict[str, Any]
 
 LOCK_WAIT_S = 30.0
-DRAIN_S = 8.0  # to pause and store what is held when the worker stops
-HANDOVER_US = 2_000_000  # how long a successor may take to get ready beside who gives way
-PREPARE_US = 120_000_000  # to import a tenant's code and restore its image
+DRAIN_S = 8.0  # seconds to pause and save all jobs when the worker stops
+HANDOVER_US = 2_000_000  # how long a successor may prepare while its predecessor still runs
+PREPARE_US = 120_000_000  # limit to import a tenant's code and restore its image
 SAVE_AGAIN_US = 5_000_000
-SQUEEZE_US = 1_000_000  # so long one who shares the device waits for room beside the others
-ROOM_WITHIN_US = 10_000_000  # so long somebody waits for room among commands that are frozen
-REMEMBERED = 10_000  # tasks whose newest epoch, or image, is known; the island stops older epochs
-MUTED_US = 50_000  # how long a resident whose log is full is not read from
-SEND_AGAIN_US = 20_000  # so soon it is tried again to send to a process that did not read
-READS_AT_THE_END = 32  # of what an ended process printed or said
+SQUEEZE_US = 1_000_000  # how long a co-located task waits for memory before another one yields
+ROOM_WITHIN_US = 10_000_000  # how long a task waits for memory that frozen commands hold
+REMEMBERED = 10_000  # tasks with known newest epoch or image; the island stops older epochs
+MUTED_US = 50_000  # how long the output of a resident with a full log is not read
+SEND_AGAIN_US = 20_000  # until the next attempt to send to a process that did not read
+READS_AT_THE_END = 32  # reads of each stream of an ended process
 BULK_TIMEOUT_S = 60.0
-SAVES_AT_ONCE = 2  # of one process: one output that comes, and one that becomes durable
-LIES_BYTES = 1 << 20  # an output of so many is given back to who made it, as a file
+SAVES_AT_ONCE = 2  # per process: one output being read, one becoming durable
+LIES_BYTES = 1 << 20  # outputs of at least this size go back to their producer as a file
 ZYGOTE_AGAIN_S = 1.0
 
-#: Ends after which nothing more is taken from a process.
+#: Kill reasons after which no further messages of the process are read.
 _MAY_SAY_NO_MORE = frozenset({"nonsense", "flood", "deaf"})
-#: Ends that are told to nobody: the island sees that the resident is not there any more.
+#: Kill reasons without an event: the island sees that the resident is gone.
 _SILENT = frozenset(
     {"evicted", "dropped", "replaced", "lease", "zygote", "leaving", "unfetched", "unsure"}
 )
 
 
 class Supervisor(threading.Thread):
-    """Everything here runs in its own thread, but `receive` and `stop`."""
+    """Runs one device.  All methods except `receive`, `stop` and those marked otherwise run in its
+    thread.
+    """
 
     def __init__(
         self, house: House, transport: Transport, *, on_fatal: Callable[[], None] = lambda: None
@@ -119,11 +122,11 @@ class Supervisor(threading.Thread):
         self.facts: JSON = {}
         self.walls: list[str] = []
         self.residents: dict[int, Resident] = {}
-        self.read_from: list[Resident] = []  # gone, but a thread still stores what they left
+        self.read_from: list[Resident] = []  # ended, but a thread still stores their data
         self.stays: dict[tuple[str, int], Stay] = {}
-        self.newest: dict[str, tuple[int, int]] = {}  # task -> the latest Launch: epoch, seq
-        self.kept: dict[str, tuple[int, JSON]] = {}  # task -> epoch, its newest image
-        self.fetched: list[tuple[Stay, Fetched]] = []  # wait for room
+        self.newest: dict[str, tuple[int, int]] = {}  # task -> epoch and seq of its latest Launch
+        self.kept: dict[str, tuple[int, JSON]] = {}  # task -> epoch and its newest image
+        self.fetched: list[tuple[Stay, Fetched]] = []  # fetched, waiting for memory
         self.residency = Residency(
             house,
             self.residents,
@@ -147,29 +150,30 @@ class Supervisor(threading.Thread):
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._hands = ThreadPoolExecutor(house.residents_max + 4, "hands")
-        # What a tenant left may be much: neither to remove nor to close it keeps others waiting.
+        # A tenant's leftovers can be large: removing or closing them must not block other work.
         self._sweeper = ThreadPoolExecutor(1, "sweeper")
         self._closer = ThreadPoolExecutor(1, "closer")
-        self.unheard: list[Resident] = []  # of whose words a part was heard in this round
+        self.unheard: list[Resident] = []  # with messages left to read in the next round
         self.watchdog = Watchdog(self._end_at_once)
-        self.hearing: Resident | None = None  # whose messages are taken in at this moment
-        self.hung: list[Any] = []  # what made the device worker before hang, until it is told
+        self.hearing: Resident | None = None  # the sender of the messages being processed now
+        self.hung: list[Any] = []  # tasks that made the previous worker hang, until reported
         self._lock_fd = -1
-        self.uids: UidRange | None = None  # only root can give others
+        self.uids: UidRange | None = None  # None unless run by root, which can assign other uids
         self.groups = cgroups.ControlGroups("", house.bounds)
-        self.template: Path | None = None  # of scratch folders, where these have a bound
-        self.unlimited: dict[str, str] = {}  # limits that do not stand here, and why
+        # file system image of scratch folders, if their size is limited
+        self.template: Path | None = None
+        self.unlimited: dict[str, str] = {}  # limit not enforced on this device -> reason
         self.facts = house.facts
 
     # --- from other threads ---
 
     def receive(self, message: Any) -> None:
-        """Take in an order, an answer, or a call to be made in this thread."""
+        """Queue an order, an answer, or a function to be called in the supervisor's thread."""
         self.inbox.put(message)
         os.eventfd_write(self._woken, 1)
 
     def stop(self, timeout_s: float = DRAIN_S + 2.0) -> None:
-        """Pause and durably save what is held, say so, and end everything."""
+        """Pause and durably save all jobs, report that, and end everything."""
         self.receive(self._begin_to_leave)
         self.join(timeout_s)
 
@@ -193,7 +197,9 @@ class Supervisor(threading.Thread):
             self._move_out()
 
     def _end_at_once(self) -> None:
-        """From the watchdog: this thread may never answer again, so all that it holds ends here."""
+        """Kill all residents and the zygote.  The watchdog's thread calls this when the supervisor
+        hangs.
+        """
         try:
             self._write_down_why()
         except OSError:
@@ -213,13 +219,13 @@ class Supervisor(threading.Thread):
             hung.write_down(self._hung_file, tasks)
 
     def _forget_why(self) -> None:
-        """The island has heard what made the device worker before hang."""
+        """Forget the tasks that made the previous worker hang, as the island has heard of them."""
         if self.hung:
             self.hung = []
             self._hung_file.unlink()
 
     def _round(self) -> None:
-        # 1. Hear: residents, the zygote, whatever was put into the inbox.
+        # 1. Read messages of residents, the zygote and the inbox.
         timeout_s = self._timeout_s()
         self.watchdog.rests()
         ready = self._selector.select(timeout_s)
@@ -231,14 +237,14 @@ class Supervisor(threading.Thread):
             self._resident_says(resident)
         while not self.inbox.empty():
             self._hear(self.inbox.get())
-        # 2. What time alone changes.
+        # 2. Apply deadlines.
         self._keep_time(now_us())
-        # 3. Who comes in, who gives way, and who sits.
+        # 3. Start processes, let tasks yield, and fill the slot.
         self._make_room()
         self._give_way()
         self._end_turn()
         self._seat_next()
-        # 4. Say what is new.
+        # 4. Report changes.
         self._report_if_due()
 
     def _hear(self, message: Any) -> None:
@@ -266,7 +272,7 @@ class Supervisor(threading.Thread):
         for name in ("code", "scratch"):
             self._sweeper.submit(remove_tree, set_aside(self.house.folder / name))
             make_private(self.house.folder / name)
-        for folder in self._passages[1:]:  # an earlier version let everybody read them
+        for folder in self._passages[1:]:  # an earlier version made them readable for all users
             folder.chmod(stat.S_IMODE(folder.stat().st_mode) & PASSAGE)
         self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
         self.links.listen()
@@ -280,7 +286,9 @@ class Supervisor(threading.Thread):
         self._start_zygote()
 
     def _reserve_uids(self) -> None:
-        """Host-wide; in a container that cannot write there, among the devices of this home."""
+        """Reserve a range of uids on the host; in a container that cannot, among the devices of
+        this home.
+        """
         run = self.house.run.absolute()
         folders = (uids.HOST_FOLDER, run / "uids")
         try:
@@ -289,7 +297,7 @@ class Supervisor(threading.Thread):
             raise CannotServe(str(error)) from error
 
     def _make_template(self) -> None:
-        """The file system that a scratch folder begins as, where one can be mounted."""
+        """Make the file system image that scratch folders start from, where one can be mounted."""
         if self.house.sandbox == "off":
             self.unlimited["disk"] = "the sandbox is off"
             return
@@ -332,9 +340,9 @@ class Supervisor(threading.Thread):
         return done or now_us() >= self.stop_by_us
 
     def _say_goodbye(self) -> None:
-        """The last report: everything that happened, nobody here, the lease given back."""
+        """Send the last report: all events, no residents, and the lease given back."""
         self.pulse.flush(1.0)
-        for _ in range(2):  # twice, because nobody will ask again
+        for _ in range(2):  # twice, as no later report repeats it
             self.pulse.say(self._alive(leaving=True))
             self.pulse.flush(1.0)
 
@@ -342,7 +350,7 @@ class Supervisor(threading.Thread):
         if self.zygote is not None:
             self.zygote.end()
         self.pulse.end()
-        self._hands.shutdown(cancel_futures=True)  # whoever they listened to is dead
+        self._hands.shutdown(cancel_futures=True)  # their peers are dead
         for resident in self.residents.values():
             resident.close()
             self._closer.submit(resident.wire.close)
@@ -408,7 +416,9 @@ class Supervisor(threading.Thread):
         self.rhythm.happened = True
 
     def _judge_sandbox(self) -> None:
-        """Raises CannotServe, after the island was told: nothing is ever launched here then."""
+        """Raise CannotServe if a required layer is missing; the island is told first and launches
+        nothing.
+        """
         self.facts |= {"sandbox": self.walls, "sandbox_mode": self.house.sandbox}
         lacking = layers.missing(self.walls)
         if self.house.sandbox == "required" and lacking:
@@ -419,7 +429,9 @@ class Supervisor(threading.Thread):
             log.warning("%s", "\n".join(layers.warning([(self.house.device, self._sandbox)])))
 
     def _judge_limits(self, unbounded: str) -> None:
-        """Say which limits hold for residents here; `unbounded`: why scratch folders have none."""
+        """Report the limits that residents have here.  `unbounded`: why scratch folders have no
+        limit.
+        """
         if unbounded:
             self.template = None
             self.unlimited.setdefault("disk", unbounded)
@@ -433,7 +445,7 @@ class Supervisor(threading.Thread):
         return layers.Sandbox.of(self.facts)
 
     def _zygote_gone(self) -> None:
-        """Whatever it forked died with it.  Our fault: no task is said to have failed."""
+        """Replace a zygote that died.  Its residents died with it; no task counts as failed."""
         assert self.zygote is not None
         log.error("the zygote of %s died; it is replaced", self.house.device)
         self._selector.unregister(self.zygote.wire)
@@ -442,13 +454,13 @@ class Supervisor(threading.Thread):
         for resident in list(self.residents.values()):
             self._doom(resident, "zygote")
             if resident.pidfd is None:
-                self._exited(resident, -9)  # it was not let begin
+                self._exited(resident, -9)  # its process never began
             else:
                 self._await_end(resident, resident.pidfd)
         self.zygote_due_us = now_us() + int(ZYGOTE_AGAIN_S * 1e6)
 
     def _await_end(self, resident: Resident, pidfd: int) -> None:
-        """A killed process is gone when its descriptor says so; that takes a moment."""
+        """Handle the end of a killed process when its pidfd reports it, which takes a moment."""
 
         def ended() -> None:
             self._selector.unregister(pidfd)
@@ -465,9 +477,9 @@ class Supervisor(threading.Thread):
             return
         stay = self.stays.get((order.task, order.epoch))
         if stay is None or order.seq <= stay.order_seq:
-            return  # not known yet, in which case it is sent again, or long obeyed
+            return  # unknown as yet (the island resends it), or already obeyed
         if isinstance(order, Cancel):
-            stay.order_seq = order.seq  # whatever it overtook does not matter any more
+            stay.order_seq = order.seq  # orders that it overtook no longer matter
             self._cancel(stay)
             return
         stay.early[order.seq] = order
@@ -477,7 +489,7 @@ class Supervisor(threading.Thread):
 
     def _obey(self, stay: Stay, order: Order) -> None:
         if isinstance(order, Pause) and order.successor and stay.state == "running":
-            self.rhythm.chatter = True  # soon it is told that it has paused
+            self.rhythm.chatter = True  # its Paused event follows soon
             stay.successor, stay.yield_by_us = order.successor, now_us() + HANDOVER_US
             return
         self.rhythm.happened = True
@@ -492,7 +504,7 @@ class Supervisor(threading.Thread):
 
     def _launch(self, launch: Launch) -> None:
         if launch.incarnation not in ("", self.house.incarnation):
-            return  # for a process before us, which it was sent to
+            return  # for an earlier process of this device
         number = launch.epoch, launch.seq
         if number <= self.newest.get(launch.task, (0, 0)) or self.stop_by_us is not None:
             return
@@ -500,8 +512,8 @@ class Supervisor(threading.Thread):
         launch = self._with_newest_image(launch)
         stay = Stay.of(launch, now_us())
         stay.is_confirmed = self._is_sure(launch)
-        self.rhythm.chatter = True  # it is soon told that it has the seat
-        # Who is beside others needs to be told its share.
+        self.rhythm.chatter = True  # its Started event follows soon
+        # The island sends a co-located task its share only after a report that names the task.
         self.rhythm.happened |= not stay.is_confirmed or launch.beside
         self.stays[stay.key] = stay
         if not stay.is_outpost:
@@ -522,8 +534,11 @@ class Supervisor(threading.Thread):
         )
 
     def _with_newest_image(self, launch: Launch) -> Launch:
-        """The island may have launched it again before it heard what the epoch before kept here, of
-        which nothing else is left by now.
+        """Return the launch with the image that its previous epoch stored here, if that image is
+        newer.
+
+        The island may have sent the launch before it heard of that image.  The process that made
+        the image is gone by now.
         """
         if launch.host or launch.task not in self.kept:
             return launch
@@ -532,18 +547,22 @@ class Supervisor(threading.Thread):
         return replace(launch, images=[image, *launch.images]) if is_next else launch
 
     def _hear_what_came(self, stay: Stay, launch: Launch) -> None:
-        """A launch says of inputs that came straight what they are, as `Given` does."""
+        """Confirm unconfirmed inputs that the launch names with the same hash, as `Given` does."""
         for port, straight in [*stay.unsure.items()]:
             if launch.inputs.get(port, {}).get("sha256") == straight.sha256:
                 stay.is_sure(port)
 
     def _is_sure(self, launch: Launch) -> bool:
-        """The island cannot have given it away meanwhile: its answer could only be "keep"."""
+        """True if the island cannot have given the task to another device: it could only answer
+        "keep".
+        """
         mine = launch.incarnation == self.house.incarnation
         return mine and now_us() < launch.surely_until_us
 
     def _living(self, task: str) -> Resident | None:
-        """Not an outpost: that ends when its home does."""
+        """Return the task's living resident, if any.  Remote ranks don't count: they end with their
+        coordinator host.
+        """
         living = (r for r in self.residents.values() if r.task == task and not r.doom)
         return next((r for r in living if not r.stay.is_outpost), None)
 
@@ -560,7 +579,7 @@ class Supervisor(threading.Thread):
     # --- hosts of a gang ---
 
     def _expect(self, stay: Stay, seats: list[int], how: JSON) -> None:
-        """All of its hosts are to connect; then it is seated, or resized."""
+        """Wait for all hosts of the task's gang to connect; then the task starts or is resized."""
         self._expect_no_more(stay)
         if len(seats) == 1:
             self._linked(stay, [])
@@ -583,7 +602,7 @@ class Supervisor(threading.Thread):
             transfer.close_all(fds)
 
     def _give_up(self, stay: Stay) -> None:
-        """A host of its gang does not connect."""
+        """Stop waiting for a host of the task's gang that did not connect in time."""
         self._expect_no_more(stay)
         if stay.wanted is not None:
             stay.wanted = None
@@ -595,7 +614,7 @@ class Supervisor(threading.Thread):
         self.rhythm.happened = True
 
     def _join_home(self, resident: Resident) -> None:
-        """Our side of it: the process of an outpost is there."""
+        """Connect to the coordinator host, now that the process of the remote ranks exists."""
         stay, launch = resident.stay, resident.stay.launch
         home, secret = launch.links["home"], launch.links["secret"]
         self._aside(
@@ -623,7 +642,7 @@ class Supervisor(threading.Thread):
             off_the_seat, stay.state = stay.is_off_the_seat, "pausing"
             resident.send("pause", **self.residency.with_pause(resident, now_us()))
             if stay.moves:
-                resident.send("save")  # at once: whoever is paused else may take its time
+                resident.send("save")  # without delay, as another device waits for the image
             if off_the_seat:
                 self._paused(resident)
         elif stay.state == "seating" and resident is None:
@@ -637,7 +656,7 @@ class Supervisor(threading.Thread):
     def _save(self, stay: Stay) -> None:
         resident = stay.resident
         if resident is None or stay.state not in ("running", "paused"):
-            return  # a Pause that is under way saves too
+            return  # a Pause in progress also saves
         if stay.state == "paused" and resident.saved and resident.saved.step == stay.step:
             self._tell_saved(stay, resident.saved)
         else:
@@ -666,7 +685,7 @@ class Supervisor(threading.Thread):
     def _answered(self, answer: Answer) -> None:
         if not self._is_new(answer):
             return
-        # What must go goes before anything may go on: it may run elsewhere by now.
+        # Drop tasks first: they may run elsewhere by now.
         for task, epoch in answer.drop:
             self._drop(task, epoch)
         for task, epoch in answer.keep:
@@ -691,18 +710,19 @@ class Supervisor(threading.Thread):
             self._given(given)
         self._may_stay(is_wanted=answer.wanted)
         self.lookout.expect(answer.expect, here=[task for task, _ in self.stays])
-        self.rhythm.chatter |= bool(answer.expect)  # soon more of it will be here
+        self.rhythm.chatter |= bool(answer.expect)  # more of it will soon be prefetched
 
     def _is_new(self, answer: Answer) -> bool:
-        """It is for this process, and no answer to a later report came before: that said all that
-        still holds, so an answer that is late, or is sent once more, changes nothing.
+        """True if the answer is for this process and newer than any before.
+
+        A newer answer has said all that still holds, so a late or repeated answer changes nothing.
         """
         ours = (self.house.device, self.house.incarnation)
         is_late = answer.sent_us <= self.lease.answered_us
         return (answer.device, answer.incarnation) == ours and not is_late
 
     def _may_stay(self, *, is_wanted: bool) -> None:
-        """Who stands still on the seat may do so for longer, as long as nobody else wants it."""
+        """Tell a task that waits for an input how long it may hold the slot."""
         if self.seat is None or not self.seat.stay.stands_still:
             return
         on_it = self.seat.stay
@@ -712,13 +732,13 @@ class Supervisor(threading.Thread):
             if stay is not on_it
         )
         self.seat.send("patience", s=self.house.patience_s if is_wanted else self.house.at_rest_s)
-        self.rhythm.chatter = True  # somebody may come
+        self.rhythm.chatter = True  # another task may be launched here
 
     def _drop(self, task: str, epoch: int) -> None:
         stay = self.stays.pop((task, epoch), None)
         if stay is not None and stay.state != "ended":
             self._vanish(stay, "dropped")
-        for resident in self.residents.values():  # outposts whose place another one has taken
+        for resident in self.residents.values():  # remote ranks that another device has replaced
             if resident.stay.is_outpost and resident.stay.key == (task, epoch):
                 self._doom(resident, "dropped")
 
@@ -747,10 +767,10 @@ class Supervisor(threading.Thread):
             self._start_zygote()
 
     def _flush(self, resident: Resident, now: int) -> None:
-        """Send what it did not read at once; a process that never reads is ended."""
+        """Send again what the process did not read; kill a process that never reads."""
         if resident.doom or resident.wire.unread_since_us is None:
             return
-        with contextlib.suppress(OSError):  # it is dying: its exit will be reported
+        with contextlib.suppress(OSError):  # it is dying; its exit will be reported
             resident.wire.flush()
         if resident.is_deaf(now):
             log.warning("task %s does not read what it is sent", resident.task)
@@ -762,12 +782,12 @@ class Supervisor(threading.Thread):
                 self._give_up(stay)
             asked_us = stay.unsure_us + residents.TOLD_US
             self.rhythm.happened |= self.rhythm.sent_us < asked_us <= now
-            # Whom nobody answers cannot be told.
+            # Only an answered report counts: without answers the device cannot learn the hash.
             if min(now, self.lease.answered_us) >= stay.unsure_us + residents.UNSURE_US:
                 self._void(stay, "its island says nothing of it")
 
     def _unsure_due_us(self, stay: Stay) -> int:
-        """When it asks, or else gives up."""
+        """Return when to ask the island about unconfirmed inputs or, if asked, when to give up."""
         asked_us = int(stay.unsure_us) + residents.TOLD_US
         if self.rhythm.sent_us < asked_us:
             return asked_us
@@ -816,7 +836,7 @@ class Supervisor(threading.Thread):
     # --- room and seat ---
 
     def _make_room(self) -> None:
-        """For those who are here and whose memory is away, then for those who are not here yet."""
+        """Find memory for residents that are off the device, then for tasks without a process."""
         now = now_us()
         if not self.residency.look(now):
             self._end_a_frozen(now)
@@ -836,20 +856,21 @@ class Supervisor(threading.Thread):
                 self.fetched.remove(here)
                 self._spawn(stay, fetched)
             elif self.rota.is_heir(stay.launch.task):
-                self._pause(stay)  # nobody gives way to it: it comes again when it is its turn
+                # no task yields to a standby task: it is launched again when its turn comes
+                self._pause(stay)
             else:
                 self._end_a_frozen(now)
                 self._squeeze(now)
                 return
 
     def _squeeze(self, now: int) -> None:
-        """Not all who are to share the device fit beside each other: the best served gives way."""
+        """Pause the best served task if not all that share the device fit in its memory."""
         beside = [s for s in self.stays.values() if s.state == "seating" and s.launch.beside]
         waits = [stay for stay in beside if not self.rota.is_heir(stay.launch.task)]
         if not self.residency.lacks or not waits:
             return
         if any(r.stay.state == "pausing" or r.level == "leaving" for r in self.residency.living):
-            return  # somebody does already
+            return  # one is letting go of memory already
         here = {r.task: r.stay for r in self._sharers() if r.stay.state == "running"}
         newest_us = max(stay.arrived_us for stay in (*waits, *here.values()))
         if here and now >= newest_us + SQUEEZE_US:
@@ -857,9 +878,11 @@ class Supervisor(threading.Thread):
             self._pause(here[self.rota.most_of(among, self._held_us(now))])
 
     def _end_a_frozen(self, now: int) -> None:
-        """The last resort, where the seat would stay empty for ever: one command begins again.
+        """End a frozen command to make room, as the last resort where the slot would stay empty for
+        ever.
 
-        It is the longest paused whose working folder is durable, and somebody waited for a while.
+        The chosen command is the one paused longest among those with a durable working folder, once
+        a task has waited for ROOM_WITHIN_US.  The command starts again in its folder.
         """
         if self.seat is not None or not self.residency.lacks or now < self._lacking_until_us():
             return
@@ -875,7 +898,9 @@ class Supervisor(threading.Thread):
         return min(waits_us, default=now_us()) + ROOM_WITHIN_US
 
     def _give_way(self) -> None:
-        """Who holds the seat goes on until its successor is ready, or cannot become so."""
+        """Pause the task in the slot once its successor is ready, cannot become ready, or is out of
+        time.
+        """
         for stay in list(self.stays.values()):
             if stay.yield_by_us is None:
                 continue
@@ -886,10 +911,10 @@ class Supervisor(threading.Thread):
 
     def _is_ready_or_stuck(self, task: str) -> bool:
         if any(stay.launch.task == task for stay, _ in self.fetched):
-            return bool(self.residency.lacks)  # until the one on the seat gives way
+            return bool(self.residency.lacks)  # stuck until the task in the slot yields its memory
         living = self._living(task)
         if living is None or living.stay.state != "seating":
-            return False  # its Launch is still on the way, or it was dropped and never comes
+            return False  # its Launch has not arrived yet, or it was dropped
         if living.level != "device":
             return bool(self.residency.lacks)
         return living.is_prepared and living.stay.is_confirmed
@@ -897,7 +922,7 @@ class Supervisor(threading.Thread):
     # --- turns ---
 
     def _sharers(self) -> list[Resident]:
-        """Those who take turns here by the newest answer, and can."""
+        """Residents that share the device by the newest answer, and can run."""
         return [
             r
             for r in self.residents.values()
@@ -907,7 +932,9 @@ class Supervisor(threading.Thread):
         ]
 
     def _held_us(self, now: int) -> dict[str, int]:
-        """How long each of those who share the device has held the seat, whether it can or not."""
+        """The slot time of each task that shares the device, whether the task can run now or
+        not.
+        """
         return {
             task: stay.held_us(now)
             if (stay := self.stays.get((task, share.epoch)))
@@ -916,7 +943,9 @@ class Supervisor(threading.Thread):
         }
 
     def _who_wants_a_turn(self) -> dict[str, Stay]:
-        """Those who share the device with who has the seat, it included; empty if nobody does."""
+        """Tasks that share the device with the task in the slot, itself included; empty if it
+        shares with none.
+        """
         sharers = {r.task: r.stay for r in self._sharers()}
         seat = self.seat
         return sharers if seat is not None and seat.task in sharers and len(sharers) > 1 else {}
@@ -934,7 +963,7 @@ class Supervisor(threading.Thread):
             resident.send("yield")
 
     def _may_sit(self, resident: Resident) -> bool:
-        """For the first time in its stay."""
+        """True if the resident may take the slot for the first time in its stay."""
         stay = resident.stay
         return (
             stay.state == "seating"
@@ -946,14 +975,16 @@ class Supervisor(threading.Thread):
         )
 
     def _next(self, now: int) -> Resident | None:
-        """Who is to have the seat.  While any who share the device stay, nobody else has it."""
+        """Return the next resident for the slot.  Tasks that share the device go before all
+        others.
+        """
         off = [r for r in self.residents.values() if r.stay.is_off_the_seat and not r.doom]
         if not off:
             ready = [r for r in self.residents.values() if self._may_sit(r)]
             return min(ready, key=lambda r: r.stay.arrived_us, default=None)
         sharers = {r.task: r for r in self._sharers()}
         if not sharers:
-            return off[0]  # an answer on its way may name one of them less, but never none
+            return off[0]  # an answer on its way may name one task less, but never none
         return sharers[self.rota.next_of(sharers, self._held_us(now))]
 
     def _seat_next(self) -> None:
@@ -970,7 +1001,7 @@ class Supervisor(threading.Thread):
             self._begin(resident, now)
 
     def _go_on(self, resident: Resident, now: int) -> None:
-        """It is its turn again."""
+        """Give the slot back to a resident whose turn has come again."""
         self.seat, resident.is_still = resident, False
         resident.send("go", seats=resident.stay.seats, linked=False)
         resident.stay.take_seat(now)
@@ -995,7 +1026,7 @@ class Supervisor(threading.Thread):
             fetched_bytes=stay.fetched_bytes,
             ways=stay.ways,
         )
-        if "function" in stay.launch.run:  # it cannot be paused, and may have ended in a moment
+        if "function" in stay.launch.run:  # cannot pause, and may end in a moment
             self.rhythm.soon(now)
         else:
             self.rhythm.happened = True
@@ -1038,7 +1069,7 @@ class Supervisor(threading.Thread):
         transfer.close_all([control.detach(), bulk_end.detach(), *writes])
         self.residents[resident.id] = resident
         stay.resident = resident
-        # What these have is their own to keep.
+        # Commands and remote ranks manage their own memory.
         resident.may_leave = not (resident.is_command or stay.is_outpost)
         stay.resumed = "fresh"
         if fetched.image:
@@ -1052,11 +1083,13 @@ class Supervisor(threading.Thread):
             self._listen_to(resident, fd)
 
     def _leg_before(self, launch: Launch) -> Resident | None:
-        """Who ran it is still here, with something that this one takes."""
+        """Return the lingering process of a previous part of the graph that holds inputs of this
+        launch.
+        """
         return next((r for r in self.residency.living if r.made_of(launch)), None)
 
     def _go_on_with(self, resident: Resident, stay: Stay, fetched: Fetched) -> None:
-        """The next leg of a graph, in the process of the one before."""
+        """Run the next part of a graph in the process of the previous part."""
         made = resident.made_of(stay.launch)
         graph, *inputs = fetched.fds
         ports = sorted(stay.launch.inputs)
@@ -1076,7 +1109,9 @@ class Supervisor(threading.Thread):
         self._bring(stay)
 
     def _spec(self, stay: Stay, room: Room, fetched: Fetched, made: dict[str, str]) -> JSON:
-        """`made`: ports whose input lies in the process already, by the output that it was."""
+        """Return the spec that the process gets.  `made`: port -> earlier output of the same
+        process.
+        """
         launch = stay.launch
         code, scratch = room.inside(self.walls)
         return {
@@ -1111,12 +1146,14 @@ class Supervisor(threading.Thread):
 
     @property
     def _passages(self) -> tuple[Path, ...]:
-        """The folders of ours on the way to the code and the scratch folder of a resident."""
+        """Our folders on the path to a resident's code and scratch folder."""
         run, folder = self.house.run, self.house.folder
         return run.parent, run, folder, folder / "code", folder / "scratch"
 
     def _room(self, name: str, code: Path | None = None) -> Room:
-        """A folder of its own for one resident, and a user of its own where root can give one."""
+        """Make a sandbox directory for one resident, with a user of its own where root can assign
+        one.
+        """
         scratch = self.house.folder / "scratch" / name
         scratch.mkdir(mode=0o700, exist_ok=True)
         room = Room(
@@ -1150,7 +1187,7 @@ class Supervisor(threading.Thread):
 
     def _read(self, resident: Resident, fd: int) -> None:
         if fd not in resident.pipes:
-            return  # its exit was heard in the same round; the number may be another's by now
+            return  # its exit was handled in this round; the descriptor may be reused by now
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -1183,7 +1220,7 @@ class Supervisor(threading.Thread):
             self._void(stay, f"written down is {given.source['sha256']}")
 
     def _tell_what_was_held(self, stay: Stay) -> None:
-        """As soon as somebody may wait for it."""
+        """Report events that were held back, as soon as another task may wait for them."""
         if not stay.held:
             self.rhythm.chatter = True
         elif all(isinstance(event, messages.Stored) for event, _ in stay.held):
@@ -1192,14 +1229,17 @@ class Supervisor(threading.Thread):
             self.rhythm.happened = True
 
     def _void(self, stay: Stay, why: str) -> None:
-        """It has to begin again before what came straight."""
+        """End a stay with an unconfirmed input that proved wrong or stayed unconfirmed.
+
+        The task must run again from before it received the input.
+        """
         came = ", ".join(f"{port} ({one.sha256})" for port, one in stay.unsure.items())
         log.warning("task %s ends: %s came straight, and %s", stay.launch.task, came, why)
         stay.void()
         self._vanish(stay, "unsure")
 
     def _bring(self, stay: Stay) -> None:
-        """What it lacks and was given, as soon as there is a process that can take it."""
+        """Fetch late inputs with a known location, once there is a process that can take them."""
         if (resident := stay.process) is None:
             return
         for port in (stay.lacks & stay.given.keys()) - stay.coming:
@@ -1215,7 +1255,7 @@ class Supervisor(threading.Thread):
     def _brought(
         self, resident: Resident, port: str, opened: tuple[int, str] | BaseException
     ) -> None:
-        stay = resident.stay  # of the same task, whatever happened meanwhile
+        stay = resident.stay  # still of the same task
         if isinstance(opened, BaseException):
             self._lacks_for_good(stay, port, opened)
             return
@@ -1227,11 +1267,15 @@ class Supervisor(threading.Thread):
         os.close(fd)
 
     def _take_straight(self, name: str, fd: int, sha256: str) -> None:
-        """From another thread."""
+        """Queue an input that its producer sent directly.  Called from another thread."""
         self.receive(lambda: self._came_straight(name, fd, sha256))
 
     def _came_straight(self, name: str, fd: int, sha256: str) -> None:
-        """An input, from who made it.  Who does not run takes it when it is written down."""
+        """Hand an input from its producer to the task that lacks it.
+
+        If that task does not run now, the input goes into the host cache: the task takes it from
+        there once it is confirmed.
+        """
         for stay in self.stays.values():
             able = stay.process if stay.state in ("seating", "running") else None
             for port in stay.lacks - stay.coming:
@@ -1247,7 +1291,7 @@ class Supervisor(threading.Thread):
 
     def _came_for_later(self, sha256: str, kept: BaseException | None) -> None:
         if kept is None:
-            self.lookout.came[sha256] = "host"  # and so it did, whoever takes it then
+            self.lookout.came[sha256] = "host"  # which holds for any task that takes it later
         else:
             log.warning("what came straight is not kept for later: %r", kept)
 
@@ -1258,13 +1302,17 @@ class Supervisor(threading.Thread):
     def _tell_came(self, stay: Stay, port: str, way: str, size_bytes: int) -> None:
         if stay.is_started:
             stay.tell(messages.Came, now_us(), port=port, way=way, size_bytes=size_bytes)
-        else:  # it is told with the others when it starts
+        else:  # reported in its Started event, with its other inputs
             stay.ways = {**stay.ways, port: way}
             stay.input_bytes += size_bytes
             stay.fetched_bytes += size_bytes if way == "store" else 0
 
     def _lacks_for_good(self, stay: Stay, port: str, error: BaseException) -> None:
-        """As if it had been launched with what is not to be had; off its seat it may still come."""
+        """Fail a task whose late input cannot be fetched, as if that input had been missing at
+        launch.
+
+        A task off its slot may still get the input later.
+        """
         if stay.state not in ("seating", "running"):
             stay.given.pop(port, None)
             stay.coming.discard(port)
@@ -1277,19 +1325,19 @@ class Supervisor(threading.Thread):
         port = residents.late_input(resident, message, "port")
         if port in resident.stay.lacks:
             resident.stay.awaits = port
-            self.rhythm.happened = True  # perhaps it was given, and we were not told
+            self.rhythm.happened = True  # perhaps it was sent and the message was lost
 
     # --- residents: what they say ---
 
     def _resident_says(self, resident: Resident) -> None:
         if resident.is_gone or resident.is_parsed or resident.is_muted:
-            return  # its exit was heard in the same round; or the rest is heard later
+            return  # its exit was handled in this round, or the rest is read later
         wire = resident.wire
         before = wire.read_bytes
         frames = self._hear_some(resident)
         muted_us = resident.heard(frames, wire.read_bytes - before, now_us())
         if wire.closed or resident.is_parsed:
-            self._listen_no_more(resident)  # if it is closed, its exit will be reported
+            self._listen_no_more(resident)  # if closed, its exit will be reported
             return
         if resident.calm.left < 0:
             log.warning("task %s says too much", resident.task)
@@ -1303,7 +1351,7 @@ class Supervisor(threading.Thread):
             self.unheard.append(resident)
 
     def _hear_some(self, resident: Resident) -> int:
-        """Take in a few of its messages; how many."""
+        """Process a few of the resident's messages; return how many."""
         self.hearing = resident
         try:
             said = resident.wire.receive()
@@ -1332,14 +1380,14 @@ class Supervisor(threading.Thread):
             self._selector.unregister(resident.wire)
 
     def _says_part(self, resident: Resident, message: JSON) -> None:
-        """A piece of a long message.  Another thread parses the whole, and looks through it."""
+        """Add a part of a long message.  Another thread parses and checks the whole message."""
         body = resident.parts.add(message)
         if body is not None:
             resident.is_parsed = True
             self._aside(lambda: residents.whole(body), lambda told: self._parsed(resident, told))
 
     def _parsed(self, resident: Resident, told: tuple[JSON, JSON | None] | BaseException) -> None:
-        """A long message, and its verdict; then whatever came behind it."""
+        """Process a parsed long message with its verdict, then the messages behind it."""
         resident.is_parsed = False
         try:
             if isinstance(told, BaseException):
@@ -1412,12 +1460,12 @@ class Supervisor(threading.Thread):
         resident.is_still = resident.yields = False
         self._free_the_seat(resident)
         if resident.stay.state == "running" and not (resident.stay.is_outpost or lacks):
-            return  # only its turn is over
+            return  # only its slice is over
         if resident.stay.state == "stopping":
             self._doom(resident, "cancel")
             return
         if resident.stay.state == "running" and lacks and lacks not in resident.stay.lacks:
-            return  # it came at this moment: it is seated again like after a turn
+            return  # the input has just arrived: it gets the slot again like after a slice
         self._paused(resident, lacks=lacks)
 
     def _says_resized(self, resident: Resident, message: JSON) -> None:
@@ -1439,7 +1487,9 @@ class Supervisor(threading.Thread):
         self.rhythm.happened = True
 
     def _let_hosts_go(self, resident: Resident) -> None:
-        """Ranks of a gang that is off its seats are in nobody's way on other hosts."""
+        """End a paused multi-host gang once its image is durable, to free memory on the other
+        hosts.
+        """
         stay = resident.stay
         if stay.state == "paused" and len(stay.seats) > 1 and resident.is_kept:
             self._vanish(stay, "evicted")
@@ -1479,14 +1529,16 @@ class Supervisor(threading.Thread):
             size_bytes=size,
             head_bytes=head,
             early=message.get("early") is True and resident.is_awaited(name),
-            # Of what it lacked then, or comes straight from now on, nothing is in it.
+            # The output cannot depend on inputs that had not arrived when it was produced.
             rests_on=resident.stay.unsure.keys() - residents.ports(message, "lacks"),
         )
         resident.leaving.append(leaving)
         self._store_next(resident)
 
     def _store_next(self, resident: Resident) -> None:
-        """Of its outputs, one after the other; it comes while the one before it becomes durable."""
+        """Store the resident's next output.  The next one is read while its predecessor becomes
+        durable.
+        """
         if resident.is_gone or resident.doom:
             return
         if resident.is_read or not resident.leaving or resident.saves >= SAVES_AT_ONCE:
@@ -1543,7 +1595,7 @@ class Supervisor(threading.Thread):
     ) -> None:
         resident.saves -= 1
         if isinstance(stored, BaseException):
-            resident.stay.keeps_to_itself(one.name)  # nobody knows when it is written down
+            resident.stay.keeps_to_itself(one.name)  # it is unknown when it will be durable
             self._not_stored(resident, f"output:{one.name}", stored)
         else:
             files = self._lies(resident, one, stored["sha256"])
@@ -1554,18 +1606,20 @@ class Supervisor(threading.Thread):
                 told = {"output": one.name, "kept": stored}
                 resident.stay.tell(messages.Stored, now_us(), rests_on=one.rests_on, **told)
                 if resident.stay.takers_of(one.name):
-                    self.rhythm.soon(now_us())  # whoever runs and waits for it has it
+                    self.rhythm.soon(now_us())  # running takers already have it
                 else:
                     self.rhythm.happened = True
         self._store_next(resident)
         self._close_if_gone(resident)
 
     def _lies(self, resident: Resident, one: Leaving, sha256: str) -> list[int]:
-        """The file of this host that a large output is by now, for a leg that has it on."""
+        """The descriptor of the cache file of a large output, for a part of a graph that still
+        holds it in memory; empty if there is none.
+        """
         if not one.early or one.size_bytes < LIES_BYTES:
             return []
         if one.name in resident.stay.launch.publish:
-            return []  # that is written in another way
+            return []  # published outputs are stored in another format
         fd = self.house.cache.held(sha256)
         return [] if fd is None else [fd]
 
@@ -1590,13 +1644,13 @@ class Supervisor(threading.Thread):
             took_us=saved.took_us,
             new_bytes=saved.new_bytes,
         )
-        # While others take turns here the next of those is told of at once, and this with it.
+        # While co-located tasks take turns, the next report comes soon and includes this event.
         self.rhythm.chatter = True
         self.rhythm.happened |= self.seat is None
 
     def _says_last(self, resident: Resident, message: JSON) -> None:
-        """The last word: told when the process has ended, or lingers, and all that it printed is
-        here.
+        """Keep the final message; it is reported when the process has ended or lingers and all its
+        output was read.
         """
         if message["is"] == "stopped" and resident.stay.state != "stopping":
             raise Nonsense("stopped without being told to")
@@ -1607,7 +1661,9 @@ class Supervisor(threading.Thread):
             self._linger(resident)
 
     def _linger(self, resident: Resident) -> None:
-        """Its leg is over, though its process is not; unless there is no use for it."""
+        """End the stay of a finished part of a graph, and keep its process unless that is of no
+        use.
+        """
         if not resident.may_linger:
             raise Nonsense("it lingers, and no other leg follows")
         if resident.stay.state != "running" or self.stop_by_us is not None:
@@ -1628,7 +1684,7 @@ class Supervisor(threading.Thread):
             resident.kill()
 
     def _vanish(self, stay: Stay, why: str) -> None:
-        """The stay ends without a word."""
+        """Drop the stay silently: no event is sent."""
         stay.state = "vanished"
         self._expect_no_more(stay)
         if stay.resident is not None and stay.resident.stay is stay:
@@ -1643,7 +1699,7 @@ class Supervisor(threading.Thread):
 
     def _exited(self, resident: Resident, status: int) -> None:
         self._hear_the_rest(resident)
-        if resident.is_parsed:  # its last word, by another thread
+        if resident.is_parsed:  # another thread parses its final message
             resident.exit_status = status
             return
         self._free_the_seat(resident)
@@ -1683,7 +1739,7 @@ class Supervisor(threading.Thread):
     # --- reports ---
 
     def _may_report(self) -> bool:
-        """Not before we can work: a device that speaks is given work."""
+        """True once the device can work: a device that reports is given work."""
         return "torch" in self.facts
 
     def _report_if_due(self) -> None:
@@ -1719,14 +1775,16 @@ class Supervisor(threading.Thread):
     # --- other threads' work ---
 
     def _look_around(self) -> None:
-        """From another thread: there is something to tell."""
+        """Make the next report due now.  Called from another thread."""
         self.receive(self._something_happened)
 
     def _something_happened(self) -> None:
         self.rhythm.happened = True
 
     def _aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Do `work` in another thread; `then` gets its result, or its error, in this one."""
+        """Run `work` in another thread; then call `then` with its result or its error in this
+        thread.
+        """
 
         def done(future: Future[Any]) -> None:
             if not future.cancelled():
@@ -1757,18 +1815,18 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
 
 
 def _can_go_on(resident: Resident, launch: Launch) -> bool:
-    """Its state in memory is at least as new as the newest checkpoint."""
+    """True if the resident's state in memory is at least as new as the newest checkpoint."""
     stay = resident.stay
     return stay.state == "paused" and not stay.unsure and resident.step >= _newest_step(launch)
 
 
 def _newest_step(launch: Launch) -> int:
-    """The last of the newest checkpoint that it names; 0 if it names none."""
+    """Return the step of the newest checkpoint that the launch names; 0 without one."""
     return launch.images[0]["step"] if launch.images else 0
 
 
 def _remember(table: dict[str, Any], task: str, value: Any) -> None:
-    """Of the tasks that were written last."""
+    """Set the task's value; keep only the REMEMBERED tasks that were set last."""
     table.pop(task, None)
     table[task] = value
     if len(table) > REMEMBERED:
@@ -1785,7 +1843,7 @@ def _begin_again(resident: Resident, stay: Stay) -> None:
 
 
 def _last_word(resident: Resident, status: int) -> JSON:
-    """The final event of a stay, out of what its process said and how it ended."""
+    """Return the final event of a stay from the process's final message and the way it ended."""
     said, doom = resident.verdict, resident.doom
     if said is not None and said["is"] is messages.Finished:
         return {**said, "outputs": resident.outputs}
@@ -1828,9 +1886,9 @@ def _how_it_ended(doom: str, status: int, refused: str) -> str:
 
 
 def _read_printed(resident: Resident) -> None:
-    """All that it has printed until now."""
+    """Log all that the process has printed until now."""
     for fd, name in resident.pipes.items():
-        for _ in range(READS_AT_THE_END):  # a process that lives may print without end
+        for _ in range(READS_AT_THE_END):  # a living process may print without end
             if not (data := _read_now(fd)):
                 break
             resident.stay.log.write(name, data)
