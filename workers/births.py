@@ -1,12 +1,12 @@
-"""Which residents of a device may be alive, written down where no tenant can reach it.
+"""Records which residents of a device may be alive, in a folder that no tenant can reach.
 
-The zygote writes a record before a resident runs any code, and removes it when the process has
-ended.  So a device worker that starts ends whatever its predecessor left, even a process that
-asked the kernel not to die with its parent.  A resident holds no lock of ours: whatever a tenant's
-process holds, it can lock.
+The zygote writes a record before a resident runs any code, and removes the record when the process
+has ended.  So a starting device worker ends all processes of its predecessor, even a process that
+asked the kernel not to die with its parent.  A resident holds no lock of ours: a tenant's process
+could lock any file that it holds.
 
-A record is an empty file, named by the boot of the host, the process, and when that started: this
-names one process and no other.
+A record is an empty file, named by the boot of the host, the process id, and the start time of the
+process: together they name one process and no other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 
 def write_record(folder: Path, pid: int) -> Path:
-    """Write down a process that has begun; raises ProcessLookupError if it is gone."""
+    """Record a process that has begun; raises ProcessLookupError if it is gone."""
     record = folder / _name_of(pid)
     record.touch()
     return record
 
 
 def end_recorded(folder: Path, wait_s: float) -> list[int]:
-    """End every process that is written down; the ids of those still there after `wait_s`."""
+    """Kill every recorded process; return the ids of those still alive after `wait_s`."""
     until_s = time.monotonic() + wait_s
     left = []
     for record in sorted(folder.iterdir()):
@@ -45,7 +45,7 @@ def _has_ended(name: str, until_s: float) -> bool:
         return True
     try:
         if _name_of(pid) != name:
-            return True  # the number is another process's by now
+            return True  # another process has this id now
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         left_s = max(0.0, until_s - time.monotonic())
         return bool(select.select([pidfd], [], [], left_s)[0])

@@ -1,10 +1,10 @@
-"""One device's Celery worker: it hosts the supervisor, and its messages only wake it.
+"""Runs the Celery worker of one device.  It hosts the supervisor, and its messages only wake it.
 
     celery -A workers.device worker --pool threads -c 2 -Q device.<id>
 
-Orders and answers that the island signed go into the supervisor's inbox (`workers.supervisor`), and
-nothing else happens here.  What the device says goes up with its host's signature.  No torch, no
-database.
+Orders and answers that the island signed go into the supervisor's inbox (`workers.supervisor`).
+Nothing else happens in this module.  The device's reports go up with the signature of its host.
+This module imports no torch and opens no database.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ celery = broker.make_celery("device", settings().redis_url.get_secret_value(), s
 
 
 class ToIsland:
-    """Reports go to the island's queue, signed, as hints that may be lost."""
+    """Sends reports to the island's queue, signed, as hints that may be lost."""
 
     def __init__(self, island: str, signer: Signer) -> None:
         self.queue, self.signer = broker.island_queue(island), signer
@@ -41,7 +41,9 @@ class ToIsland:
 
 
 class Serve(bootsteps.StartStopStep):
-    """Owned by the worker, not by its connection: the supervisor outlives any loss of Redis."""
+    """Starts and stops the supervisor with the worker, not with its connection: the supervisor
+    outlives any loss of Redis.
+    """
 
     requires = {"celery.worker.components:Pool"}
     supervisor: Supervisor | None = None
@@ -65,7 +67,7 @@ class Serve(bootsteps.StartStopStep):
 
 
 def _island_key() -> str:
-    """Whose orders are obeyed; without that nobody's are."""
+    """Return the public key of the island.  Without it the device obeys no orders."""
     try:
         return public_key(settings().its_island_key)
     except ValueError as error:
@@ -76,7 +78,7 @@ def _island_key() -> str:
 
 
 def _end_worker() -> None:
-    os._exit(1)  # whoever started us starts us again; nothing here is worth keeping
+    os._exit(1)  # the worker's service manager starts it again; no state is worth keeping
 
 
 celery.steps["worker"].add(Serve)

@@ -1,8 +1,8 @@
-"""The pulse of a device: its whole truth goes up, and the answer says how long it may go on.
+"""Sends the heartbeats of a device: each report has its whole state, each answer extends its lease.
 
-A `Pulse` is a thread that sends the newest report it was given; sending may block while Redis is
-away, and the supervisor must not.  A report that could not be sent is not kept: the next one says
-all that it said.
+A `Pulse` is a thread that sends the newest report it was given.  Sending may block while Redis is
+away, and the supervisor must not block.  A report that could not be sent is discarded: the next
+report has all of its content.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from app.core.messages import Alive, Answer
 
 log = logging.getLogger(__name__)
 
-LOGS_LIMIT_BYTES = 64 * 1024  # of log lines in one report
-SOON_S = 0.1  # what happens together is told together
-CHATTER_S = 0.5  # log lines, metrics and progress go up at most this often
+LOGS_LIMIT_BYTES = 64 * 1024  # limit of log lines in one report
+SOON_S = 0.1  # wait this long, so that events of the same moment share a report
+CHATTER_S = 0.5  # log lines, metrics and progress are reported at most this often
 
 
 def now_us() -> int:
-    """The device's own clock: monotonic, and the same for all processes of a host."""
+    """Return the device's clock: monotonic, and the same for all processes of a host."""
     return time.monotonic_ns() // 1000
 
 
@@ -38,14 +38,16 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """Stepping may begin until `trusted_until_us`; at `ends_us` the island may give the work away.
+    """The time limits within which the device may act on its own.
 
-    Both count from when the answered report was *sent*, so they hold however long the way was.
+    A step may begin until `trusted_until_us`.  From `ends_us` the island may give the work away.
+    Both count from the *sending* of the answered report, so they hold however long the messages
+    took.
     """
 
     trusted_until_us: int = 0
     ends_us: int = 0
-    answered_us: int = 0  # when the newest answered report was sent
+    answered_us: int = 0  # send time of the newest answered report
 
     def after(self, answer: Answer, *, margin_us: int) -> Lease:
         if answer.sent_us < self.answered_us:
@@ -60,10 +62,11 @@ class Lease:
 
 
 class Rhythm:
-    """At once when something happened, later when there is chatter, else every `beat_us`.
+    """Decides when the next report is due: at once after an event, later after chatter, else every
+    `beat_us`.
 
-    Chatter waits for the answer to what was said before, so that a talkative job never piles up
-    reports in front of an island that is away.
+    Chatter (log lines, metrics, progress) waits for the answer to the previous report, so that a
+    talkative job never piles up reports for an unreachable island.
     """
 
     def __init__(self, beat_us: int) -> None:
@@ -74,7 +77,9 @@ class Rhythm:
         self.soon_us: int | None = None
 
     def soon(self, now_us: int) -> None:
-        """Something happened that nobody acts upon, and more is likely to happen at once."""
+        """Make a report due within SOON_S, for an event that needs no reaction and that others will
+        follow.
+        """
         if self.soon_us is None:
             self.soon_us = now_us + int(SOON_S * 1e6)
 
@@ -102,13 +107,15 @@ class Pulse(threading.Thread):
         self._failing = False
 
     def say(self, alive: Alive) -> None:
-        """Send this as soon as can be, instead of whatever was not sent yet."""
+        """Send this report as soon as possible, in place of any report not sent yet."""
         with self._changed:
             self._newest = alive
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was said has been sent or given up."""
+        """Wait until the last report was sent or given up; False if that takes longer than
+        `timeout_s`.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._newest is None and not self._sending, timeout_s
@@ -134,7 +141,7 @@ class Pulse(threading.Thread):
             return alive
 
     def _send(self, alive: Alive) -> None:
-        # The lease counts from here: the time is taken before anything can delay the message.
+        # The lease counts from this time, so it is taken before anything can delay the message.
         stamped = replace(alive, sent_us=self.clock_us())
         try:
             self.transport.send(stamped)

@@ -1,7 +1,8 @@
-"""What a device worker is, where it keeps things, and the lock that says that it is alone.
+"""Describes a device worker: its settings, its folders, and the lock that makes it the only one.
 
-A house is the processes of one device worker and all that they hold.  Device worker, zygote and
-keepers hold its lock; residents hold none, they are written down (`workers.births`).
+A host context (`House`) covers the processes of one device worker and all that they hold.  The
+device worker, the zygote and the keepers hold its lock.  Residents hold no lock; they are recorded
+(`workers.births`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class House:
-    """What a device worker is and where it keeps things; `run` is its own folder under the home."""
+    """The settings and folders of a device worker; `run` is its own folder under the home."""
 
     device: str
     island: str
@@ -43,19 +44,19 @@ class House:
     kind: str = "cpu"
     threads: int = 1
     memory_bytes: int = 4 * 2**30
-    host_memory_bytes: int = 4 * 2**30  # for images, one of which may take all of it
+    host_memory_bytes: int = 4 * 2**30  # for images; one image may take all of it
     host_cache_bytes: int = 2**30
-    block_bytes_per_s: int = 0  # to other hosts; 0: as fast as it goes
-    overhead_bytes: int = 2 * 2**30  # host memory of each resident beside both
-    scratch_bytes: int = 0  # disk of each resident's scratch folder; 0: a part of what is free
+    block_bytes_per_s: int = 0  # to other hosts; 0: no limit
+    overhead_bytes: int = 2 * 2**30  # host memory of each resident besides both
+    scratch_bytes: int = 0  # disk of each resident's scratch folder; 0: a part of the free space
     residents_max: int = 4
     stop_grace_s: float = 5.0
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
-    patience_s: float = 0.5  # so long who lacks an input that comes late stands still on its seat,
-    at_rest_s: float = 5.0  # and so long if nobody else wants that
+    patience_s: float = 0.5  # how long a task may wait for a late input in the slot
+    at_rest_s: float = 5.0  # the same if no other task wants the slot
     sandbox: Mode = "required"
-    address: str = "127.0.0.1"  # by which other hosts reach this one
+    address: str = "127.0.0.1"  # address at which other hosts reach this host
     incarnation: str = field(default_factory=lambda: _incarnation(0))
 
     @classmethod
@@ -88,7 +89,7 @@ class House:
 
     @property
     def bounds(self) -> Bounds:
-        """Return what the residents may take of the host, all together and each."""
+        """The limits of the residents on this host, together and each."""
         return Bounds.of(
             memory_bytes=self.memory_bytes,
             host_memory_bytes=self.host_memory_bytes,
@@ -105,12 +106,12 @@ class House:
 
     @property
     def cache(self) -> Cache:
-        """The host's: all its devices take inputs from there, and keep outputs there."""
+        """The cache of the host: all its devices take inputs from it and keep outputs in it."""
         return Cache(self.run / "cache", self.host_cache_bytes)
 
     @property
     def signer(self) -> Signer:
-        """The host's: what it signs, its devices wrote.  Made when first it is asked for."""
+        """The signing key of the host: it signs what its devices write.  Made at first use."""
         return Signer.at(self.run / "signing.key")
 
     @property
@@ -123,13 +124,17 @@ class House:
             "memory_bytes": self.memory_bytes,
             "host_memory_bytes": self.host_memory_bytes,
             "key": self.signer.public,
-            "splice": self.kind == "cpu",  # ranks can take turns here and on other devices
+            # a splice is possible: ranks can take turns on this and other devices
+            "splice": self.kind == "cpu",
         }
 
 
 def next_incarnation(file: Path) -> str:
-    """The name of this process, which sorts after those of all processes before it on this device,
-    even if the host's clock was put back: an older one's words are never believed again.
+    """Return a name for this process that sorts after those of all earlier processes on this
+    device.
+
+    This holds even if the host's clock was put back.  Messages of older processes are never
+    believed again.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     last_ns = 0
@@ -147,19 +152,19 @@ def _incarnation(last_ns: int) -> str:
 
 
 def _address_towards(url: str) -> str:
-    """By which address a server of ours sees this host."""
+    """Return the address under which one of our servers sees this host."""
     place = urlsplit(url)
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(place.hostname, place.port or 1, type=socket.SOCK_DGRAM)
         for family, kind, _, _, there in found if place.hostname else ():
             with socket.socket(family, kind) as probe:
-                probe.connect(there)  # sends nothing
+                probe.connect(there)  # sends no packet
                 return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
 def set_aside(folder: Path) -> Path:
-    """Move a folder out of the way, at once; where it, and others before it, lie now."""
+    """Move a folder out of the way at once; return where it and earlier ones lie now."""
     old = folder.with_name(f"{folder.name}.old")
     old.mkdir(parents=True, exist_ok=True)
     if folder.exists():
@@ -168,10 +173,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove what a tenant may have filled, however deep, in a process of its own."""
+    """Remove a folder that a tenant may have filled, however deep, in a separate process."""
     done = subprocess.run(["rm", "-rf", "--", str(folder)], stderr=subprocess.PIPE, check=False)
     if done.returncode:
-        # A user's own job can take even from that user the right to look into its folders.
+        # A job that runs as our own user can remove the user's access to its folders.
         subprocess.run(["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.PIPE, check=False)
         done = subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
     if done.returncode:
@@ -179,11 +184,14 @@ def remove_tree(folder: Path) -> None:
 
 
 class CannotServe(Exception):
-    """This device worker must not take work; the message says why and what to do."""
+    """Raised when this device worker must not take work; the message says why and what to do."""
 
 
 def locked(path: Path, wait_s: float) -> int:
-    """The device's lock, held by us alone; the kernel frees it when its last holder is dead."""
+    """Take the device's lock; the kernel frees it when its last holder is dead.
+
+    Raises CannotServe if another process holds the lock after `wait_s`.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     until_s = time.monotonic() + wait_s
     while True:

@@ -1,8 +1,8 @@
-"""Which task a supervisor was busy with when it hung, from one device worker to the next.
+"""Passes on which task a supervisor was busy with when it hung, from one device worker to the next.
 
-The watchdog writes it down before it ends the process.  The next device worker of the device reads
-it at its start, and tells the island until that has heard it (`Alive.hung`).  A device worker that
-is killed writes nothing: then no task is to blame.
+The watchdog writes a file before it ends the process.  The next device worker of the device reads
+the file at its start, and reports it until the island acknowledges it (`Alive.hung`).  A device
+worker that is killed writes no file: then no task is to blame.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Place = tuple[str, int]  # task, epoch
 
 
 def blamed(heard: Place | None, there: Collection[Place]) -> list[Place]:
-    """The task whose message the supervisor took in when it hung, or the only task on the device.
+    """Return the task that sent the message being processed, or else the only task on the device.
 
-    `there` are the tasks of all processes on the device.  Where there are several, any of them may
-    have done it, and none is named: no task fails because of a neighbour.
+    `there` are the tasks of all processes on the device.  If there are several, any of them may be
+    the cause, and none is named: no task fails because of a neighbour.
     """
     if heard is not None:
         return [heard]
@@ -35,7 +35,9 @@ def write_down(file: Path, tasks: Collection[Place]) -> None:
 
 
 def written_down(file: Path) -> list[list[str | int]]:
-    """As `Alive` tells it; nothing if the device worker before did not hang."""
+    """Return the recorded tasks as `Alive` has them; empty if the previous device worker did not
+    hang.
+    """
     if not file.exists():
         return []
     try:

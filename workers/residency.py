@@ -1,20 +1,20 @@
-"""Where the state of each resident lies: on the device, in host memory, or only in the store.
+"""Decides where the state of each resident lies: on the device, in host memory, or in the store.
 
-    device   its memory lies there; with a seat it may step at once
-    leaving  its storages are being let go of, their bytes are in its slab or on their way there
-    host     the process and its objects live on, their bytes lie in its slab
-    coming   its storages come back, as far as they are granted room
-    store    its process has ended; its image is durable, and a Launch begins from there
+    device   its memory is on the device; in the slot it may step at once
+    leaving  its storages are being released; their bytes are in its slab or on their way there
+    host     the process and its objects live; their bytes are in its slab
+    coming   its storages return, as far as memory is granted
+    store    its process has ended; its image is durable, and a Launch starts from the image
 
-Two budgets bound this: `memory_bytes` what residents have on the device, `host_memory_bytes` what
-their slabs take.  On a CPU device both are memory of the same machine, and are counted apart all
-the same: what a slab takes is never device memory.
+Two budgets limit residents: `memory_bytes` on the device, `host_memory_bytes` for their slabs.  On
+a CPU device both are memory of the same machine, but they are counted apart: the bytes of a slab
+are never device memory.
 
-Who must go is who is needed last.  What is wanted and not there yet is given to one at a time, so
-that two who come back never wait for each other.  Nobody's last bytes are given up: a process ends
-for room only when its image is durable.
+The resident needed last leaves first.  Free memory goes to one returning resident at a time, so
+that two of them never wait for each other.  No state is lost for the sake of memory: a process is
+ended only when its image is durable.
 
-No torch: this is the supervisor's side; the resident's is `absence`.
+This module has the supervisor's side and imports no torch; `absence` has the resident's side.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from workers.resident import Nonsense, Resident, number
 
 JSON = dict[str, Any]
 
-GRANT_BYTES = 16 * 2**20  # the least that is granted, as long as more is wanted
-LEAVE_US = 10_000_000  # who has not let go by then is ended, if its image is durable
+GRANT_BYTES = 16 * 2**20  # least grant, unless less is wanted
+LEAVE_US = 10_000_000  # limit to release memory; then the resident is ended if its image is durable
 
 
 class Residency:
-    """All residents of a device and their memory.  In the supervisor's thread.
+    """Manages all residents of a device and their memory.  It runs in the supervisor's thread.
 
-    `end` ends a process; `held_ahead` is what slabs take whose resident is not born yet.
-    `lacks` is "bytes" or "places" while somebody wants what nobody who is paused can give.
-    `expected` are tasks in the order in which the island will seat them here.
+    `end` ends a process.  `held_ahead` returns the bytes in slabs of residents that have no process
+    yet.  `lacks` is "bytes" or "places" while a task needs memory or a process that no paused
+    resident can give up.  `expected` are tasks in the order in which the island will give them the
+    slot.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Residency:
 
     @property
     def free_bytes(self) -> int:
-        """Of the device; less than none if somebody grew."""
+        """The free device memory; negative if a resident grew."""
         return self.house.memory_bytes - sum(r.on_device_bytes for r in self.living)
 
     @property
@@ -69,7 +70,7 @@ class Residency:
         return self.house.host_memory_bytes - in_slabs
 
     def by_tenant(self) -> JSON:
-        """tenant -> [bytes on the device, bytes in host memory], of all that live here."""
+        """Return tenant -> [bytes on the device, bytes in host memory] of all living residents."""
         held: JSON = {}
         for resident in self.living:
             pair = held.setdefault(resident.stay.launch.tenant, [0, 0])
@@ -80,13 +81,15 @@ class Residency:
     # --- room ---
 
     def look(self, now_us: int) -> bool:
-        """Back into bounds, and bring back who is wanted; is everybody here who is?"""
+        """Keep to the budgets and bring back wanted residents; True if all wanted residents are
+        here.
+        """
         self.lacks = ""
         for resident in self.living:
             if resident.level == "leaving" and now_us >= resident.leave_by_us:
                 self._did_not_leave(resident, now_us)
             elif resident.level == "coming" and resident.stay.state == "paused":
-                self.begin_to_evict(resident, now_us)  # it was called off
+                self.begin_to_evict(resident, now_us)  # its return was called off
         wanted = [r for r in self.living if r.stay.state == "seating" and r.level != "device"]
         if not wanted:
             self._make_room(0, now_us, places=0)
@@ -95,14 +98,14 @@ class Residency:
         return False
 
     def has_room(self, bytes_wanted: int, now_us: int) -> bool:
-        """Is there room for one more process?  Else it is being made, if somebody can make it."""
+        """True if one more process fits; otherwise begin to make room, if a resident can."""
         self.lacks, there = self._make_room(bytes_wanted, now_us, places=1)
         return there
 
     def _make_room(
         self, wanted: int, now_us: int, *, places: int, coming: Resident | None = None
     ) -> tuple[str, bool]:
-        """What is lacking that nobody can give, and whether there is room now."""
+        """Return what is lacking that no resident can give up, and whether there is room now."""
         while self.living and not self._has_places(places):
             if not self._end_one(self.living):
                 return "places", False
@@ -118,7 +121,7 @@ class Residency:
                 return "", False
             if not self._end_for_bytes(wanted):
                 others = [r for r in self.living if r is not coming and r.level != "host"]
-                # Alone on the device: whether it fits at all is not decided here.
+                # A resident alone on the device may try; this code does not decide whether it fits.
                 return ("bytes", False) if others else ("", True)
         return "", True
 
@@ -127,7 +130,9 @@ class Residency:
         return fits and self.free_host_bytes >= 0
 
     def _evict_one(self, now_us: int) -> bool:
-        """Have the one that is needed last let go of the device, if there is one."""
+        """Have the paused resident that is needed last release device memory; False if there is
+        none.
+        """
         paused = [r for r in self.living if r.stay.state == "paused" and r.level == "device"]
         fitting = (r for r in paused if r.may_leave and self._fits_host(r))
         for resident in self.needed_last_first(fitting):
@@ -139,7 +144,9 @@ class Residency:
         resident.send("leave", turn=self._leaves(resident, now_us))
 
     def with_pause(self, resident: Resident, now_us: int) -> JSON:
-        """What a pause says: to leave at once, if that is what somebody waits for."""
+        """Return extra fields of a pause message: release memory at once, if a task waits for
+        memory.
+        """
         if self.lacks != "bytes" or not resident.may_leave or not self._fits_host(resident):
             return {}
         return {"leave": True, "turn": self._leaves(resident, now_us)}
@@ -153,20 +160,22 @@ class Residency:
         return resident.memory_bytes - resident.slab_bytes <= self.free_host_bytes
 
     def _end_for_bytes(self, wanted: int) -> bool:
-        """End one, if so much is free when all are gone that may go."""
+        """End a resident, if ending all that may end would free `wanted` bytes."""
         holding = [r for r in self.living if r.on_device_bytes]
         gained = sum(r.on_device_bytes for r in holding if _may_end(r))
         return self.free_bytes + gained >= wanted and self._end_one(holding)
 
     def _end_one(self, among: Iterable[Resident]) -> bool:
-        """End the paused one that is needed last, if its image is durable."""
+        """End the resident that is needed last among those with a durable image; False if there is
+        none.
+        """
         for resident in self.needed_last_first(filter(_may_end, among)):
             self.end(resident)
             return True
         return False
 
     def _did_not_leave(self, resident: Resident, now_us: int) -> None:
-        if resident.stay.state == "pausing":  # its step takes long
+        if resident.stay.state == "pausing":  # its step is not over
             resident.leave_by_us = now_us + LEAVE_US
             return
         resident.level, resident.may_leave = "device", False
@@ -177,11 +186,12 @@ class Residency:
 
     def _let_come(self, resident: Resident, now_us: int) -> None:
         if resident.level == "leaving":
-            return  # it says when it is done
+            return  # it reports when it is done
         lacking = resident.lacking_bytes
         self.lacks, there = self._make_room(lacking, now_us, places=0, coming=resident)
         granted = lacking if there else min(lacking, max(0, self.free_bytes))
-        # What it may grow to, once all is back, is granted as a whole: it takes nothing meanwhile.
+        # Once all is back, growth to its declared memory is granted in one piece: it takes nothing
+        # before.
         least = min(lacking, GRANT_BYTES) if resident.away_bytes else lacking
         if granted < least or (not lacking and resident.level == "coming"):
             return
@@ -191,7 +201,9 @@ class Residency:
         resident.send("return", bytes=granted, turn=resident.turn)
 
     def heard(self, resident: Resident, message: JSON) -> None:
-        """`away`: so much is off the device; `settled`: and it has done what it was told last."""
+        """Process an `away` message: its bytes off the device; `settled` if it did what it was told
+        last.
+        """
         away_bytes, turn = number(message, "bytes"), number(message, "turn")
         house = self.house
         told = number(message, "memory_bytes")
@@ -199,7 +211,7 @@ class Residency:
         if turn > resident.turn:
             raise Nonsense("it says what is away without being asked")
         if turn < resident.turn:
-            return  # it was told something else meanwhile, and answers that too
+            return  # a newer order is under way, which it answers too
         resident.measure()
         if away_bytes > resident.slab_bytes:
             raise Nonsense("more is away than lies in its slab")
@@ -211,12 +223,13 @@ class Residency:
     # --- who is needed last ---
 
     def needed_last_first(self, paused: Iterable[Resident]) -> list[Resident]:
-        """As the island expects it; where it does not say, by when each is expected back.  Who only
-        lingers is needed last.
+        """Sort paused residents: needed last first.
 
-        Who shares a device takes turns: each comes back about as long after its pause as it did
-        before.  Of those that have not come back yet, the one paused first has waited longest and
-        comes first; so the one paused last goes, not, as in a cache, the one not used longest.
+        The island's expected order counts first, then the time at which each resident is expected
+        back.  Lingering processes are needed last.  Tasks that share a device take turns: each
+        returns about as long after its pause as it did before.  The resident paused first has
+        waited longest and returns first, so the one paused last leaves first.  A cache would evict
+        the least recently used instead.
         """
         place = {task: number for number, task in enumerate(self.expected)}
         known = [r.absent_us for r in self.living if r.absent_us]
@@ -230,9 +243,11 @@ class Residency:
 
 
 def _level_of(resident: Resident, memory_bytes: int) -> str:
-    """Where one is that has done what it was told, and has so much on the device now.
+    """Return the level of a resident that did what it was told and has `memory_bytes` on the
+    device.
 
-    Who took all back with less than it may grow to is on its way still, till that is granted too.
+    A resident that took back all its memory is still coming until its growth to its declared memory
+    is granted too.
     """
     if resident.away_bytes or resident.level == "leaving":
         return "host"

@@ -1,11 +1,11 @@
-"""What the supervisor knows of one job's process, and of each stay of a task on this device.
+"""Keeps what the supervisor knows of a resident process and of each stay of a task on this device.
 
-A `Resident` is a process.  A `Stay` is one epoch of one task here: its events, log lines and seat
-time.  A paused resident that is launched again begins a new stay in the same process; the old stay
-is kept until all it had to say has been heard.
+A `Resident` is a process.  A `Stay` is one epoch of one task on this device: its events, log lines
+and slot time.  A paused resident that is launched again begins a new stay in the same process.  The
+old stay is kept until the island has acknowledged all its events.
 
-Nothing that comes from a resident is believed: it is a tenant's process.  Texts are cut and cleaned
-before they are passed on, and what makes no sense ends the resident.
+Nothing that a resident sends is trusted: it is a tenant's process.  Texts are cut and cleaned
+before they are passed on, and an invalid message ends the resident.
 """
 
 from __future__ import annotations
@@ -36,32 +36,36 @@ from workers.wire import Parts, TenantWire, pair, parsed_parts
 JSON = dict[str, Any]
 
 LINE_LIMIT_BYTES = 8 * 1024
-LOG_LIMIT_BYTES = 1 * 2**20  # kept per stay until acknowledged; more is dropped, and said so
-LAST_LINES = 20  # of stderr, told as the detail of a command that failed
+# kept per stay until acknowledged; the rest is dropped and reported as dropped
+LOG_LIMIT_BYTES = 1 * 2**20
+LAST_LINES = 20  # of stderr, the detail of a failed command
 TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
-FRAMES_BURST, FRAMES_PER_S = 2_000, 500.0  # of one process; what exceeds it waits
+FRAMES_BURST, FRAMES_PER_S = 2_000, 500.0  # per process; excess messages wait
 BYTES_BURST, BYTES_PER_S = 4 * 2**20, float(2**20)
-MUTED_BURST_S, MUTED_PER_S = 20.0, 0.2  # so long it may be made to wait, then it is ended
-OWED_US = 30_000_000  # so long a paused process may owe its image while others lack room
-UNREAD_US = 10_000_000  # so long a process may not read what it is sent, then it is ended
-KERNEL_US = 100_000  # so often the kernel is asked for a process's memory, if that says more
-PROCESSES_LIMIT = 256  # processes and threads that are looked at for that
-LINGER_US = 10_000_000  # so long who has run a leg waits for the next one
-TOLD_US = 100_000  # so soon it is usually told what came straight, and asks if it was not
-UNSURE_US = 15_000_000  # so long nothing counts that it makes of what came straight, then never
+# seconds of muting allowed at once and per second; then it is ended
+MUTED_BURST_S, MUTED_PER_S = 20.0, 0.2
+OWED_US = 30_000_000  # how long a paused process may lack an image while others lack memory
+UNREAD_US = 10_000_000  # how long a process may leave its messages unread; then it is ended
+KERNEL_US = 100_000  # least interval between two looks at a process's memory in the kernel
+PROCESSES_LIMIT = 256  # limit of processes and threads in such a look
+LINGER_US = 10_000_000  # how long a process that ran a part of a graph waits for the next part
+TOLD_US = 100_000  # usual time until an input is confirmed; after that the device asks
+UNSURE_US = 15_000_000  # limit for an unconfirmed input; then its results are discarded
 
 
 # --- one epoch of one task ------------------------------------------------------------------------
 
 
-#: Events that rest on no input: they are true whatever came straight.
+#: Events that depend on no input, and so hold even if an unconfirmed input proves wrong.
 _TRUE_ANYWAY = (messages.Started, messages.Came, messages.Stopped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straight:
-    """An input that came straight: what it seems to be, and since when it is here."""
+    """An unconfirmed input, received directly from its producer: its hash and its time of
+    arrival.
+    """
 
     sha256: str
     since_us: int
@@ -69,16 +73,18 @@ class Straight:
 
 @dataclass
 class Stay:
-    """`state` is one of core.messages.ResidentView, or "vanished": gone without a word; or, of a
-    process that has no task now, "lingering".
+    """Represents one epoch of one task on this device.
 
-    It `is_confirmed` once the island, told that it is here, said "keep", or if its order was so
-    fresh that it could only say so: only then may it take the seat, so that an order that comes too
-    late runs nothing.
+    `state` is one of core.messages.ResidentView, "vanished" (dropped without an event), or
+    "lingering" (a process without a task).
 
-    It is `unsure` of inputs that came straight from who made them, until its island says what they
-    are.  What it has to tell meanwhile rests on them, and is `held` back: were it not what was
-    written down, nothing that was made of it may count.
+    A stay `is_confirmed` once the island answered "keep" to a report that named it, or if its order
+    was so fresh that this is the only possible answer.  Only a confirmed stay may take the slot, so
+    that a late order runs nothing.
+
+    `unsure` are inputs that came directly from their producers and that the island has not
+    confirmed.  Events that depend on them are `held` back.  If such an input differs from the one
+    recorded, all results made from it are discarded.
     """
 
     launch: Launch
@@ -89,34 +95,37 @@ class Stay:
     metrics: JSON = field(default_factory=dict)
     points: list[list[Any]] = field(default_factory=list)
     order_seq: int = 1
-    early: dict[int, Order] = field(default_factory=dict)  # orders that overtook another
+    # seq -> order that arrived before an earlier one
+    early: dict[int, Order] = field(default_factory=dict)
     resident: Resident | None = None
     resumed: str = "fresh"
-    successor: str = ""  # the task that it gives way to, which may get ready first,
-    yield_by_us: int | None = None  # until then
-    moves: bool = False  # its image is waited for on another device
-    seats: list[int] = field(default_factory=lambda: [1])  # that its ranks sit on, by host,
-    wanted: Resize | None = None  # and are to sit on
-    links: Sockets | None = None  # to the other hosts of its gang, for its process
-    expects: str = ""  # the secret of those hosts that are waited for,
-    give_up_us: int | None = None  # until then
+    successor: str = ""  # the task that this one yields to; it may prepare first
+    yield_by_us: int | None = None  # when it yields at the latest
+    moves: bool = False  # another device waits for its image
+    seats: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
+    wanted: Resize | None = None  # the slots ordered
+    links: Sockets | None = None  # sockets to the other hosts of its gang, for its process
+    expects: str = ""  # secret of the hosts that are to connect
+    give_up_us: int | None = None  # when the wait for those hosts ends
     event_seq: int = 0
     events: list[Event] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log())
     seated_us: int | None = None
     before_us: int = 0
-    unstaged_us: int = 0  # what its process had stood still before this stay
-    input_bytes: int = 0  # that were brought here for it,
-    fetched_bytes: int = 0  # of which so many from the store
-    ways: JSON = field(default_factory=dict)  # by which each of them came, by port
-    lacks: set[str] = field(default_factory=set)  # inputs that come late,
-    given: JSON = field(default_factory=dict)  # of which it was told where these lie,
-    coming: set[str] = field(default_factory=set)  # and these are on their way;
-    awaits: str = ""  # its process stands still for this one
-    unsure: dict[str, Straight] = field(default_factory=dict)  # by port
-    held: list[tuple[Event, AbstractSet[str]]] = field(default_factory=list)  # on what each rests
-    is_void: bool = False  # it was something else: nothing of it is told any more
-    takers: dict[tuple[str, str], JSON] = field(default_factory=dict)  # to whom it gives straight
+    unstaged_us: int = 0  # `staged_us` of its process when this stay began
+    input_bytes: int = 0  # of all its inputs
+    fetched_bytes: int = 0  # of its inputs that came from the store
+    ways: JSON = field(default_factory=dict)  # port -> way by which the input came
+    lacks: set[str] = field(default_factory=set)  # ports of late inputs that have not arrived
+    given: JSON = field(default_factory=dict)  # port -> source of a late input that can be fetched
+    coming: set[str] = field(default_factory=set)  # ports of late inputs being fetched
+    awaits: str = ""  # port of the input that its process waits for
+    unsure: dict[str, Straight] = field(default_factory=dict)  # unconfirmed inputs by port
+    # events held back, each with the ports that it depends on
+    held: list[tuple[Event, AbstractSet[str]]] = field(default_factory=list)
+    is_void: bool = False  # an input proved wrong: no more events are sent
+    # (task, port) -> task that gets an output directly
+    takers: dict[tuple[str, str], JSON] = field(default_factory=dict)
 
     @classmethod
     def of(cls, launch: Launch, now_us: int) -> Stay:
@@ -132,28 +141,32 @@ class Stay:
             self.given.setdefault(port, source)
 
     def goes_on_from(self, before: Stay) -> None:
-        """In the same process: what did not come there is lacking still, whatever it was told."""
+        """Continue `before` in the same process.  Inputs that did not reach the process are still
+        lacking, even if the launch names them.
+        """
         self.step, self.metrics, self.lacks = before.step, before.metrics, {*before.lacks}
         for port, source in self.launch.inputs.items():
             self.is_given(port, source)
 
     @property
     def is_started(self) -> bool:
-        """It has been told that it has the seat."""
+        """True if the stay has had the slot."""
         return self.seated_us is not None or self.before_us > 0
 
     @property
     def is_outpost(self) -> bool:
-        """Its home speaks for it."""
+        """True for remote ranks; their coordinator host reports for them."""
         return self.launch.host > 0
 
     @property
     def is_linked(self) -> bool:
-        """All other hosts of its gang are connected, or there are none."""
+        """True if all other hosts of its gang are connected, or there are none."""
         return len(self.launch.seats) == 1 or self.is_outpost or self.links is not None
 
     def hand_over(self) -> list[int]:
-        """The descriptors of its links, for whoever sends them to its process and closes them."""
+        """Return the descriptors of its links; the caller sends them to its process and closes
+        them.
+        """
         taken, self.links = self.links or [], []
         return [sock.detach() for sock in taken]
 
@@ -162,13 +175,15 @@ class Stay:
         return self.before_us + on_it_us
 
     def staged_us(self, now_us: int) -> int:
-        """As its process says, who may lie; but not for longer than it held the seat."""
+        """The time its process stood still to copy state.  The process may lie, so it is bounded by
+        slot time.
+        """
         told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
         return max(0, min(told_us, self.held_us(now_us)))
 
     @property
     def is_off_the_seat(self) -> bool:
-        """Another one's turn lasts, on a device that they share."""
+        """True while another task that shares the device has its slice."""
         return self.state == "running" and self.seated_us is None
 
     def take_seat(self, now_us: int) -> None:
@@ -186,7 +201,11 @@ class Stay:
         rests_on: AbstractSet[str] | None = None,
         **said: Any,
     ) -> None:
-        """An event, which rests on these inputs: if nothing is said, on all that came straight."""
+        """Send an event that depends on the inputs `rests_on`; by default on all unconfirmed
+        inputs.
+
+        The event is held back while any of these inputs is unconfirmed.
+        """
         if self.is_outpost or self.is_void:
             return
         event = kind(
@@ -211,17 +230,19 @@ class Stay:
 
     @property
     def process(self) -> Resident | None:
-        """Its own, if it has one now."""
+        """Its process, if it has one now."""
         resident = self.resident
         return resident if resident is not None and resident.stay is self else None
 
     @property
     def unsure_us(self) -> float:
-        """Since when."""
+        """The arrival time of its oldest unconfirmed input; infinite if there is none."""
         return min((one.since_us for one in self.unsure.values()), default=inf)
 
     def is_wanted(self, takers: list[JSON]) -> None:
-        """Of each launch of a taker it is told where that is; the newest counts."""
+        """Remember which tasks take outputs directly.  Each launch of a taker is announced; the
+        newest counts.
+        """
         for taker in takers:
             place = taker["task"], taker["port"]
             if taker["epoch"] >= self.takers.get(place, taker)["epoch"]:
@@ -231,36 +252,38 @@ class Stay:
         return [taker for taker in self.takers.values() if taker["output"] == output]
 
     def keeps_to_itself(self, output: str) -> None:
-        """It does not go straight any more."""
+        """Send the output directly to no task any more."""
         self.takers = {at: one for at, one in self.takers.items() if one["output"] != output}
 
     def is_sure(self, port: str) -> None:
-        """It was what was written down.  Who rests on less overtakes no one who rests on more."""
+        """Confirm an input: release the events that depended on it, in their original order."""
         del self.unsure[port]
         held, self.held = self.held, []
         for event, rests_on in held:
             self._tell(event, rests_on)
 
     def void(self) -> None:
-        """It was not, or nobody knows: what was made of it is not told."""
+        """Discard all events that depend on unconfirmed inputs, and send no more."""
         self.is_void, self.unsure, self.held = True, {}, []
 
     def heard(self, seq: int) -> None:
         self.events = [event for event in self.events if event.seq > seq]
 
     def is_over(self) -> bool:
-        """Nothing of it is left to hold or to say."""
+        """True if the stay has ended and has nothing left to report."""
         if self.events or self.held:
             return False
         return self.state == "vanished" or (self.state == "ended" and not self.log.waiting)
 
     @property
     def stands_still(self) -> bool:
-        """Its process waits for an input."""
+        """True if its process waits for an input."""
         return self.awaits in self.lacks
 
     def _lacks(self, now_us: int) -> list[str]:
-        """For what it asks."""
+        """Return the inputs to ask the island about: the awaited one, and those unconfirmed for too
+        long.
+        """
         awaited = {self.awaits} & (self.lacks - self.given.keys())
         untold = (p for p, one in self.unsure.items() if now_us >= one.since_us + TOLD_US)
         return sorted({*awaited, *untold})
@@ -283,22 +306,22 @@ class Stay:
 
 
 class Log:
-    """The lines of one stay that have not been acknowledged, numbered from 0."""
+    """Keeps the unacknowledged log lines of one stay, numbered from 0."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[str, str]] = deque()
-        self.first = 0  # the number of the first line in `waiting`
+        self.first = 0  # number of the first line in `waiting`
         self.held_bytes = 0
         self.dropped = 0
-        self.last = deque[str](maxlen=LAST_LINES)  # of stderr, whether acknowledged or not
-        self._open = {"stdout": b"", "stderr": b""}  # lines without an end, as yet
+        self.last = deque[str](maxlen=LAST_LINES)  # last lines of stderr, acknowledged or not
+        self._open = {"stdout": b"", "stderr": b""}  # incomplete last lines
 
     @property
     def is_full(self) -> bool:
         return self.held_bytes >= LOG_LIMIT_BYTES
 
     def write(self, stream: str, data: bytes) -> None:
-        if self.is_full:  # a flood costs no more than to count its lines
+        if self.is_full:  # lines of a flood are only counted
             self.dropped += data.count(b"\n")
             if b"\n" in data:
                 self._open[stream] = b""
@@ -313,7 +336,7 @@ class Log:
         self._open[stream] = rest
 
     def end(self) -> None:
-        """Whatever was printed last without a line's end is a line too."""
+        """Add the incomplete last lines as lines."""
         for stream, rest in self._open.items():
             if rest:
                 self._add(stream, rest)
@@ -329,7 +352,7 @@ class Log:
             self._say_what_was_dropped()
 
     def part(self, limit_bytes: int) -> tuple[list[list[str]], int]:
-        """The next lines that fit, and how many bytes they take."""
+        """Return the next lines that fit, and their size in bytes."""
         lines: list[list[str]] = []
         taken = 0
         for stream, text in self.waiting:
@@ -362,20 +385,22 @@ class Log:
 
 
 def _last_frame(line: bytes) -> bytes:
-    """What a terminal would show of a line that returns to its start, as progress bars do.
+    """Return what a terminal shows of a line with carriage returns, as progress bars print them.
 
-    A carriage return at the end stays until the line goes on: what follows it replaces the line.
+    A carriage return at the end stays until the line goes on: the text after it replaces the line.
     """
     start = line.rfind(b"\r", 0, len(line.rstrip(b"\r"))) + 1
     return line[start:]
 
 
 def _line_bytes(stream: str, text: str) -> int:
-    return len(stream) + len(text.encode()) + 16  # as JSON, about
+    return len(stream) + len(text.encode()) + 16  # estimated size as JSON
 
 
 def log_lines(stays: list[Stay], limit_bytes: int) -> list[LogLines]:
-    """The next lines of all stays, together about `limit_bytes`; the rest is for the next time."""
+    """Return the next lines of all stays, together about `limit_bytes`; the rest comes next
+    time.
+    """
     parts = []
     for stay in stays:
         if not stay.log.waiting or limit_bytes <= 0:
@@ -401,9 +426,10 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """An output that a process has announced; `early` if others are to begin with it.
+    """An output that a process has announced; `early` if other tasks may begin before this one
+    ends.
 
-    It `rests_on` those inputs that came straight, and of which the stay was unsure at that time.
+    `rests_on` are the ports of inputs that it depends on and that were unconfirmed then.
     """
 
     name: str
@@ -415,60 +441,64 @@ class Leaving:
 
 @dataclass
 class Resident:
-    """`doom` is why the supervisor ends it; `verdict` is the last word that it said itself."""
+    """Represents one resident process.
+
+    `doom` is the reason why the supervisor kills it, if it does.  `verdict` is its own final
+    message.
+    """
 
     id: int
     task: str
     wire: TenantWire
     bulk: socket.socket
-    slab: int  # the descriptor of `workers.slab`
+    slab: int  # file descriptor of its `workers.slab`
     pipes: dict[int, str]  # descriptor -> "stdout" or "stderr"
     room: Room
     stay: Stay
-    deadline_us: int  # by when it must be prepared
+    deadline_us: int  # deadline to be prepared
     pidfd: int | None = None
     pid: int = 0
     is_prepared: bool = False
-    yields: bool = False  # it was told that its turn is over
-    is_still: bool = False  # it stands still because the device's trust has ended
+    yields: bool = False  # it was told that its slice is over
+    is_still: bool = False  # the device's trust has ended, and it has stopped
     preset: JSON = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
-    saved: Saving | None = None  # the newest image of it that is durable
-    has_state: bool = False  # it has been on the seat, so there is something to lose
+    saved: Saving | None = None  # its newest durable image
+    has_state: bool = False  # it has had the slot, so it has state to lose
     memory_bytes: int = 0
-    staged_us: int = 0  # how long it has stood still, on its seat, while its state was copied
-    slab_bytes: int = 0  # as the kernel says
-    spilled_bytes: int = 0  # of a graph's blocks, in host memory
+    staged_us: int = 0  # how long it stopped in the slot to copy its state
+    slab_bytes: int = 0  # as counted by the kernel
+    spilled_bytes: int = 0  # blocks of a graph in host memory
     known: Known = field(default_factory=Known)
-    level: str = "device"  # where its state lies, as `workers.residency` says
-    may_leave: bool = True  # it lets go of the device's memory when it is told to
+    level: str = "device"  # place of its state, see `workers.residency`
+    may_leave: bool = True  # it frees device memory when told to
     leave_by_us: int = 0
-    turn: int = 0  # how often it was told where its memory shall be
-    away_bytes: int = 0  # of its memory that is not on the device
-    granted_bytes: int = 0  # that it may take there for what is away
+    turn: int = 0  # number of orders about the place of its memory
+    away_bytes: int = 0  # its memory that is off the device
+    granted_bytes: int = 0  # device memory granted for its return
     paused_us: int = 0
-    absent_us: int = 0  # how long it usually is between a pause and its next turn; 0: not known
-    saves: int = 0  # images and outputs that are being stored,
-    is_read: bool = False  # one of them still from `bulk`
-    leaving: deque[Leaving] = field(default_factory=deque)  # outputs behind that, on their way
-    save_again_us: int | None = None  # the last attempt to store its image failed
+    absent_us: int = 0  # usual time between a pause and its next slice; 0: unknown
+    saves: int = 0  # number of images and outputs being stored
+    is_read: bool = False  # an output is being read from `bulk`
+    leaving: deque[Leaving] = field(default_factory=deque)  # announced outputs that wait to be read
+    save_again_us: int | None = None  # when to retry a failed image
     is_gone: bool = False
     outputs: JSON = field(default_factory=dict)
     verdict: JSON | None = None
-    parts: Parts = field(default_factory=Parts)  # of a long message, as far as they have come
-    is_parsed: bool = False  # such a message is, by another thread; what is behind it waits
-    is_muted: bool = False  # it said so much that it is not read from for a while
-    said: deque[JSON] = field(default_factory=deque)  # messages that were read and not taken yet
-    checked: JSON | None = None  # the verdict of a long last word
-    exit_status: int | None = None  # it ended meanwhile
+    parts: Parts = field(default_factory=Parts)  # received parts of a long message
+    is_parsed: bool = False  # another thread parses a long message; later messages wait
+    is_muted: bool = False  # not read from for a while, as it sent too much
+    said: deque[JSON] = field(default_factory=deque)  # messages read and not processed yet
+    checked: JSON | None = None  # event of a long final message
+    exit_status: int | None = None  # it exited while that was parsed
     frames: Bucket = field(default_factory=lambda: Bucket(FRAMES_BURST, FRAMES_PER_S))
     said_bytes: Bucket = field(default_factory=lambda: Bucket(BYTES_BURST, BYTES_PER_S))
     calm: Bucket = field(default_factory=lambda: Bucket(MUTED_BURST_S, MUTED_PER_S))
-    kernel: tuple[int, int] | None = None  # what its processes hold, as the kernel said last,
-    kernel_us: int = 0  # at this time
+    kernel: tuple[int, int] | None = None  # (own, shared) bytes of its processes in the kernel
+    kernel_us: int = 0  # time of that look
     doom: str = ""
-    refused: str = ""  # what the kernel refused it at its limits, in a sentence
-    kill_us: int | None = None  # when its grace ends
+    refused: str = ""  # what its limits denied it, in a sentence
+    kill_us: int | None = None  # when its grace period after a cancel ends
 
     @property
     def step(self) -> int:
@@ -487,12 +517,12 @@ class Resident:
         return declared or (self.is_command and output == messages.ARTIFACTS)
 
     def is_awaited(self, output: str) -> bool:
-        """Others are to begin with it while this one runs on."""
+        """True if other tasks may start with the output while this one runs on."""
         return output in self.stay.launch.run.get("part", {}).get("after_ms", ())
 
     @property
     def lingers(self) -> bool:
-        """Its leg has ended, and it stays a while for the next one."""
+        """True if its part of a graph has ended and it waits for the next part."""
         return self.stay.state == "lingering"
 
     @property
@@ -501,14 +531,15 @@ class Resident:
         return follows and self.saved is None and not self.is_saving
 
     def linger(self, now_us: int) -> None:
-        """Of nobody, until a launch takes it."""
+        """Leave the process without a task until a launch takes it."""
         launch, self.task, self.verdict = self.stay.launch, "", None
         self.stay = Stay(launch=launch, arrived_us=now_us, state="lingering", resident=self)
         self.is_prepared, self.has_state, self.deadline_us = False, False, now_us + LINGER_US
 
     def made_of(self, launch: Launch) -> dict[str, str]:
-        """Of the inputs of a launch that it may go on with, those that lie in its memory: port ->
-        the output that it gave them as.
+        """Return port -> output for inputs of the launch that lie in this process as its outputs.
+
+        Empty if the process cannot continue with that launch.
         """
         if not self.lingers or launch.images or _setting(launch) != _setting(self.stay.launch):
             return {}
@@ -521,7 +552,7 @@ class Resident:
         }
 
     def go_on(self, stay: Stay, deadline_us: int) -> None:
-        """With another leg, as if it were newly born."""
+        """Take the next part of a graph, as a new process would."""
         self.task, self.stay, stay.resident = stay.launch.task, stay, self
         self.deadline_us, self.outputs = deadline_us, {}
         self.yields, self.save_again_us = False, None
@@ -533,17 +564,21 @@ class Resident:
 
     @property
     def is_kept(self) -> bool:
-        """Of its state, all that can be kept is durable: of a command, its working folder."""
+        """True if all of its state that can be durable is; for a command that is its working
+        folder.
+        """
         return not self.has_state or (self.saved is not None and self.saved.step == self.step)
 
     @property
     def is_durable(self) -> bool:
-        """Nothing is lost if it is ended now; the processes of a command are never durable."""
+        """True if nothing is lost when it is ended now; the processes of a command are never
+        durable.
+        """
         return self.is_kept and not (self.is_command and self.has_state)
 
     @property
     def on_device_bytes(self) -> int:
-        """What it has there, or may take without asking: it may grow to what its launch said."""
+        """The device memory that it has or may take without asking: up to its declared memory."""
         if self.level == "host":
             return self.memory_bytes
         if self.level == "coming":
@@ -553,7 +588,7 @@ class Resident:
 
     @property
     def lacking_bytes(self) -> int:
-        """What it must be granted before it is back on the device."""
+        """The memory that it must still be granted before it is back on the device."""
         asked = self.stay.launch.memory_bytes - self.memory_bytes
         return max(0, max(self.away_bytes, asked) - self.granted_bytes)
 
@@ -566,7 +601,7 @@ class Resident:
         return {"level": self.level, **held}
 
     def was_absent(self, now_us: int) -> None:
-        """It is back on the seat: how long it took, and before."""
+        """Update the usual time between a pause and the next slice, as it has the slot again."""
         if self.paused_us:
             took_us = max(1, now_us - self.paused_us)
             self.absent_us = (self.absent_us + took_us) // 2 if self.absent_us else took_us
@@ -580,7 +615,9 @@ class Resident:
         return self._bounded(min(told, house_bytes), 0, kind, now_us)
 
     def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """The same of what it holds for its graph in host memory, in shared mappings."""
+        """Bound the bytes of its graph's blocks in shared mappings of host memory, in the same
+        way.
+        """
         return self._bounded(min(told, house_bytes), 1, kind, now_us)
 
     def _bounded(self, told: int, which: int, kind: str, now_us: int) -> int:
@@ -592,7 +629,7 @@ class Resident:
         return told if self.kernel is None else min(told, self.kernel[which])
 
     def heard(self, frames: int, read_bytes: int, now_us: int) -> int:
-        """So much was read from it; for how long it is not read from now, in microseconds."""
+        """Count what was read from it; return for how many microseconds it is not read from now."""
         self.frames.take(frames, now_us)
         self.said_bytes.take(read_bytes, now_us)
         muted_us = max(self.frames.debt_us(now_us), self.said_bytes.debt_us(now_us))
@@ -607,7 +644,7 @@ class Resident:
         return not on_its_way and now_us - self.paused_us >= OWED_US
 
     def is_deaf(self, now_us: int) -> bool:
-        """It has not read for long what it was sent, or very much waits for it."""
+        """True if it has left messages unread for UNREAD_US, or too many wait for it."""
         since_us = self.wire.unread_since_us
         long = since_us is not None and now_us - since_us >= UNREAD_US
         return long or self.wire.is_overfull
@@ -618,30 +655,31 @@ class Resident:
         try:
             self.wire.send({"is": word, **said}, fds)
         except OSError:
-            return  # it is dying: its exit will be reported
+            return  # it is dying; its exit will be reported
 
     def kill(self) -> None:
-        """End the process and all that it started, at once."""
+        """Kill the process and all that it started, at once."""
         if self.pidfd is None:
-            return  # it is killed when its process is known
+            return  # it is killed when its pidfd is known
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         except ProcessLookupError:
             return
         try:
-            os.killpg(self.pid, signal.SIGKILL)  # without walls, its children are in its group
+            # without sandbox layers, its children are in its process group
+            os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             return
 
     def close_stores(self) -> None:
-        """What a thread may be reading from, when none does any more."""
+        """Close what a storing thread may read from; call it when no thread does."""
         self.bulk.close()
         if self.slab >= 0:
             os.close(self.slab)
             self.slab = -1
 
     def close(self) -> None:
-        """All but the wire, `bulk` and `slab`: to close those may take long."""
+        """Close all but the wire, `bulk` and `slab`, which may take long to close."""
         for fd in self.pipes:
             os.close(fd)
         self.pipes = {}
@@ -651,8 +689,10 @@ class Resident:
 
 
 def kernel_memory(pid: int) -> tuple[int, int] | None:
-    """What a process and all below it hold, as the kernel says: bytes of their own, and bytes of
-    shared memory.  None if that cannot be said, or there are too many processes to look at.
+    """Return the (own, shared) bytes of memory of a process and its descendants, by the kernel's
+    count.
+
+    None if they cannot be read, or there are too many processes.
     """
     own = shared = looked = 0
     left = [pid]
@@ -674,13 +714,13 @@ def kernel_memory(pid: int) -> tuple[int, int] | None:
 
 
 def _status_bytes(status: str, name: str) -> int:
-    """A row of /proc/PID/status, which is in KiB; a process that has ended has none."""
+    """Return a row of /proc/PID/status, there in KiB, in bytes; 0 for a process that has ended."""
     _, _, rest = status.partition(f"\n{name}")
     return 1024 * int(rest.split(maxsplit=1)[0]) if rest else 0
 
 
 def _setting(launch: Launch) -> JSON:
-    """What legs have in common that one process may run, one after the other."""
+    """Return what two parts of a graph must have in common to run in one process."""
     names = ("tenant", "bundle", "params", "preset", "memory_bytes", "seats", "host", "world_size")
     return {**{name: getattr(launch, name) for name in names}, "graph": launch.run.get("graph")}
 
@@ -689,11 +729,11 @@ def _setting(launch: Launch) -> JSON:
 
 
 class Nonsense(Exception):
-    """A resident said what no resident of ours says."""
+    """A resident sent a message that no genuine resident sends."""
 
 
 def verdict(message: JSON) -> JSON:
-    """The event that a resident's last word becomes: its type, as `is`, and its fields."""
+    """Return the event for a resident's final message: its type, as `is`, and its fields."""
     if message["is"] == "failed":
         return {"is": messages.Failed, **failed(message)}
     if message["is"] == "stopped":
@@ -708,18 +748,18 @@ def verdict(message: JSON) -> JSON:
 
 
 def whole(body: bytes) -> tuple[JSON, JSON | None]:
-    """A message that came in parts, and, if it is a last word, its verdict; takes a while."""
+    """Parse a message that came in parts; also return its event if it is a final message.  Slow."""
     message = parsed_parts(body)
     return message, verdict(message) if message["is"] in LAST_WORDS else None
 
 
 LAST_WORDS = ("failed", "finished", "stopped")
-HOSTS_LIMIT = 64  # of one gang
-METRICS_LIMIT = 2_000  # of all executors of a graph together
+HOSTS_LIMIT = 64  # hosts of one gang
+METRICS_LIMIT = 2_000  # over all executors of a graph
 METRIC_CHARACTERS = 200
 POINTS_LIMIT = 32
-POINT_VALUES_LIMIT = 1_000  # of all points together
-COPIES_LIMIT = 100_000  # of blocks, between executors
+POINT_VALUES_LIMIT = 1_000  # over all points
+COPIES_LIMIT = 100_000  # copies of blocks between executors
 _COPY = ("block", "source", "target", "bytes")
 
 
@@ -731,7 +771,7 @@ def number(message: JSON, name: str) -> int:
 
 
 def numbers(message: JSON, name: str) -> list[int]:
-    """A few."""
+    """Return a short list of numbers."""
     value = message.get(name)
     if not isinstance(value, list) or len(value) > HOSTS_LIMIT:
         raise Nonsense(f"{name} is {value!r:.100}")
@@ -746,7 +786,7 @@ def text(message: JSON, name: str) -> str:
 
 
 def late_input(resident: Resident, message: JSON, name: str) -> str:
-    """One that may come late to what it runs."""
+    """Return an input name, checked to be one that may come late to this task."""
     port = text(message, name)
     if port not in late(resident.stay.launch.run):
         raise Nonsense(f"it lacks {port!r:.100}")
@@ -754,7 +794,7 @@ def late_input(resident: Resident, message: JSON, name: str) -> str:
 
 
 def ports(message: JSON, name: str) -> set[str]:
-    """Some inputs, or none."""
+    """Return a set of input names; empty if the message has none."""
     value = message.get(name, [])
     if not isinstance(value, list) or len(value) > NAMES_LIMIT:
         raise Nonsense(f"{name} is no short list")
@@ -770,7 +810,7 @@ def table(message: JSON, name: str) -> JSON:
 
 
 def points(message: JSON) -> list[list[Any]]:
-    """The metrics of some steps besides the newest: [step, metrics]."""
+    """Return the metrics of some steps before the newest: [step, metrics]."""
     value = message.get("points", [])
     if not isinstance(value, list) or len(value) > POINTS_LIMIT:
         raise Nonsense("points is no short list")
@@ -782,7 +822,7 @@ def points(message: JSON) -> list[list[Any]]:
 
 
 def metrics(message: JSON) -> JSON:
-    """Numbers and short texts by name."""
+    """Return metrics: numbers and short texts by name."""
     value = message.get("metrics")
     if not isinstance(value, dict) or len(value) > METRICS_LIMIT:
         raise Nonsense("metrics is not a small table")
@@ -797,7 +837,7 @@ def metrics(message: JSON) -> JSON:
 
 
 def words(message: JSON, name: str) -> list[str]:
-    """A few short ones; the rest is cut off."""
+    """Return a few short words; the rest is cut off."""
     value = message.get(name)
     if not isinstance(value, list):
         raise Nonsense(f"{name} is {value!r:.100}")
@@ -805,9 +845,10 @@ def words(message: JSON, name: str) -> list[str]:
 
 
 def clean(value: Any, depth: int = 0) -> Any:
-    """As Postgres takes it as JSON: no NUL, no lone surrogates, no NaN, and of bounded size.
+    """Return the value as JSON that Postgres takes: no NUL, lone surrogates or NaN, and of bounded
+    size.
 
-    A whole number that is no int64 becomes a text: a reader in another language could not hold it.
+    A whole number outside int64 becomes a text: readers in other languages could not hold it.
     """
     if depth > 16:
         raise Nonsense("nested deeper than 16")
@@ -826,7 +867,7 @@ def clean(value: Any, depth: int = 0) -> Any:
 
 
 def passed(message: JSON) -> list[JSON]:
-    """What passed between the executors of a graph, as in core.messages.Finished."""
+    """Return the copies between the executors of a graph, as in core.messages.Finished."""
     said = message.get("passed", [])
     if not isinstance(said, list) or len(said) > COPIES_LIMIT:
         raise Nonsense("passed is no short list")
@@ -841,17 +882,17 @@ def passed(message: JSON) -> list[JSON]:
 
 
 def took_ms(message: JSON) -> dict[str, float]:
-    """How long the nodes of a graph took, as in core.messages.Finished."""
+    """Return the durations of a graph's nodes, as in core.messages.Finished."""
     return _measured(message, "took_ms", float, rows=MAX_NODES, most=MAX_EST_MS)
 
 
 def made_bytes(message: JSON) -> dict[str, int]:
-    """How large blocks of a graph were, as in core.messages.Finished."""
+    """Return the sizes of a graph's blocks, as in core.messages.Finished."""
     return _measured(message, "made_bytes", int, rows=SIZED_LIMIT, most=MAX_BYTES)
 
 
 def _measured(message: JSON, what: str, kind: type, *, rows: int, most: float) -> JSON:
-    """Numbers of one kind by name, from 0 to `most`."""
+    """Return numbers of one kind by name, checked to lie between 0 and `most`."""
     said = message.get(what, {})
     if not isinstance(said, dict) or len(said) > rows:
         raise Nonsense(f"{what} is no short table")
@@ -862,9 +903,9 @@ def _measured(message: JSON, what: str, kind: type, *, rows: int, most: float) -
 
 
 def failed(message: JSON) -> JSON:
-    """The fields of core.messages.Failed out of a resident's last word."""
+    """Return the fields of core.messages.Failed from a resident's final message."""
     cause = text(message, "cause")
-    if cause not in messages.CAUSES or cause == "store":  # of that it knows nothing
+    if cause not in messages.CAUSES or cause == "store":  # a resident knows nothing of the store
         raise Nonsense(f"cause is {cause!r}")
     return {
         "cause": cause,
@@ -889,7 +930,7 @@ _KEPT_VARIABLES = (
 
 
 class Zygote:
-    """`workers.zygote`, started by the thread whose end shall be its end too."""
+    """The process of `workers.zygote`.  It dies with the thread that starts it."""
 
     def __init__(self, *, lock_fd: int, probe: Room | None, records: Path) -> None:
         self.wire, theirs = pair()
@@ -900,7 +941,7 @@ class Zygote:
             env=_environment(),
             pass_fds=(theirs.fileno(), lock_fd),
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for the supervisor, who drains first
+            start_new_session=True,  # Ctrl-C is for the supervisor, which drains first
             cwd="/",
         )
         theirs.close()
@@ -908,12 +949,14 @@ class Zygote:
         self.wire.send({"is": "begin", "probe": tried, "records": str(records)})
 
     def spawn(self, id: int, room: Room, walls: list[str], fds: list[int], sort: str) -> None:
-        """`fds`: see `wire.FDS_PER_RESIDENT`.  The caller closes its copies."""
+        """Have the zygote fork a resident.  `fds`: see `wire.FDS_PER_RESIDENT`; the caller closes
+        its copies.
+        """
         body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls, "sort": sort}
         self.wire.send(body, fds)
 
     def end(self) -> None:
-        """Kill it, and with it everything that it forked."""
+        """Kill the zygote, and with it all processes that it forked."""
         self.process.kill()
         self.process.wait()
         self.wire.close()
@@ -934,6 +977,6 @@ def _room(room: Room) -> JSON:
 
 
 def _environment() -> dict[str, str]:
-    """No secrets: nothing of ours but what says where programs and libraries are."""
+    """Return the zygote's environment: no secrets, only where programs and libraries lie."""
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     return {**kept, **ENVIRONMENT, "HOME": "/nonexistent"}

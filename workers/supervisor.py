@@ -1,6 +1,6 @@
 """Supervises one device: owns its slot and all residents that live there.
 
-At most one resident steps at a time: the one that holds the slot.  The other residents stay in
+At most one resident steps at a time: the resident in the slot.  The other residents stay in
 memory: paused, prepared, or between their slices.  Tasks that share the device (`core.rota`) hold
 the slot in turn, some milliseconds each.  Orders and answers only put a message into the
 supervisor's inbox.  One long-lived thread does everything.  All processes that it spawned die with
@@ -1001,7 +1001,7 @@ class Supervisor(threading.Thread):
             self._begin(resident, now)
 
     def _go_on(self, resident: Resident, now: int) -> None:
-        """Give the slot back to a resident whose turn has come again."""
+        """Give the slot back to a resident for its next slice."""
         self.seat, resident.is_still = resident, False
         resident.send("go", seats=resident.stay.seats, linked=False)
         resident.stay.take_seat(now)
@@ -1308,7 +1308,7 @@ class Supervisor(threading.Thread):
             stay.fetched_bytes += size_bytes if way == "store" else 0
 
     def _lacks_for_good(self, stay: Stay, port: str, error: BaseException) -> None:
-        """Fail a task whose late input cannot be fetched, as if that input had been missing at
+        """Fail a task with a late input that cannot be fetched, as if the input had been missing at
         launch.
 
         A task off its slot may still get the input later.

@@ -1,8 +1,8 @@
-"""Ends a device worker whose supervisor makes no round for a whole lease.
+"""Ends a device worker with a supervisor that makes no round for a whole lease.
 
-The supervisor says when it `works` and when it `rests` (waits for something to do).  Work that goes
-on for longer than a lease is no work: nobody hears from the device any more, and no job there ends
-at the end of its lease.  Then the process ends, and whoever started it starts it again.
+The supervisor says when it `works` and when it `rests` (waits for something to do).  A round that
+takes longer than a lease counts as hung: the device is silent, and no job on it ends at the end of
+its lease.  Then the process ends, and its service manager starts it again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
-LEAST_S = 5.0  # a busy host is no fault
-LIMIT_S = 15.0  # before the island has said how long a lease is
+LEAST_S = 5.0  # least limit, as a busy host is no fault
+LIMIT_S = 15.0  # limit until the island has sent the length of a lease
 
 
 class Watchdog(threading.Thread):
-    """Does nothing else; `bite` is called once, in its thread."""
+    """Watches the supervisor's rounds; `bite` is called once, in this thread."""
 
     def __init__(self, bite: Callable[[], None], *, limit_s: float = LIMIT_S) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.bite, self.limit_s = bite, limit_s
-        self._since_s: float | None = None  # when the round under way began
+        self._since_s: float | None = None  # start of the current round
         self._ended = threading.Event()
 
     def works(self) -> None:
@@ -38,7 +38,7 @@ class Watchdog(threading.Thread):
         self._ended.set()
 
     def run(self) -> None:
-        # Counted in looks, not by a clock: while the whole process is stopped nothing is stuck.
+        # Counted in looks, not by a clock: while the whole process is stopped, no round is stuck.
         seen_s, looks = None, 0
         while not self._ended.wait(LOOK_S):
             since_s = self._since_s
