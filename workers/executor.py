@@ -1,19 +1,19 @@
-"""Inside a resident: one task, from its spec to its end, step by step, with safe points between.
+"""Runs one task inside a resident: from its spec to its end, with a safe point after each step.
 
-The life is a pipe of small stages, each taking and filling one `Work`:
+The task passes through a pipeline of small stages, each of which reads and fills one `Work`:
 
     take_spec -> configure -> load_code -> bring_in -> take_seat -> build -> run -> settle
 
-A stage that cannot go on raises `Ending` with the word that is sent up last.  Orders arrive over
-`Wire` and are wishes until the next safe point.  Before every step the trust deadline is read: past
-it nothing steps, whoever hangs.
+A stage that cannot go on raises `Ending` with the final message of the process.  Orders arrive over
+`Wire` and wait as requested actions until the next safe point.  The trust deadline is read before
+every step: after the deadline no step begins, even if the supervisor hangs.
 
-Who has run a leg of a graph (`core.legs`) lingers for the next one of its portion, if one follows:
-what it made lies there already, and nothing is forked.
+A process that ran one part of a graph (`core.legs`) waits for the next part, if one follows on this
+device: its blocks are in memory already, and nothing is forked.
 
-Images of the job are copied into its slab, mostly while the next step already runs (`staging`); the
-supervisor is told where they lie, and says when it has kept one.  Outputs leave over the `bulk`
-socket.  Both are done by threads that only copy; nothing else runs beside the job.
+Images of the job are copied into its slab, mostly while the next step already runs (`staging`).
+The supervisor is told where an image lies, and answers when it has stored the image.  Outputs leave
+over the `bulk` socket.  Threads that only copy do both; nothing else runs beside the job.
 """
 
 from __future__ import annotations
@@ -75,27 +75,27 @@ from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
-SAVES_APART_S = 1.0  # so long after an image left, those of pauses wait on whether they are needed
-AFTER_PAUSING_S = 0.02  # so long the image of a pause waits for the next one to take the seat
-AFTER_LEAVING_S = 0.25  # so long the image of one that made room waits for the one that needs it
-TOLD_BYTES = 16 * 2**20  # of the device's memory were let go of since it was said last
-LOOK_S = 0.05  # so often somebody off the seat looks whether its image lies there
-UNHEARD_S = 0.1  # so long it waits for an input that comes late, and does not ask: it is on its way
-PUT_AGAIN_S = 1.0  # after an output could not be stored
+SAVES_APART_S = 1.0  # least time between images of pauses that are saved only as a precaution
+AFTER_PAUSING_S = 0.02  # delay of a pause's image, so that the next task can take the slot
+AFTER_LEAVING_S = 0.25  # the same after releasing memory for another task
+TOLD_BYTES = 16 * 2**20  # report at least this many bytes of released device memory at once
+LOOK_S = 0.05  # interval of checks off the slot whether a copy is complete
+UNHEARD_S = 0.1  # wait for a late input, usually on its way, before asking for it
+PUT_AGAIN_S = 1.0  # before a failed output is stored again
 REPORT_S = 0.2  # progress and metrics go up at most this often
-FIRST_POINTS_S = 2.0  # how long a task that begins also tells the metrics of steps in between
-FIRST_POINTS = 32  # and of how many steps at most,
-FIRST_VALUES = 640  # or how many values of them all
+FIRST_POINTS_S = 2.0  # how long a new task also reports the metrics of steps in between
+FIRST_POINTS = 32  # limit of such steps
+FIRST_VALUES = 640  # limit of values over all such steps
 DETAIL_LIMIT = 60_000  # characters of a traceback
-RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; what is larger belongs into an output
+RESULT_LIMIT_BYTES = 256 * 1024  # as JSON; larger values must be outputs
 METRICS_LIMIT = 100
-SEED = 0  # what a job that seeds nothing itself begins with, everywhere the same
+SEED = 0  # seed of every job that sets none itself
 _HERE = {__file__, graph.__file__, chance.__file__}
 _NOT_LOADED = "An input could not be loaded: "
 
 
 class Ending(Exception):
-    """The last word of this process, as it is sent up."""
+    """Ends the task; carries the final message of the process."""
 
     def __init__(self, word: str, **said: Any) -> None:
         self.message = {"is": word, **said}
@@ -103,11 +103,11 @@ class Ending(Exception):
 
 
 class Abandoned(BaseException):
-    """The supervisor is gone; nobody waits for anything from here."""
+    """Raised when the supervisor is gone: nothing waits for results of this process."""
 
 
 class Context:
-    """What a tenant's code is given: `ctx`.  `step` is the number of the step being run, from 1."""
+    """The `ctx` that a tenant's code gets.  `step` is the number of the current step, from 1."""
 
     def __init__(self, *, device: torch.device, rank: int, world_size: int, params: JSON) -> None:
         self.device = device
@@ -115,14 +115,16 @@ class Context:
         self.world_size = world_size
         self.params = params
         self.inputs: JSON = {}
-        self.blocks: dict[str, str] = {}  # "NAME@VERSION" -> the input that is this datablock
+        self.blocks: dict[str, str] = {}  # "NAME@VERSION" -> input port of this datablock
         self.step = 0
         self.result: JSON | None = None
         self.logged: JSON = {}
         self.allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Memory for what a node writes; in it a block passes to other devices without a copy."""
+        """Return memory for a node's result; a block in it passes to other devices without a
+        copy.
+        """
         if self.allocate is not None:
             return self.allocate(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -134,11 +136,13 @@ class Context:
         self.result = result or {}
 
     def log(self, **metrics: Any) -> None:
-        """Metrics of this step, beside those that step returns."""
+        """Add metrics of this step to the dict that `step` returns."""
         self.logged.update(metrics)
 
     def datablock(self, name: str) -> Any:
-        """The input that is this datablock, "NAME" or "NAME@VERSION"; of several the newest."""
+        """Return the input that is this datablock, "NAME" or "NAME@VERSION"; of several the
+        newest.
+        """
         named = [block for block in self.blocks if name in (block, block.partition("@")[0])]
         if not named:
             there = ", ".join(sorted(self.blocks)) or "none"
@@ -177,7 +181,7 @@ class FirstPoints:
 
 @dataclass
 class Work:
-    """One task in the making.  `step` is the last finished one."""
+    """The state of one task in this process.  `step` is the last finished step."""
 
     wire: Wire
     bulk: socket.socket
@@ -186,40 +190,41 @@ class Work:
     watch: Watch | None
     spec: JSON = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
-    graph: TaskGraph | None = None  # of a graph, all of it or what a leg runs,
-    spread: Spread | None = None  # and who runs its nodes, if several do
+    graph: TaskGraph | None = None  # the graph, or the part of it that this task runs
+    spread: Spread | None = None  # executor of each node, if there are several
     entry: Any = None
     job: Any = None
     preset: JSON = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     step: int = 0
-    stands_at: int = 0  # the step of its gang after which all stand at a cut
+    stands_at: int = 0  # the gang's step after which all ranks stop at a cut
     metrics: JSON = field(default_factory=dict)
     points: FirstPoints | None = None
     wishes: set[str] = field(default_factory=set)
     reported_s: float = -math.inf
     saved_s: float = 0.0
-    ending: Ending | None = None  # why no image can be made; told when it is back on the seat
-    arrived: dict[str, int] = field(default_factory=dict)  # inputs that came late, as files
-    seated_s: float = 0.0  # when it last sat down, not after turns of others
-    patience_s: float = 0.0  # so long it may wait there for an input
-    made: JSON = field(default_factory=dict)  # outputs of the leg before, in this process,
-    lingers: bool = False  # and there will be one after this
+    ending: Ending | None = None  # why no image can be made; reported once it is back in the slot
+    # port -> file of a late input that arrived
+    arrived: dict[str, int] = field(default_factory=dict)
+    seated_s: float = 0.0  # when it last took the slot, except after slices of others
+    patience_s: float = 0.0  # how long it may wait for an input in the slot
+    made: JSON = field(default_factory=dict)  # outputs of the previous part in this process
+    lingers: bool = False  # another part of the graph follows in this process
     base_bytes: int = 0
-    is_back_soon: bool = False  # off its seat only while others of its device have their turn
-    turn: int = 0  # of what it was told about where its memory shall be
-    before_bytes: int = 0  # its memory when it was told to leave
-    lazy_bytes: int = 0  # let go of, not used again, and not taken by the kernel yet
-    granted_bytes: int = 0  # that may be taken of the device for what is away
-    staged_s: float = 0.0  # how long it stood still at safe points because its state was copied
+    is_back_soon: bool = False  # off the slot only for the slices of co-located tasks
+    turn: int = 0  # number of the last order about the place of its memory
+    before_bytes: int = 0  # its memory when it was told to release memory
+    lazy_bytes: int = 0  # released, not reused, and not yet taken back by the kernel
+    granted_bytes: int = 0  # device memory granted for its return
+    staged_s: float = 0.0  # time at safe points spent on copying its state
     ctx: Context = None  # type: ignore[assignment]  # filled by load_code
     around: Surroundings = None  # type: ignore[assignment]
     lent: Lent = field(default_factory=Lent)
     accelerator: Accelerator = None  # type: ignore[assignment]
     outgoing: Outgoing = None  # type: ignore[assignment]
     images: Images = None  # type: ignore[assignment]
-    member: Member | None = None  # of a gang, in the process of one of its ranks,
-    whole: Slab | None = None  # where `slab` is only this rank's part
+    member: Member | None = None  # set in the process of a gang's rank
+    whole: Slab | None = None  # the whole slab, if `slab` is only this rank's part
     _speaking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -232,20 +237,20 @@ class Work:
 
     @property
     def state(self) -> Any:
-        """What its images hold: a job itself, of a graph how far it is."""
+        """The content of its images: the job itself or, for a graph, its progress."""
         return self.job.state() if isinstance(self.job, GraphJob) else self.job
 
     @property
     def ran(self) -> int:
-        """The steps that this process has behind it: of a graph, the nodes that it ran itself."""
+        """The steps that this process has run; for a graph, the nodes that it ran itself."""
         return self.job.count if isinstance(self.job, GraphJob) else self.step
 
     def away(self, waits_for: str) -> contextlib.AbstractContextManager[None]:
-        """While it waits for what comes from outside, the other ranks of its gang may run."""
+        """Let the other ranks of its gang run while it waits for something from outside."""
         return self.member.away(waits_for) if self.member else contextlib.nullcontext()
 
     def say(self, word: str, **said: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed by the tenant: its own loss
+        with contextlib.suppress(OSError, ValueError):  # the tenant closed it
             sys.stdout.flush()
             sys.stderr.flush()
         try:
@@ -260,8 +265,10 @@ Memory = list[torch.UntypedStorage]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """In `memory` that is needed until it is kept; `early` if it was made before the end.  What its
-    maker still `lacks` is in nothing of it.
+    """An output to store.
+
+    Its `memory` is needed until it is stored.  `early`: made before the task's end.  `lacks`: late
+    inputs that had not arrived when it was made, so that it cannot depend on them.
     """
 
     what: str
@@ -276,11 +283,11 @@ class Output:
 
 
 class Outgoing:
-    """Outputs on their way into the store, one after the other; `settled` are the answers.
+    """Sends outputs to the store, one after the other; `settled` are the answers.
 
-    `values` are those that were put: of a graph, some while it runs.  Those that are leaving are
-    not kept yet.  A thread writes them one behind the other, without a safe point between them, as
-    others may wait for each; no image leaves beside them.
+    `values` are all outputs that were put; a graph puts some while it runs.  `leaving` are sent and
+    not stored yet.  A thread writes them one after the other, without a safe point between them, as
+    other tasks may wait for each.  No image leaves at the same time.
     """
 
     def __init__(self, work: Work) -> None:
@@ -288,13 +295,13 @@ class Outgoing:
         self.waiting, self.leaving = deque[Output](), dict[str, Output]()
         self.spare = Spare()
         self.values: JSON = {}
-        self.lacked: dict[str, list[str]] = {}  # by its maker, when each was put first
+        self.lacked: dict[str, list[str]] = {}  # output -> inputs lacking when it was first put
         self.settled: dict[str, JSON] = {}
-        self.lie: dict[str, int] = {}  # kept ones, as files of this host
+        self.lie: dict[str, int] = {}  # stored outputs, as files of this host
         self._writes, self._lock = False, threading.Lock()
 
     def put(self, value: object, name: str) -> None:
-        """Not again what is there, or on its way; raises Ending."""
+        """Store an output, unless it is stored or on its way; raises Ending."""
         if name in self.values and self.values[name] is value and name not in self.unkept:
             return
         self.values[name] = value
@@ -314,7 +321,7 @@ class Outgoing:
             what=f"output:{name}",
             body=_output(self.work, value, name, new),
             memory=memory,
-            early=self.work.ctx.result is None,  # else the end is told, which says all of them
+            early=self.work.ctx.result is None,  # else the final message names all outputs
             lacks=self.lacked[name],
         )
         self.waiting.append(output)
@@ -334,18 +341,18 @@ class Outgoing:
 
     @property
     def unkept(self) -> list[str]:
-        """What could not be stored."""
+        """The outputs that could not be stored."""
         settled = (name for name in self.values if f"output:{name}" in self.settled)
         return [name for name in settled if self.settled[f"output:{name}"].get("error")]
 
     def put_again(self) -> None:
-        """Raises Ending."""
+        """Store the failed outputs again; raises Ending."""
         for name in self.unkept:
             del self.settled[f"output:{name}"]
             self._put(self.values[name], name)
 
     def next(self) -> None:
-        """Begin with the next one, if no image leaves."""
+        """Start to send the waiting outputs, unless an image is leaving."""
         with self._lock:
             if self._writes or not self._may_leave():
                 return
@@ -353,9 +360,9 @@ class Outgoing:
         threading.Thread(target=self._write_all, daemon=True).start()
 
     def _may_leave(self) -> bool:
-        """Of a gang, not before the one before it is kept."""
+        """True if the next output may leave; in a gang only after the previous one is stored."""
         if not self.waiting:
-            return False  # and the work may be over by now
+            return False  # the task may be over by now
         return not (self.work.images.busy or (self.work.member and self.leaving))
 
     def _write_all(self) -> None:
@@ -370,13 +377,13 @@ class Outgoing:
             if not self._writes:
                 return None
             output = self.waiting[0]
-            self.leaving[output.what] = output  # before it waits no more: it is always seen
+            self.leaving[output.what] = output  # first, so that it is always in one of the two
             return self.waiting.popleft()
 
 
 @dataclass(frozen=True, slots=True)
 class Lies:
-    """What lies in the slab, or will when staging is done: the state of a job off its seat."""
+    """The content of the slab, now or after staging: the state of a job off its slot."""
 
     step: int
     fingerprint: JSON
@@ -390,24 +397,24 @@ class Lies:
 
 
 class Images:
-    """The job's images, one at a time: staged into the slab, told to the supervisor, kept.
+    """Makes the job's images, one at a time: stages each into the slab and tells the supervisor.
 
-    Off the seat one may be staged and not told, because the device's memory is wanted.
+    Off the slot an image may be staged and not reported, because device memory is wanted.
     """
 
     def __init__(self, work: Work) -> None:
         self.work, self.staging = work, Staging(work.slab, work.watch)
         self.absence = Absence(work.slab, work.accelerator, self.staging.pinned)
-        self.lies: Lies | None = None  # while nothing steps
-        self.busy = False  # one lies in the slab, or is on its way there
-        self.failed = False  # the last one was not stored; the supervisor says when to try again
-        self.last_step: int | None = None  # of the newest image that is stored or on its way
-        self.left_s = -math.inf  # when that one left
-        self.round = 0  # of those of a gang, which are called off together
-        self.used = False  # something was written into the slab
+        self.lies: Lies | None = None  # set while nothing steps
+        self.busy = False  # an image is in the slab or on its way there
+        self.failed = False  # the last image was not stored; the supervisor says when to retry
+        self.last_step: int | None = None  # step of the newest image that is stored or on its way
+        self.left_s = -math.inf  # when the newest image left
+        self.round = 0  # number of the gang's image; all ranks cancel it together
+        self.used = False  # the slab has been written to
 
     def put(self) -> None:
-        """Make one of the last finished step, and have it kept; raises Ending."""
+        """Make an image of the last finished step and have it stored; raises Ending."""
         self.failed = False
         if self.lies_there:
             self._is_leaving()
@@ -432,18 +439,20 @@ class Images:
 
     @property
     def lies_there(self) -> bool:
-        """The state of this step lies in the slab, whole."""
+        """True if the slab holds the complete state of this step."""
         here = self.lies is not None and self.lies.step == self.work.step
         return here and not self.staging.is_copying and not self.staging.spoiled
 
     def may_leave(self) -> bool:
-        """Else an older image lies in the slab and is being kept."""
+        """True if the slab is free or holds this step; otherwise an older image in it is being
+        stored.
+        """
         self.staging.join()
         self.look()
         return self.lies_there or not self.busy
 
     def leave(self, freed: Callable[[], None]) -> None:
-        """Off the seat: let go of the device's memory; raises Ending.  Only when it `may_leave`."""
+        """Release device memory while off the slot; raises Ending.  Call only if `may_leave`."""
         if self.lies_there:
             lies = cast(Lies, self.lies)
             lying = zip(lies.captured.storages, lies.layout.storages, strict=True)
@@ -460,7 +469,7 @@ class Images:
         self.staging.lies(self.absence.come_back(room))
 
     def settle(self) -> bool:
-        """Between two steps: what was being staged lies there now, or is spoiled: then False."""
+        """Finish staging between two steps; False if the image was spoiled."""
         self.staging.join()
         return not self._is_spoiled()
 
@@ -471,31 +480,37 @@ class Images:
         self.work.outgoing.next()
 
     def call_off(self, round: int) -> None:
-        """Not all ranks have made theirs, so nobody keeps ours."""
+        """Cancel this rank's image, as not all ranks have made theirs."""
         self.round = round
         if self.busy:
             self.busy, self.last_step = False, None
             self.work.outgoing.next()
 
     def wait(self, for_s: float) -> None:
-        """Off the seat, others have the cores for a moment; an order to save is obeyed at once."""
+        """Delay the image of a pause, to leave the cores to others; an order to save is obeyed at
+        once.
+        """
         self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
 
     def look(self) -> None:
-        """Off the seat: notice an image that was spoiled, by whatever still runs there."""
+        """Check off the slot whether a process of the job has spoiled the image."""
         if not self.staging.is_copying and self._is_spoiled():
-            self.left_s = time.monotonic()  # soon again, but not without end
+            self.left_s = time.monotonic()  # retry soon, but not in a tight loop
 
     def _is_spoiled(self) -> bool:
         spoiled, self.staging.spoiled = self.staging.spoiled, False
         if spoiled:
             self.busy, self.last_step = False, None
-            self.lies = self.lies if self.absence.away else None  # then only the telling failed
+            # if memory is away, only the report failed
+            self.lies = self.lies if self.absence.away else None
             self.work.outgoing.next()
         return spoiled
 
     def _tell(self, lies: Lies) -> None:
-        """In the thread that copied the last of it; the slab is not ours until it is kept."""
+        """Write the index and report the image.  Runs in the thread that copied its end.
+
+        The slab belongs to the supervisor until the image is stored.
+        """
         index, about = lies.index(), {"at_step": lies.step, "round": lies.round}
         try:
             size = self.work.slab.write_index(index)
@@ -503,13 +518,13 @@ class Images:
         except Abandoned:
             pass  # the main thread will notice
         except (OSError, slabs.BadIndex):
-            traceback.print_exc()  # into the job's log; its next image is another attempt
+            traceback.print_exc()  # into the job's log; the next image retries
             self.staging.spoiled = True
 
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Why no image can be made, as the job's last word."""
+    """Turn the reason why no image can be made into the job's final message."""
     try:
         yield
     except Uncapturable as error:
@@ -519,7 +534,7 @@ def _told() -> Iterator[None]:
 
 
 def _write(bulk: socket.socket, body: Image | Published) -> None:
-    with contextlib.suppress(OSError):  # the reader is gone, and the main thread will notice
+    with contextlib.suppress(OSError):  # the reader is gone; the main thread will notice
         for piece in body.pieces():
             bulk.sendall(piece)
 
@@ -530,7 +545,7 @@ def _write(bulk: socket.socket, body: Image | Published) -> None:
 def execute(
     wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab, watch: Watch | None
 ) -> int:
-    """Live; returns the exit status of the process."""
+    """Run the resident's tasks; return the exit status of the process."""
     work = Work(wire=wire, bulk=bulk, trust=trust, slab=slab, watch=watch)
     if not is_begun(work):
         return 1
@@ -546,7 +561,7 @@ def execute(
 
 
 def is_begun(work: Work) -> bool:
-    """Wait until it is; False if nobody is there any more who could."""
+    """Wait for the spec; False if the supervisor is gone."""
     try:
         take_spec(work)
     except Abandoned:
@@ -557,15 +572,15 @@ def is_begun(work: Work) -> bool:
 
 
 def following(work: Work) -> Work:
-    """For the next leg; of this one stays what it gave."""
+    """Return the `Work` of the next part of the graph; it keeps the outputs of this part."""
     after = Work(wire=work.wire, bulk=work.bulk, trust=work.trust, slab=work.slab, watch=work.watch)
     after.made, after.preset, after.base_bytes = work.outgoing.values, work.preset, work.base_bytes
-    vars(work).clear()  # its other blocks go now, and not when rings are looked for
+    vars(work).clear()  # frees its other blocks now, not at the next cycle collection
     return after
 
 
 def live(work: Work) -> int:
-    """The life of a job, or of one rank of it, from its spec on."""
+    """Run a job, or one rank of it, from its spec on; return the exit status."""
     try:
         for stage in (configure, join, load_code, bring_in, take_seat, build, run, settle):
             stage(work)
@@ -583,7 +598,7 @@ def take_spec(work: Work) -> None:
 
 
 def read_graph(work: Work) -> None:
-    """Once for all executors, before they part; which of them runs each node is decided here."""
+    """Read the graph and decide which executor runs each node, before the executors fork."""
     work.graph = legs.of_run(taskgraph.parse(_read_json(work.fds.pop(0))), work.spec["run"])
     if (executors := work.spec["world_size"]) > 1:
         work.spread = spread(work.graph, executors)
@@ -603,7 +618,7 @@ def configure(work: Work) -> None:
 
 
 def join(work: Work) -> None:
-    """A rank finds its default process group ready, whatever its code does first."""
+    """Prepare the default process group, so that the code of a rank finds it ready."""
     if work.member is not None:
         try:
             work.member.begin()
@@ -649,7 +664,7 @@ def _load_graph(work: Work, code: Path) -> graph.Loaded:
 
 
 def bring_in(work: Work) -> None:
-    """Inputs and, for a task that has run before, its image."""
+    """Load the inputs and, for a task that has run before, its image."""
     spec = work.spec
     try:
         for port, source in sorted(spec["inputs"].items()):
@@ -678,7 +693,7 @@ def bring_in(work: Work) -> None:
 
 
 def _go_on(work: Work, state: Any) -> GraphJob:
-    """With what came after its image was made."""
+    """Restore the graph's job, and give it the inputs that came after its image was made."""
     job: GraphJob = work.entry.go_on(state)
     for port in job.lacks.copy().values():
         if port in work.ctx.inputs:
@@ -687,7 +702,7 @@ def _go_on(work: Work, state: Any) -> GraphJob:
 
 
 def _image_value(work: Work, fd: int) -> Any:
-    """Closes it."""
+    """Load the value of an image from `fd`; closes `fd`."""
     try:
         image = images.load(fd)
     finally:
@@ -699,8 +714,10 @@ def _image_value(work: Work, fd: int) -> Any:
 
 
 def _may_be_mapped(work: Work) -> bool:
-    """Of a function no image is ever made, and a graph hardly writes to what it is given; where
-    memory is short it has to be such as can be let go of.
+    """True if an input may be mapped from its file instead of copied.
+
+    A function has no images, and a graph hardly writes to its inputs.  With a memory limit the
+    inputs of a graph must be copies, which can be released.
     """
     if work.graph is None:
         return work.is_function
@@ -712,7 +729,7 @@ def _input(work: Work, format: str, block: str) -> Any:
     if not format:
         return _image_value(work, fd)
     try:
-        # What is mapped can only be referred to; of a function no image is ever made.
+        # A mapped value is not part of an image, only a reference to it; a function has no images.
         tensors = tensorfile.given(fd, mapped=bool(block) or work.is_function)
     finally:
         os.close(fd)
@@ -733,7 +750,7 @@ def _restored(work: Work, layout: JSON) -> Any:
 
 
 def take_seat(work: Work) -> None:
-    """Everything that needs no device is done; wait for it to be free."""
+    """Report that all work without the device is done; wait for the slot."""
     with work.away("its seat"):
         work.say("prepared", preset=work.preset, capabilities=work.capabilities)
         _wait_for_seat(work)
@@ -759,7 +776,7 @@ def run(work: Work) -> None:
     if not checked and not work.is_graph and work.member is None:
         work.points = FirstPoints(until_s=time.monotonic() + FIRST_POINTS_S)
     if work.is_graph and work.member is None:
-        _give_early(work)  # what an image has made, and whoever made it may not have given
+        _give_early(work)  # blocks in the image, in case they were not stored before
     while work.ctx.result is None:
         one_step(work)
         if not checked and work.ctx.result is None:
@@ -768,7 +785,7 @@ def run(work: Work) -> None:
 
 
 def one_step(work: Work) -> None:
-    """From one safe point to the next."""
+    """Run one step: from one safe point to the next."""
     safe_point(work)
     work.images.lies = None
     try:
@@ -791,7 +808,9 @@ def one_step(work: Work) -> None:
 
 
 def _give_early(work: Work) -> None:
-    """What a graph gives goes into the store when it is made: others wait for the last of it."""
+    """Store the outputs of a graph as soon as they are made: other tasks wait for the last of
+    them.
+    """
     for name, value in work.job.made().items():
         if name in work.spec["outputs"]:
             work.outgoing.put(value, name)
@@ -802,7 +821,7 @@ def settle(work: Work) -> None:
     work.images.settle()
     result = dict(work.ctx.result or {})
     if work.member is not None and work.spec["rank"]:
-        result = {}  # that of the first rank is the gang's
+        result = {}  # the first rank's result is the gang's result
     for name in work.spec["outputs"]:
         if name not in result:
             told = f"the result has no {name!r}, which the descriptor's `outputs` names"
@@ -833,7 +852,9 @@ def settle(work: Work) -> None:
 
 
 def _lingers(work: Work) -> bool:
-    """Where another leg follows, and neither its slab nor its blocks hold what is not its own."""
+    """True if another part of the graph follows, and the process has no mapped datablock, no used
+    slab and no gang.
+    """
     lent = any(source["datablock"] for source in work.spec["inputs"].values())
     free = not (lent or work.images.used or work.member)
     return free and legs.another_follows(work.spec["run"])
@@ -852,7 +873,7 @@ def _must_be_small(result: JSON) -> None:
 
 
 def safe_point(work: Work) -> None:
-    """Between two steps: hear what is wished, and do it.  Returns when the next step may begin."""
+    """Read orders between two steps and obey them.  Returns when the next step may begin."""
     if work.member is None:
         _safe_point(work)
         if isinstance(work.job, GraphJob):
@@ -861,7 +882,7 @@ def safe_point(work: Work) -> None:
     is_ready = False
     try:
         while not is_ready:
-            # An executor waits for what its next node reads, and can be stopped where it waits.
+            # An executor waits for its next node's inputs, and can be stopped while it waits.
             is_ready = not isinstance(work.job, LaneJob) or work.job.await_next()
             with work.member.between(work.step + 1, lambda: _stand_at_cut(work)):
                 _safe_point(work)
@@ -870,7 +891,7 @@ def safe_point(work: Work) -> None:
 
 
 def _stand_at_cut(work: Work) -> None:
-    """Until all ranks do, and it is known why, and after which step that is."""
+    """Wait until all ranks stand at the cut, and the step and reason of the cut are known."""
     work.say("at_cut", ran=work.ran)
     while "on" not in work.wishes:
         _listen(work, None)
@@ -895,12 +916,12 @@ def _safe_point(work: Work) -> None:
 
 
 def _await_inputs(work: Work, job: GraphJob) -> None:
-    """Until all is there that its next node reads: for a moment on its seat, then off it.
+    """Wait for the inputs of the graph's next node: a moment in the slot, then off it.
 
-    To wait costs others the device, and to leave it costs a launch; so it waits for each about as
-    long as that takes, or longer while it is told that nobody else wants the device.  Not before
-    all that it made is durable: others may wait for that, and from then on it is not launched
-    before what it lacks is there.
+    Waiting in the slot costs other tasks the device; leaving the slot costs a launch.  So the task
+    waits for each input about as long as a launch takes, or longer while no other task wants the
+    device.  It leaves the slot only when all its outputs are durable: other tasks may wait for
+    them, and it is not launched again before its missing input is there.
     """
     awaited, since_s, asked = None, 0.0, False
     while (port := _awaited(work, job)) is not None:
@@ -924,20 +945,21 @@ def _await_inputs(work: Work, job: GraphJob) -> None:
 
 
 def _awaited(work: Work, job: GraphJob) -> str | None:
-    """When what came meanwhile is taken in."""
+    """Take in the inputs that arrived; return the port that the next node waits for, if any."""
     _let_lie(work, job)
     try:
         for port in list(work.arrived):
             job.take(port, _image_value(work, work.arrived.pop(port)))
-            work.images.lies = None  # of before it came
+            work.images.lies = None  # the image lacks the new input
     except BaseException as error:
         raise _failed(error, begun=_NOT_LOADED) from error
     return job.awaited()
 
 
 def _let_lie(work: Work, job: GraphJob) -> None:
-    """What was given lies in files by now, which are mapped instead of what it was made in: a leg
-    has it all until its end, and would take new memory for each.
+    """Map outputs from their stored files instead of the memory in which they were made.
+
+    A part of a graph holds all its outputs until its end, and would need new memory for each.
     """
     outgoing = work.outgoing
     for name, fd in outgoing.lie.items():
@@ -946,12 +968,14 @@ def _let_lie(work: Work, job: GraphJob) -> None:
             continue
         value = _image_value(work, fd)
         outgoing.values |= dict.fromkeys(job.let_lie(name, value), value)
-        work.images.lies = None  # of before
+        work.images.lies = None  # outdated
     outgoing.lie.clear()
 
 
 def _save_again(work: Work) -> None:
-    """The image on its way was spoiled; of a gang all make another, at the same step."""
+    """Request another image, as the current one was spoiled; in a gang all ranks make it at one
+    step.
+    """
     if work.member is None:
         work.wishes.add("save")
     else:
@@ -959,14 +983,14 @@ def _save_again(work: Work) -> None:
 
 
 def _pause(work: Work, **told: str) -> None:
-    """Off the seat.  The process is the state: its image can be made while somebody else sits.
+    """Leave the slot.  The process keeps its state; its image can be made while another task runs.
 
-    Who is back soon makes none, but those that are asked for, and reports no more often than else.
+    A task that is back soon makes only requested images, and reports no more often than otherwise.
     """
     work.is_back_soon = "yield" in work.wishes
     work.wishes -= {"pause", "yield"}
     if work.is_back_soon:
-        work.accelerator.synchronize()  # what it began is part of its turn
+        work.accelerator.synchronize()  # the device work that it began is part of its slice
     if not work.is_back_soon or time.monotonic() - work.reported_s >= REPORT_S:
         _report(work)
     work.say("paused", has_state=work.job is not None, **told)
@@ -982,19 +1006,19 @@ def _pause(work: Work, **told: str) -> None:
 
 
 def _wait_for_seat(work: Work) -> None:
-    """Off the seat: orders are answered, nothing steps.
+    """Wait off the slot: orders are answered, no step runs.
 
-    The image of the pause leaves at once, or when the one before it has been gone for a while: who
-    takes turns many times a second does not write down each of them.
+    The image of the pause leaves at once, or SAVES_APART_S after the previous image: a task with
+    many slices a second does not write an image for each.
     """
     while "go" not in work.wishes or work.images.absence.away:
         if "cancel" in work.wishes:
             raise Ending("stopped")
-        if "go" in work.wishes:  # the supervisor gave up waiting for it to leave, and it did
+        if "go" in work.wishes:  # the supervisor stopped waiting for the release, which did happen
             work.granted_bytes = work.images.absence.bytes
             _return(work)
             continue
-        if "pause" in work.wishes:  # others stay longer
+        if "pause" in work.wishes:  # the co-located tasks stay longer
             work.wishes -= {"pause"}
             work.is_back_soon = False
         wait_s = _save_in_s(work)
@@ -1011,7 +1035,7 @@ def _wait_for_seat(work: Work) -> None:
 
 
 def _leave(work: Work) -> None:
-    """Let go of the device's memory; what is free by now is told piece by piece."""
+    """Release device memory; report the released bytes step by step."""
     work.wishes -= {"leave"}
     images, told_bytes = work.images, 0
     work.outgoing.spare.let_go()
@@ -1031,12 +1055,12 @@ def _leave(work: Work) -> None:
     except Ending as ending:
         work.ending = ending
     _say_away(work)
-    # Whoever waited for this memory comes back first, then the image goes to the store.
+    # First the task that waits for this memory returns; then the image goes to the store.
     images.wait(AFTER_LEAVING_S)
 
 
 def _return(work: Work) -> None:
-    """Take the device's memory again, as far as it is granted."""
+    """Take device memory again, as far as it is granted."""
     work.wishes -= {"return", "leave"}
 
     def room(size: int) -> None:
@@ -1050,10 +1074,10 @@ def _return(work: Work) -> None:
     work.granted_bytes = 0
     work.wishes -= {"return"}
     if not work.images.absence.away and work.accelerator.kind == "cpu":
-        # Malloc took other memory than it had before, and what it had is the kernel's.
+        # Malloc took new memory; the kernel may reclaim the old memory.
         grown_bytes = _memory_bytes(work) + work.lazy_bytes - work.before_bytes
         work.lazy_bytes = max(0, grown_bytes)
-    if "leave" not in work.wishes:  # else it is said when that is done
+    if "leave" not in work.wishes:  # else reported after the release
         _say_away(work)
 
 
@@ -1065,12 +1089,14 @@ def _say_away(work: Work, *, settled: bool = True) -> None:
 
 
 def _save_in_s(work: Work) -> float | None:
-    """How long until the image of the pause leaves; None while there is nothing to wait for."""
+    """Return the seconds until the image of the pause leaves; None while there is nothing to wait
+    for.
+    """
     images = work.images
     if images.staging.is_copying:
         return LOOK_S
     if images.busy or work.outgoing.busy:
-        return None  # one thing leaves at a time, and it is said when that is kept
+        return None  # one thing leaves at a time; a message reports its end
     if work.job is None or work.ending or images.last_step == work.step:
         return None
     if "save" in work.wishes:
@@ -1085,13 +1111,13 @@ def _save_off_the_seat(work: Work) -> None:
     try:
         work.images.put()
     except Ending as ending:
-        work.ending = ending  # nobody ends without a seat: it is told of when it is back on it
+        work.ending = ending  # a task ends only in the slot: reported once it is back
         if work.member is not None:
             work.say("unsaved")
 
 
 def _stand_still(work: Work) -> None:
-    """The device's trust has ended: wait here until it is renewed, or for an order."""
+    """Wait until the device's trust is renewed, or for an order."""
     with work.away("trust in its device"):
         work.say("still")
         while work.trust.left_us() <= 0 and not work.wishes & {"cancel", "pause"}:
@@ -1130,7 +1156,7 @@ def _output(
 
 
 def _must_be_capturable(work: Work) -> None:
-    """Said after the first step, not at the first pause."""
+    """Fail after the first step, not at the first pause, if the job cannot be captured."""
     try:
         captured = capture(work.state, around=work.around, accelerator=work.accelerator)
         size = work.images.staging.must_fit(captured)
@@ -1138,7 +1164,7 @@ def _must_be_capturable(work: Work) -> None:
         raise _uncapturable(error) from error
     except TooLarge as error:
         raise _too_large(error) from error
-    if work.spec["checkpoint_every_s"] > 0:  # one is sure to come: its memory is made ready
+    if work.spec["checkpoint_every_s"] > 0:  # an image is sure to follow: prepare its memory
         threading.Thread(target=work.slab.make_ready, args=(size,), daemon=True).start()
 
 
@@ -1153,7 +1179,7 @@ def _uncapturable(error: Uncapturable) -> Ending:
 
 
 def _listen(work: Work, timeout_s: float | None) -> None:
-    """Take in what has arrived, waiting up to `timeout_s` for something."""
+    """Process the messages that have arrived, waiting up to `timeout_s` for one."""
     if work.wire.wait(timeout_s):
         for message in work.wire.receive():
             _take(work, message)
@@ -1198,15 +1224,17 @@ def _take_kept(work: Work, message: JSON) -> None:
 
 
 def _files(work: Work, count: int) -> list[int]:
-    """Those that came with a message; those behind them are of the next one that has some."""
+    """Take the descriptors of one message; later ones belong to the next message with
+    descriptors.
+    """
     files, work.wire.fds = work.wire.fds[:count], work.wire.fds[count:]
     return files
 
 
 def _take_turn(work: Work, message: JSON) -> None:
-    """To leave the seat, to leave it for a turn of others, or to take it."""
+    """Note an order to pause, to yield for the slices of others, or to take the slot."""
     match message["is"]:
-        case "go":  # that it stands still was heard before this was sent
+        case "go":  # sent only after the supervisor heard that it paused
             work.wishes -= {"pause", "yield"}
             work.wishes.add("go")
         case "yield":
@@ -1244,7 +1272,7 @@ def _anonymous_bytes() -> int:
     try:
         with open("/proc/self/statm", "rb") as file:
             _, resident, shared, *_ = file.read().split()
-    except OSError:  # walls without /proc: the peak is the best we know
+    except OSError:  # a sandbox without /proc: use the peak instead
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return (int(resident) - int(shared)) * resource.getpagesize()
 
@@ -1259,11 +1287,11 @@ def _read_json(fd: int) -> JSON:
 
 
 class BadEntry(Exception):
-    """The bundle has no such module, class or function."""
+    """Raised when the bundle has no such module, class or function."""
 
 
 def load_entry(code: Path, target: str) -> Any:
-    """The class or function that "module:name" names, from the tenant's folder `code`."""
+    """Return the class or function that "module:name" names, from the tenant's folder `code`."""
     _make_room_for(code)
     return _entry(code, target)
 
@@ -1271,7 +1299,9 @@ def load_entry(code: Path, target: str) -> Any:
 def load_graph(
     code: Path, body: JSON | TaskGraph, accelerator: Accelerator, **more: Any
 ) -> graph.Loaded:
-    """A graph, all of whose functions lie in the tenant's folder `code`; see `graph.Loaded`."""
+    """Return a loaded graph; all its functions lie in the tenant's folder `code`
+    (`graph.Loaded`).
+    """
     _make_room_for(code)
     return graph.Loaded(body, partial(_entry, code), accelerator, **more)
 
@@ -1293,22 +1323,25 @@ def _entry(code: Path, target: str) -> Any:
 
 
 def _make_room_for(code: Path) -> None:
-    """Let the tenant's modules be found first, even those that are called like ours."""
+    """Put the tenant's modules first on the import path, even modules with the names of ours."""
     ours = str(Path(__file__).resolve().parent.parent)
     sys.path[:] = [str(code), *(path for path in sys.path if path not in ("", ours))]
     for name in _own_modules():
         del sys.modules[name]
-    sys.path_importer_cache.pop(str(code), None)  # what lay there before
+    sys.path_importer_cache.pop(str(code), None)  # forget the folder's earlier content
 
 
 def put_own_modules_last() -> None:
-    """So that each fork finds them without a look at all others, which costs it their pages."""
+    """Move our modules to the end of `sys.modules`.
+
+    A fork then finds them without reading all other modules, which would copy their pages.
+    """
     for name in reversed(_own_modules()):
         sys.modules[name] = sys.modules.pop(name)
 
 
 def _own_modules() -> list[str]:
-    """Newest first: none is older than the package in which it lies."""
+    """Return our modules, newest first; the search stops at their packages, the oldest of them."""
     found, packages = [], {"app", "workers"}
     for name in reversed(sys.modules):
         if name.partition(".")[0] in ("app", "workers"):
@@ -1324,12 +1357,12 @@ def seed() -> None:
     numpy.random.seed(SEED)
     if torch.backends.cuda.is_built():
         torch.manual_seed(SEED)
-    else:  # that keeps a trace of the stack for each kind of device that is not there
+    else:  # `manual_seed` keeps a stack trace for each missing kind of device
         torch.default_generator.manual_seed(SEED)
 
 
 def take_step(job: Any, ctx: Context, step: int) -> JSON:
-    """One step of a job, the `step`-th; its metrics."""
+    """Run step number `step` of a job; return its metrics."""
     ctx.step, ctx.logged = step, {}
     returned = job.step(ctx)
     if not isinstance(returned, dict | None):
@@ -1340,7 +1373,7 @@ def take_step(job: Any, ctx: Context, step: int) -> JSON:
 
 
 def call(function: Any, ctx: Context) -> JSON:
-    """The one call of a function; its result."""
+    """Call a function task once; return its result."""
     ctx.step = 1
     returned = function(ctx, **ctx.inputs, **ctx.params)
     if not isinstance(returned, dict | None):
@@ -1349,7 +1382,7 @@ def call(function: Any, ctx: Context) -> JSON:
 
 
 def metrics_of(values: JSON) -> JSON:
-    """Numbers as they are, anything else as a short text, and no more than METRICS_LIMIT."""
+    """Return numbers as they are and anything else as a short text; at most METRICS_LIMIT."""
     return {str(name)[:100]: _metric(values[name]) for name in list(values)[:METRICS_LIMIT]}
 
 
@@ -1362,9 +1395,9 @@ def _metric(value: Any) -> Any:
 
 
 def plain(value: Any, path: str) -> Any:
-    """`value` as JSON; numbers of torch and numpy become Python's, and what is no number a text.
+    """Return `value` as JSON: torch and numpy numbers as Python's, other non-numbers as text.
 
-    Raises TypeError with the path of what JSON cannot say.
+    Raises TypeError with the path of a part that JSON cannot hold.
     """
     if isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and _is_one(value):
         value = value.item()
@@ -1387,7 +1420,9 @@ def _is_one(value: Any) -> bool:
 
 
 def _failed(error: BaseException, *, cause: str = "exception", begun: str = "") -> Ending:
-    """The owner's view of an error: the last line, and the traceback from their first frame."""
+    """Return an `Ending` with the tenant's view of an error: last line, traceback from their first
+    frame.
+    """
     if isinstance(error, Abandoned | Ending):
         raise error
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
