@@ -1,14 +1,14 @@
-"""Control groups: the kernel's limits on what the residents of a device take of their host.
+"""Limits with control groups what the residents of a device take of their host.
 
     <group of the device worker>/roundhouse-<device>-<instance>/<resident>
 
-The device worker makes one group for its device and one below it for each resident, by plain
-files.  A resident joins its group before any of a tenant's code runs.  Version 2 has one hierarchy
-for all controllers, version 1 has one for each; a hybrid host may have both.  A library would not
-help: those for Python cover one version, or need systemd's bus.
+The device worker makes one group for its device, and below it one group for each resident, with
+plain file operations.  A resident joins its group before any tenant code runs.  Version 2 has one
+hierarchy for all controllers; version 1 has one for each; a hybrid host may have both.  A library
+would not help: those for Python support one version, or need systemd's bus.
 
-Which limits stand is tried out once per start of a device worker, in the same way as the layers of
-the sandbox.  Where one does not stand, the reason is kept.
+Each device worker tries once at its start which limits work, in the same way as the layers of the
+sandbox.  If a limit does not work, the reason is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from app.core import units
 
-#: Limits that control groups keep, and the controller of each in version 1 and 2; "": none.
+#: Limit -> its controller in version 1 and in version 2; "": none.
 CONTROLLERS = {
     "memory": ("memory", "memory"),
     "processes": ("pids", "pids"),
@@ -36,17 +36,19 @@ CONTROLLERS = {
     "devices": ("devices", ""),
 }
 CLOSE_S = 2.0
-PROCESSES_MAX = 1000  # of one resident, threads counted; below RLIMIT_NPROC, so that this one tells
+# per resident, threads included; below RLIMIT_NPROC, so that this limit is hit first and reported
+PROCESSES_MAX = 1000
 
-_WORKER = "roundhouse-worker"  # version 2: the device worker's own group, beside its residents'
+# version 2: the device worker's own group, next to those of its residents
+_WORKER = "roundhouse-worker"
 _WORKER_WEIGHT = 1000  # version 2: ten times a thread, so that no tenant starves the device worker
 _CONTROL_DEVICES = "rwm"
-_NEARLY_BYTES = 2 * 2**20  # a huge page, the most that is charged at once
+_NEARLY_BYTES = 2 * 2**20  # a huge page, the largest single charge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds all residents of a device together, and each one of them."""
+    """The limits of all residents of a device together, and of each resident."""
 
     device_memory_bytes: int
     resident_memory_bytes: int
@@ -65,7 +67,9 @@ class Bounds:
         threads: int,
         nodes: Iterable[Path],
     ) -> Bounds:
-        """A resident may take the whole device, keep an image of that, and has its own overhead."""
+        """Return limits with which a resident may fill the device, hold an image of it, and have
+        its own overhead.
+        """
         shared = memory_bytes + host_memory_bytes
         return cls(
             device_memory_bytes=shared + residents_max * overhead_bytes,
@@ -81,13 +85,13 @@ class Toll:
     """Counts what the kernel refused a resident, by its control groups."""
 
     oom_kills: int = 0
-    memory_refused: int = 0  # its own limit was reached; version 2 counts how often
+    memory_refused: int = 0  # times its own limit was reached; version 1: 0 or 1
     forks_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """One mounted hierarchy: the group of this process in it, and the limits that it keeps."""
+    """A mounted hierarchy: the group of this process in it, and the limits that it enforces."""
 
     version: int
     own: Path
@@ -98,9 +102,10 @@ class Hierarchy:
 
 
 def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
-    """The hierarchies with a controller of ours, out of /proc/self/mountinfo and /proc/self/cgroup.
+    """Return the hierarchies with a used controller, from /proc/self/mountinfo and
+    /proc/self/cgroup.
 
-    A group that lies above what is mounted here (in a container) is left out.
+    A group above the mounted part (in a container) is left out.
     """
     paths = {names: path for _, names, path in (line.split(":", 2) for line in own.splitlines())}
     found = []
@@ -134,7 +139,7 @@ def _below(point: str, root: str, path: str) -> Path | None:
 
 @dataclass
 class ControlGroups:
-    """The groups of one device worker.  `standing` are the limits that hold here."""
+    """The groups of one device worker.  `standing` are the limits that work here."""
 
     name: str
     bounds: Bounds
@@ -146,7 +151,7 @@ class ControlGroups:
 
     @classmethod
     def made(cls, device: str, run: Path, bounds: Bounds) -> ControlGroups:
-        """The groups of this device; what a device worker before this one left is ended."""
+        """Make the groups of this device; end the processes that an earlier device worker left."""
         mountinfo = Path("/proc/self/mountinfo").read_text()
         own = Path("/proc/self/cgroup").read_text()
         groups = cls(name=group_name(device, run), bounds=bounds)
@@ -154,13 +159,14 @@ class ControlGroups:
         return groups
 
     def take(self, found: list[Hierarchy]) -> None:
-        """Try out each hierarchy; a limit stands where all of its steps could be done."""
+        """Try each hierarchy; a limit works if all of its steps succeed."""
         self.missing = {name: "this host has no such controller" for name in CONTROLLERS}
         for hierarchy in found:
             parent = _own_group(hierarchy) / self.name
             try:
                 handed = _prepare(hierarchy)
-                _remove_all([parent])  # made anew: version 1 takes no rules once groups lie below
+                # made again: version 1 takes no rules once it has child groups
+                _remove_all([parent])
                 parent.mkdir(exist_ok=True)
                 if handed:
                     _write(parent / "cgroup.subtree_control", handed)
@@ -171,14 +177,14 @@ class ControlGroups:
                 standing = []
             if standing:
                 self.parents.append((hierarchy, parent))
-            else:  # nothing is limited here, so residents need no groups here
+            else:  # nothing is limited here, so residents need no groups
                 self.left |= set() if _remove(parent) else {parent}
             self.standing += standing
         self.standing = [name for name in CONTROLLERS if name in self.standing]
         self.missing = {k: v for k, v in self.missing.items() if k not in self.standing}
 
     def _bound(self, hierarchy: Hierarchy, parent: Path) -> list[str]:
-        """Write the device's bounds; the limits that could be."""
+        """Write the device's limits; return those that could be written."""
         standing = []
         for name in hierarchy.limits:
             try:
@@ -193,11 +199,11 @@ class ControlGroups:
         return standing
 
     def make(self, resident: str) -> list[str]:
-        """The groups of one resident, which joins them itself (`join`)."""
+        """Make the groups of one resident, which joins them itself (`join`); return their paths."""
         made = []
         for hierarchy, parent in self.parents:
             group = parent / resident
-            _remove(group)  # one with this number may be left from before, with its counts
+            _remove(group)  # an old group with this number has old counts
             group.mkdir(exist_ok=True)
             for name in hierarchy.limits:
                 if name in self.standing:
@@ -206,7 +212,9 @@ class ControlGroups:
         return made
 
     def toll(self, resident: str) -> Toll:
-        """What the kernel counted for one resident; read before its groups are removed."""
+        """Return what the kernel counted for one resident; read it before its groups are
+        removed.
+        """
         counted: dict[str, int] = {}
         for _, parent in self.parents:
             counted |= _counts(parent / resident)
@@ -217,7 +225,7 @@ class ControlGroups:
         )
 
     def refused(self, resident: str) -> str:
-        """What the kernel refused this resident, in a sentence; "" if it refused nothing."""
+        """Return what the kernel refused this resident, in a sentence; "" if nothing."""
         toll = self.toll(resident)
         if toll.oom_kills and toll.memory_refused:
             most = units.size(self.bounds.resident_memory_bytes)
@@ -236,30 +244,32 @@ class ControlGroups:
         return ""
 
     def remove(self, resident: str) -> None:
-        """The resident is gone; what it started and left behind ends."""
+        """Remove the groups of a resident that has ended; kill the processes that it left."""
         self.left |= {parent / resident for _, parent in self.parents}
         self.left = {group for group in self.left if not _remove(group)}
 
     def close(self) -> None:
-        """Remove all groups; whatever is still in them ends.
+        """Remove all groups and kill the processes in them.
 
-        Processes that were just killed take a moment, and the kernel tells nobody when a group is
-        empty.  What is left after CLOSE_S the next device worker of this name removes.
+        Killed processes take a moment to end, and the kernel does not report an empty group.  The
+        next device worker of this name removes what is left after CLOSE_S.
         """
         self.left = _remove_all([*(parent for _, parent in self.parents), *self.left])
 
 
 def group_name(device: str, run: Path) -> str:
-    """Two instances on a host may both have a device of this name."""
+    """Return a name with a hash of the instance: two instances on a host may have equal device
+    names.
+    """
     instance = zlib.crc32(f"{run.absolute()}\0{device}".encode())
     return f"roundhouse-{re.sub(r'[^A-Za-z0-9.-]', '_', device)[:64]}-{instance:08x}"
 
 
 def join(groups: Iterable[str]) -> None:
-    """In a new process with one thread: enter these groups.
+    """Enter these groups; called in a new process with one thread.
 
-    Version 1 has a file for single threads, by which a thread moves itself within a tenth of a
-    millisecond; to move a whole process stops forks and exits everywhere, and takes some 15 ms.
+    Version 1 has a file to move single threads, which takes 0.1 ms at most.  Moving a whole process
+    stops forks and exits on the whole host, and takes about 15 ms.
     """
     for group in groups:
         tasks = Path(group) / "tasks"
@@ -270,15 +280,17 @@ def join(groups: Iterable[str]) -> None:
 
 
 def _own_group(hierarchy: Hierarchy) -> Path:
-    """A supervisor that starts again in a process that moved aside begins where that one did."""
+    """Return the group to work in; a process that already moved aside returns to its parent
+    group.
+    """
     return hierarchy.own.parent if hierarchy.own.name == _WORKER else hierarchy.own
 
 
 def _prepare(hierarchy: Hierarchy) -> str:
-    """Version 2: hand the controllers down to the groups below; what was written for that.
+    """In version 2 pass the controllers on to child groups; return the line written for that.
 
-    A group with processes of its own cannot: then this process moves into a group beside those of
-    its residents.  Other processes stay where they are, and the kernel refuses.
+    A group with processes of its own cannot pass them on.  Then this process moves into a group
+    next to those of its residents.  Other processes stay, and the kernel refuses.
     """
     if hierarchy.version == 1:
         return ""
@@ -301,7 +313,7 @@ def _prepare(hierarchy: Hierarchy) -> str:
 
 # --- which file says what -------------------------------------------------------------------------
 
-#: (file, what is written, whether the limit stands without it)
+#: (file, text to write, True if the limit works without it)
 Line = tuple[str, str, bool]
 
 
@@ -322,7 +334,7 @@ def _of_device(version: int, limit: str, bounds: Bounds) -> list[Line]:
 
 
 def _of_resident(version: int, limit: str, bounds: Bounds) -> list[Line]:
-    """What is equal for all below a device (CPU, I/O, device nodes) needs no line of its own."""
+    """Return the lines of one resident; shares that are equal for all residents need none."""
     if limit == "memory":
         together = [("memory.oom.group", "1", True)] if version == 2 else []
         return _of_memory(version, bounds.resident_memory_bytes) + together
@@ -330,7 +342,9 @@ def _of_resident(version: int, limit: str, bounds: Bounds) -> list[Line]:
 
 
 def _of_memory(version: int, size_bytes: int) -> list[Line]:
-    """Swap would only make a neighbour slow; where it is not counted, it is not limited."""
+    """Limit memory and forbid swap, which would slow down neighbours; uncounted swap has no
+    limit.
+    """
     if version == 1:
         swap = ("memory.memsw.limit_in_bytes", str(size_bytes), True)
         return [("memory.limit_in_bytes", str(size_bytes), False), swap]
@@ -342,7 +356,7 @@ def _weight_file(version: int) -> str:
 
 
 def _heeds_weights(disks: Path) -> bool:
-    """Whether some disk has the scheduler that shares it out by weight."""
+    """True if a disk has the scheduler that divides bandwidth by weight."""
     files = disks.glob("*/queue/scheduler")
     return any("[bfq]" in file.read_text() for file in files)
 
@@ -358,7 +372,7 @@ def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:
 
 
 def _counts(group: Path) -> dict[str, int]:
-    """Events of one group, in our words; what a hierarchy does not count is left out."""
+    """Return the event counts of one group, in our words, without those that a hierarchy lacks."""
     found: dict[str, int] = {}
     for name, words in (
         ("memory.events", {"oom_kill": "oom_kill", "max": "memory_refused"}),
@@ -390,7 +404,7 @@ def _write_all(group: Path, lines: list[Line]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one call to the kernel, which takes each as one order; the file must be there."""
+    """Write in one system call, which the kernel takes as one command; the file must exist."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())
@@ -399,7 +413,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _try_to_join(group: Path) -> None:
-    """Move a process of ours, which does nothing, into a new group; raises OSError."""
+    """Move an idle process of ours into a new group; raises OSError."""
     group.mkdir(exist_ok=True)
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as probe:
         try:
@@ -411,7 +425,7 @@ def _try_to_join(group: Path) -> None:
 
 
 def _remove_all(parents: Iterable[Path]) -> set[Path]:
-    """Remove these groups and those below, for at most CLOSE_S; those that are still there."""
+    """Remove these groups and their children, for at most CLOSE_S; return those that remain."""
     until_s, left = time.monotonic() + CLOSE_S, set(parents)
     while left and time.monotonic() < until_s:
         for parent in left:
@@ -429,15 +443,17 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(group: Path) -> bool:
-    """Is it gone?  Processes that are still in there are killed; they take a moment to end."""
+    """Remove a group and return True, or kill the processes in it and return False: they end
+    soon.
+    """
     try:
         group.rmdir()
     except FileNotFoundError:
         return True
     except OSError:
-        with suppress(OSError):  # those that ended meanwhile; the next removal tries again
+        with suppress(OSError):  # some have ended meanwhile; the next removal retries
             for pid in map(int, (group / "cgroup.procs").read_text().split()):
-                if pid:  # 0 is a process that has no number where we are
+                if pid:  # 0 is a process without an id in our namespace
                     os.kill(pid, signal.SIGKILL)
         return False
     return True

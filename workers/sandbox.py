@@ -1,16 +1,16 @@
-"""The walls around a tenant's process, raised in the forked child before any of its code runs.
+"""Sandboxes a tenant's process: applies the layers in the forked child before any tenant code runs.
 
-The child cannot exec a tool like bwrap without losing what the zygote has imported for it, so the
-kernel is asked directly.  A wall either stands whole or is not counted: which ones stand is tried
-out once per start of a device worker (`try_out`), and every resident then gets exactly those, or
-does not start.
+The child cannot exec a tool like bwrap, as it would lose all that the zygote has imported, so this
+module makes the system calls itself.  A layer either works completely or does not count.  Each
+device worker tries once at its start which layers work (`try_out`).  Every resident then gets
+exactly these layers, or does not start.
 
-What a walled process sees: the interpreter, its libraries and this package, its code (read-only, as
-/code), its scratch folder (/scratch, its home), a /tmp of its own, a few devices, no network.  Not
-the Roundhouse home, not the store, no other process, no secret in its environment.
+A sandboxed process sees: the interpreter, its libraries and this package, its code (read-only, as
+/code), its scratch folder (/scratch, its home), its own /tmp, a few devices, no network.  It does
+not see the Roundhouse home, the store, other processes, or any secret in its environment.
 
-What a wall is not: one kernel is shared.  Memory, processes and CPU are limited by control groups
-(`workers.cgroups`), which a resident joins before the walls are raised.
+The sandbox shares the kernel with the host.  Memory, processes and CPU are limited by control
+groups (`workers.cgroups`), which a resident joins before the layers apply.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from pathlib import Path
 
 CANNOT_START = 97  # exit status of a resident that could not be set up
 CODE, SCRATCH = Path("/code"), Path("/scratch")
-PASSAGE = 0o711  # the mode of a folder that others may pass through, and not list
+PASSAGE = 0o711  # mode of a folder that others may pass through but not list
 
-#: What every process that runs tenants' code is started with; some of it decides bits.
+#: The environment of every process that runs tenant code; parts of it decide the bits of results.
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "OPENBLAS_NUM_THREADS": "1",  # its threads would be lost in a fork
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Large memory from the heap, on huge pages, and not given back after every step: steps take a
-    # third less, and watching a gigabyte for writes takes one millisecond instead of twenty.  What
-    # is free goes back when it makes room (`context_switch.Spare`).  Torch asks for memory that is
-    # aligned, and malloc cuts crumbs of up to 112 bytes off beside it.  In a cache of its own a
-    # crumb would keep the hole next to it smaller than the tensor that left it, so that the heap
-    # only grew: they are not cached, which costs a step of the smallest tensors one part in 20.
+    # Take large memory from the heap, on huge pages, and keep it between steps: steps take a third
+    # less time, and watching a gigabyte for writes takes 1 ms instead of 20.  Free memory is
+    # returned when the job makes room (`context_switch.Spare`).  Torch asks for aligned memory, and
+    # malloc cuts off crumbs of up to 112 bytes beside it.  A crumb cached by a thread would keep
+    # the hole next to it smaller than the tensor that left it, so the heap would only grow.  So
+    # crumbs are not cached, which costs a step of the smallest tensors 5%.
     "GLIBC_TUNABLES": (
         "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824"
         ":glibc.malloc.top_pad=67108864:glibc.malloc.trim_threshold=268435456"
@@ -60,9 +60,9 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What lies outside for one resident; `uid` is used only where root may give it.
+    """The resources of the host for one resident; `uid` is used only where root may set it.
 
-    `passages` are the folders of ours on the way to its code and scratch folder.
+    `passages` are our folders on the path to its code and scratch folder.
     """
 
     code: Path
@@ -72,25 +72,25 @@ class Room:
     passages: tuple[Path, ...] = ()
     groups: tuple[str, ...] = ()  # control groups (`workers.cgroups`) that it joins first
     tmp_bytes: int = 2**30  # size of /tmp, and of /dev/shm
-    template: Path | None = None  # of a file system for its scratch folder (`workers.volumes`)
-    volume: int | None = None  # descriptor of that one's mount, in the resident itself
+    template: Path | None = None  # file system image for its scratch folder (`workers.volumes`)
+    volume: int | None = None  # descriptor of its mount, in the resident itself
 
     def inside(self, walls: Iterable[str]) -> tuple[Path, Path]:
-        """(code, scratch) as the resident sees them."""
+        """Return (code, scratch) as the resident sees them."""
         return (CODE, SCRATCH) if "files" in walls else (self.code, self.scratch)
 
 
 class Broken(Exception):
-    """A wall that stood when it was tried out could not be raised now."""
+    """Raised when a layer that worked in `try_out` fails now."""
 
 
 # --- raising them ---------------------------------------------------------------------------------
 
 
 def fork(walls: Iterable[str]) -> int:
-    """Like os.fork; where we may say so, the child is process 1 of process ids of its own.
+    """Fork; if this process may, the child is process 1 of its own PID namespace.
 
-    Elsewhere it must `separate` itself, and fork once more.  The caller has one thread.
+    Otherwise the child must call `separate` and fork once more.  The caller has one thread.
     """
     if "processes" not in walls or not _may_administer():
         return os.fork()
@@ -106,7 +106,7 @@ def fork(walls: Iterable[str]) -> int:
 
 
 def separate(walls: Iterable[str]) -> None:
-    """Before the fork of the resident proper: its own user and process ids."""
+    """Enter a user and a PID namespace before the fork of the resident itself."""
     if _needs_user_namespace(walls):
         _own_user_namespace()
     if "processes" in walls:
@@ -114,14 +114,14 @@ def separate(walls: Iterable[str]) -> None:
 
 
 def enclose(room: Room, walls: Iterable[str]) -> None:
-    """In the resident, once.  Raises Broken; then the process must end."""
+    """Apply the layers in the resident, once.  Raises Broken; then the process must end."""
     for name, raise_wall in _INNER.items():
         if name in walls:
             try:
                 raise_wall(room)
             except OSError as error:
                 raise Broken(f"the wall {name!r} could not be raised: {error}") from error
-    _set_dumpable()  # changing the user took our own /proc away
+    _set_dumpable()  # changing the user has hidden our own /proc
     os.umask(0o077)
 
 
@@ -132,7 +132,7 @@ def environment(scratch: Path) -> dict[str, str]:
         "TMPDIR": "/tmp",
         "USER": "job",
         "LOGNAME": "job",
-        # code that torch compiles and later trusts: never in a folder that two tenants share
+        # torch trusts the code that it compiled: never in a folder that two tenants share
         "TORCHINDUCTOR_CACHE_DIR": f"{scratch}/.torchinductor",
         "TRITON_CACHE_DIR": f"{scratch}/.triton",
     }
@@ -142,8 +142,10 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
-    """(the walls that stand here, why the others do not), each tried with those before it."""
-    _shown(room.kind)  # so that no fork of ours works it out again
+    """Return (layers that work here, layer -> reason why it doesn't); each is tried with those
+    before it.
+    """
+    _shown(room.kind)  # so that no fork computes it again
     standing: list[str] = []
     missing: dict[str, str] = {}
     for name in WALLS:
@@ -158,16 +160,18 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
 
 
 def _open_passages(room: Room) -> None:
-    """Without a view of its own a resident of another user walks to its folders by their paths."""
+    """Let other users pass through our folders: without the layer `files` a resident needs their
+    paths.
+    """
     if os.geteuid() == 0:
         for folder in room.passages:
-            # Where it cannot be changed the layer `user` does not stand, and that is told.
+            # If this fails, the layer `user` does not work, which is reported.
             with contextlib.suppress(OSError):
                 folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (PASSAGE & 0o077))
 
 
 def _try(walls: list[str], room: Room) -> str:
-    """Raise exactly these walls in a child and look around; "" or what went wrong."""
+    """Apply exactly these layers in a child and check them; return "" or the error."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -225,17 +229,17 @@ def _network(room: Room) -> None:
 
 
 def _files(room: Room) -> None:
-    """A new root with nothing in it but what is named here."""
+    """Make a new root with only the files named here."""
     _unshare(_NEWNS)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     trees = [(_tree(path, writable=path in _DEVICES), path) for path in _shown(room.kind)]
     trees.append((_tree(room.code), CODE))
     scratch = _tree(room.scratch, writable=True) if room.volume is None else room.volume
     trees.append((scratch, SCRATCH))
-    # Everything is held by descriptor now, so it does not matter what this covers.
+    # All trees are held by descriptor, so this mount may hide their paths.
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755")
     root = Path("/tmp")
-    _give_tmp(root / "tmp", room.tmp_bytes)  # before the trees: this checkout may lie there
+    _give_tmp(root / "tmp", room.tmp_bytes)  # before the trees: this checkout may be below /tmp
     for fd, path in trees:
         _place(fd, root / path.relative_to("/"))
     _furnish(root, room)
@@ -251,14 +255,14 @@ def _limits(room: Room) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    if os.geteuid() == 0:  # counted per user, and this one is about to get its own
+    if os.geteuid() == 0:  # counted per user, and the resident is about to get its own
         resource.setrlimit(resource.RLIMIT_NPROC, (1024, 1024))
 
 
 def _user(room: Room) -> None:
     if os.geteuid() != 0:
         raise PermissionError(errno.EPERM, "only root can give a process another user")
-    _empty_bounding_set()  # as long as we may
+    _empty_bounding_set()  # while this is still allowed
     os.setgroups([])
     os.setresgid(room.uid, room.uid, room.uid)
     os.setresuid(room.uid, room.uid, room.uid)
@@ -278,7 +282,7 @@ def _capabilities(room: Room) -> None:
 def _empty_bounding_set() -> None:
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
-            return  # past the last one, or not ours to drop: then no_new_privs makes it harmless
+            return  # past the last one, or not permitted: then no_new_privs makes it harmless
 
 
 def _privileges(room: Room) -> None:
@@ -302,7 +306,7 @@ _INNER: dict[str, Callable[[Room], None]] = {
     "privileges": _privileges,
     "syscalls": _syscalls,
 }
-#: All layers, in the order in which they are raised; `app.core.layers` says what each keeps away.
+#: All layers in the order in which they apply; `app.core.layers` says what each keeps out.
 WALLS = ("processes", *_INNER)
 
 
@@ -324,7 +328,7 @@ _DEVICES = tuple(Path("/dev") / name for name in ("null", "zero", "full", "rando
 
 @cache
 def _shown(kind: str) -> list[Path]:
-    """Paths of the host that a resident sees, under their own names."""
+    """Return the paths of the host that a resident sees, under the same names."""
     python = {
         sys.prefix,
         sys.base_prefix,
@@ -332,7 +336,7 @@ def _shown(kind: str) -> list[Path]:
     }
     wanted = [*map(Path, _SYSTEM), *(Path("/etc") / name for name in _ETC)]
     wanted += [*sorted(Path(p) for p in python), *(Path(p).resolve() for p in sorted(python))]
-    wanted.append(Path(__file__).parent)  # ranks of a command import it anew
+    wanted.append(Path(__file__).parent)  # ranks of a command import it again
     wanted += [*_DEVICES, *(_of_cuda() if kind == "cuda" else [])]
     shown: list[Path] = []
     for path in wanted:
@@ -345,18 +349,18 @@ def _shown(kind: str) -> list[Path]:
 
 
 def device_nodes(kind: str) -> list[Path]:
-    """Device nodes that a resident may open, also where no wall hides the others."""
+    """Return the device nodes that a resident may open, even if no layer hides the others."""
     wanted = [*_DEVICES, Path("/dev/tty"), *(_of_cuda()[1:] if kind == "cuda" else [])]
     return [path for path in wanted if path.exists()]
 
 
 def _of_cuda() -> list[Path]:
-    # ourselves: read-only device nodes would be of no use, so the caller's rules decide
+    # Read-only device nodes would be useless; `_tree` keeps all paths below /dev writable.
     return [Path("/sys"), *sorted(Path("/dev").glob("nvidia*"))]
 
 
 def _tree(path: Path, *, writable: bool = False) -> int | str:
-    """A detached copy of what is mounted at `path`, or the target of a symbolic link."""
+    """Return a detached copy of the mount at `path`, or the target of a symbolic link."""
     if path.is_symlink():
         return os.readlink(path)
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_RECURSIVE
@@ -401,11 +405,11 @@ def _furnish(root: Path, room: Room) -> None:
     try:
         _mount("proc", str(root / "proc"), "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     except PermissionError:
-        return  # a container that hides parts of /proc: then there is none at all
+        return  # in a container that hides parts of /proc there is none at all
 
 
 def _give_tmp(path: Path, size_bytes: int) -> None:
-    """Mount a folder in memory where everybody may write; past its size there is no space."""
+    """Mount a folder in memory that all users may write to, up to its size."""
     path.mkdir()
     bounds = f"mode=1777,size={size_bytes},nr_inodes={_TMP_FILES_MAX}"
     _mount("tmpfs", str(path), "tmpfs", _MS_NOSUID | _MS_NODEV, bounds)
@@ -438,7 +442,7 @@ def _own_user_namespace() -> None:
 
 # --- system calls ---------------------------------------------------------------------------------
 
-# name -> number on (x86_64, aarch64); None: there is no such call
+# name -> number on (x86_64, aarch64); None: no such call
 _REFUSED: dict[str, tuple[int, int | None]] = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "kcmp": (312, 272), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
@@ -455,7 +459,7 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "personality": (135, 92), "clock_settime": (227, 112), "settimeofday": (164, 170),
     "adjtimex": (159, 171), "clock_adjtime": (305, 266), "vhangup": (153, 58),
     "iopl": (172, None), "ioperm": (173, None), "modify_ldt": (154, None),
-    # memory and queues that no other limit sees, and ways around descriptors
+    # memory and queues outside all other limits, and ways around descriptors
     "memfd_secret": (447, 447), "vmsplice": (278, 75), "pidfd_getfd": (438, 438),
     "io_setup": (206, 0), "io_submit": (209, 2), "io_getevents": (208, 4), "io_destroy": (207, 1),
     "io_cancel": (210, 3), "io_pgetevents": (333, 292),
@@ -467,13 +471,13 @@ _REFUSED: dict[str, tuple[int, int | None]] = {
     "listns": (470, 470),
 }  # fmt: skip
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_NEWEST = 470  # what a later kernel adds does not exist here
+_NEWEST = 470  # calls that later kernels add return ENOSYS
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW*
 _FAMILIES = (1, 2, 10)  # unix, inet, inet6
-_PROTOCOLS = (0, 1, 6, 17)  # the family's own, icmp, tcp, udp; so neither mptcp nor udplite
-# By a lease a process makes others wait that open its file; by lingering, whoever closes a socket
-# that it sent to them.
+_PROTOCOLS = (0, 1, 6, 17)  # the family's default, icmp, tcp, udp; neither mptcp nor udplite
+# With a lease a process delays other processes that open its file.  With SO_LINGER it delays the
+# process that closes a socket received from it.
 _FCNTL, _F_SETLEASE = (72, 25), 1024
 _SETSOCKOPT, _SOL_SOCKET, _SO_LINGER = (54, 208), 1, 13
 
@@ -482,7 +486,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 
 def _filter() -> bytes:
-    """A seccomp program: allow, but for what is refused above."""
+    """Return a seccomp program that allows all calls except the refused ones above."""
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
@@ -492,7 +496,7 @@ def _filter() -> bytes:
     for numbers in _REFUSED.values():
         if (number := numbers[column]) is not None:
             lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, no)]
-    # glibc then falls back to clone, whose flags can be looked at
+    # glibc then falls back to clone, and a filter can read the flags of clone
     lines += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, unknown)]
     lines += [(_EQUAL, 0, 3, _CLONE[column]), (_LOAD, 0, 0, 16)]
     lines += [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, no)]
@@ -509,7 +513,7 @@ def _filter() -> bytes:
 
 
 def _only(offset: int, allowed: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Refuse the call unless this argument is one of those."""
+    """Return lines that refuse the call unless this argument is one of the allowed values."""
     lines = [(_LOAD, 0, 0, offset)]
     lines += [(_EQUAL, len(allowed) - at, 0, value) for at, value in enumerate(allowed)]
     return [*lines, (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
@@ -535,7 +539,9 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that forked us ends.  Changing the user undoes this."""
+    """Have the kernel kill this process when its parent thread ends.  Changing the user undoes
+    this.
+    """
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
 
 
@@ -544,7 +550,9 @@ def _set_dumpable() -> None:
 
 
 def hide_memory() -> None:
-    """Let no other process of our user look into ours, by /proc or otherwise; exec undoes this."""
+    """Keep other processes of our user from reading our memory by /proc or otherwise; exec undoes
+    this.
+    """
     _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
 
 

@@ -1,19 +1,19 @@
-"""The host memory in which a resident's images lie, shared with its device worker.
+"""Holds a resident's images in host memory that it shares with its device worker.
 
-A slab is a memfd that the device worker makes before the resident is born.  Its length is the most
-that an image may take; it is sealed at that, and memory is only where something was written.  So
-the kernel keeps the bound, nobody can cut it off under a reader (who would die of SIGBUS), and how
-much it really takes can be asked of the kernel (`held_bytes`), whatever the resident says.
+A slab is a memfd that the device worker makes before the resident starts.  Its length is the limit
+of an image.  The length is sealed, and only written pages take memory.  So the kernel enforces the
+limit.  No process can shrink the slab under a reader, which would die of SIGBUS.  The kernel also
+knows how much memory the slab takes (`held_bytes`), whatever the resident reports.
 
     0          an image, as its `layout` says
-    limit      an index: the layout and what belongs to it, of up to INDEX_LIMIT_BYTES
+    limit      an index: the layout and related data, up to INDEX_LIMIT_BYTES
 
-An index is lines of JSON, each for one storage or tensor or another small thing: so its reader, who
-does not believe in it, never parses much at once, and stops at too much.
+An index is lines of JSON, each for one storage, tensor or other small item.  So its reader, which
+does not trust it, never parses much at once and stops at a limit.
 
-The resident maps it and copies into it at the speed of memory; the device worker reads.  While the
-device worker reads an image, from `saving` to `kept`, the resident leaves it alone; if it does not,
-it spoils its own checkpoint only.
+The resident maps the slab and copies into it at memory speed; the device worker reads it.  While
+the device worker reads an image, from `saving` to `kept`, the resident must not change it; if it
+does, it spoils only its own checkpoint.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-INDEX_LIMIT_BYTES = 24 * 2**20  # about 120 bytes for a storage, and as many for a tensor
+INDEX_LIMIT_BYTES = 24 * 2**20  # about 120 bytes per storage and per tensor
 LINES_LIMIT = 250_000
 LINE_LIMIT_BYTES = 64 * 1024
 VALUES_LIMIT = 1_000  # in one line
 _PIECE_BYTES = 1 << 18
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, from Linux 5.14 on
 _REMOVE = 9  # MADV_REMOVE
-_STEP = 2**24  # memory is given out in so large pieces, so that nobody waits for long
+_STEP = 2**24  # memory is taken in pieces of this size, so that no thread waits for long
 
 
 class BadIndex(Exception):
-    """What lies where an index should be is none."""
+    """Raised when a slab holds no valid index."""
 
 
 # --- both sides -----------------------------------------------------------------------------------
 
 
 def made(limit_bytes: int) -> int:
-    """A new one, for images of up to `limit_bytes`; its descriptor."""
+    """Make a slab for images of up to `limit_bytes`; return its descriptor."""
     fd = os.memfd_create("slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, _pages(limit_bytes) + INDEX_LIMIT_BYTES)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -55,22 +55,24 @@ def made(limit_bytes: int) -> int:
 
 
 def limit_bytes(fd: int) -> int:
-    """How long an image in it may be."""
+    """Return the limit of an image in the slab."""
     return os.fstat(fd).st_size - INDEX_LIMIT_BYTES
 
 
 def held_bytes(fd: int) -> int:
-    """The memory that it takes."""
+    """Return the memory that the slab takes."""
     return os.fstat(fd).st_blocks * 512
 
 
 def write_index(fd: int, body: JSON) -> int:
-    """Keep `body` behind the image; its length in bytes.  Raises BadIndex if it is too long."""
+    """Write `body` behind the image; return its size in bytes.  Raises BadIndex if it is too
+    long.
+    """
     return _write_at(fd, limit_bytes(fd), body, INDEX_LIMIT_BYTES)
 
 
 def read_index(fd: int, size: int) -> JSON:
-    """What was kept, in a copy; raises BadIndex."""
+    """Return a copy of the index; raises BadIndex."""
     return _read_at(fd, limit_bytes(fd), size, INDEX_LIMIT_BYTES)
 
 
@@ -100,8 +102,8 @@ def _read_at(fd: int, start: int, size: int, limit: int) -> JSON:
     return body
 
 
-# A line is [KEY, VALUE], or [KEY, NAME, VALUE] of a table, or [KEY, NAME, VALUE, "more"] of a list
-# in that table.
+# Lines: [KEY, VALUE], [KEY, NAME, VALUE] for a table, [KEY, NAME, VALUE, "more"] for a list in a
+# table.
 def _lines(body: JSON) -> Iterator[list[Any]]:
     for key, value in body.items():
         if not isinstance(value, dict):
@@ -132,7 +134,7 @@ def _take_line(body: JSON, line: bytes) -> None:
 
 
 def _read_lines(fd: int, start: int, size: int) -> Iterator[bytes]:
-    """Piece by piece; raises BadIndex for a line that is too long."""
+    """Yield the lines, reading piece by piece; raises BadIndex for a line that is too long."""
     rest = b""
     for at in range(0, size, _PIECE_BYTES):
         *lines, rest = (rest + os.pread(fd, min(_PIECE_BYTES, size - at), start + at)).split(b"\n")
@@ -151,10 +153,10 @@ def _pages(size: int) -> int:
 
 
 class Slab:
-    """A slab, mapped: `address` is where it begins in this process.
+    """A mapped slab; `address` is its start in this process.
 
-    Or a part of one, from `start` on: for an image of up to `limit` bytes with its own index behind
-    it, of up to `index_limit`.
+    It may also map a part of a slab, from `start` on, for an image of up to `limit` bytes.  The
+    part has its own index behind it, of up to `index_limit` bytes.
     """
 
     def __init__(
@@ -170,14 +172,14 @@ class Slab:
         if self.limit_bytes:
             self.memory = mmap.mmap(fd, self.limit_bytes, offset=start)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.used_bytes = 0  # by the longest image that may still lie there
+        self.used_bytes = 0  # size of the longest image that may still be there
         with suppress(OSError):
-            self.memory.madvise(mmap.MADV_DONTFORK)  # a job's children have no business in it
+            self.memory.madvise(mmap.MADV_DONTFORK)  # a job's children do not need it
         with suppress(OSError, AttributeError):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)  # where the host allows them for shared memory
+            self.memory.madvise(mmap.MADV_HUGEPAGE)  # if the host allows them for shared memory
 
     def write_index(self, body: JSON) -> int:
-        """As the function of this name, behind this part."""
+        """Write the index behind this part, as the function of this name."""
         return _write_at(self.fd, self.start + self.limit_bytes, body, self.index_limit)
 
     def read_index(self, size: int) -> JSON:
@@ -187,13 +189,15 @@ class Slab:
         return memoryview(self.memory)[offset : offset + size]
 
     def make_ready(self, size: int) -> None:
-        """Take the memory for an image of `size` bytes now, so that copying need not."""
+        """Allocate the memory for an image of `size` bytes now, so that copying need not."""
         for start in range(0, min(size, self.limit_bytes), _STEP):
-            with suppress(OSError):  # an older kernel, or none left: then copying takes it
+            with suppress(OSError):  # older kernel, or no memory left: copying allocates it
                 self.memory.madvise(_POPULATE_WRITE, start, _pages(min(_STEP, size - start)))
 
     def used(self, size: int) -> None:
-        """An image of `size` bytes is about to lie here; give back what a much longer one took."""
+        """Note that an image of `size` bytes follows; free the memory of a much longer old
+        image.
+        """
         if self.used_bytes > 2 * size + _STEP:
             start = _pages(size)
             with suppress(OSError):

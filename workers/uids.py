@@ -1,8 +1,9 @@
-"""User ids for residents, which no two device workers of a host share.
+"""Reserves user ids for residents, so that no two device workers of a host share one.
 
-A device worker holds one range of ids for as long as it lives, by a lock on a file of the host that
-the kernel frees when the device worker is dead.  Its own range comes first in its search, so that
-it usually has the same one after a restart.  Residents hold no descriptor of such a file.
+A device worker holds one range of ids while it lives, by a lock on a file of the host.  The kernel
+frees the lock when the device worker is dead.  The search starts at a range that depends on the
+worker's name, so a worker usually gets the same range after a restart.  Residents hold no
+descriptor of such a file.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST_UID, RANGES, UIDS_PER_RANGE = 200_000, 4096, 256
-#: Here all device workers of a host that are root look, whichever instance they belong to.
+#: The folder for all device workers of a host that run as root, whatever their instance.
 HOST_FOLDER = Path("/run/roundhouse-uids")
 
 
 class NoUids(Exception):
-    """No range of user ids could be had; the message says why."""
+    """Raised when no range of user ids is available; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class UidRange:
-    """A range that is held until `close`."""
+    """A range of user ids, held until `close`."""
 
     first: int
     fd: int
@@ -38,10 +39,7 @@ class UidRange:
 
 
 def reserve(name: str, folders: Iterable[Path] = (HOST_FOLDER,)) -> UidRange:
-    """Hold a range for the device worker of this name, in the first folder that can be written.
-
-    Raises NoUids.
-    """
+    """Reserve a range for the device worker of this name, in the first writable folder."""
     why = ""
     for folder in folders:
         try:

@@ -1,13 +1,12 @@
-"""A resident's scratch folder as a file system of its own, of a fixed size.
+"""Gives each resident's scratch folder a file system of its own, of a fixed size.
 
-The file system lies in a file without a name, by way of a loop device, and is mounted for the
-resident only.  Its space is reserved on the host's disk before the resident starts: a tenant that
-fills it gets ENOSPC, and the host's disk is as full as before.  Quotas of the host's file system
-would do the same, but few hosts have them on.  When the resident's last process has ended, the
-kernel takes mount, loop device and file away, so that nothing of ours walks a tenant's files.
+The file system lies in a file without a name, on a loop device, and is mounted for the resident
+only.  Its space is reserved on the host's disk before the resident starts: a tenant that fills it
+gets ENOSPC, and the use of the host's disk does not change.  Quotas of the host's file system would
+do the same, but few hosts have them enabled.  When the resident's last process has ended, the
+kernel removes mount, loop device and file, so that no process of ours walks a tenant's files.
 
-Only root can do this.  The steps that need time are made by the resident itself, before its
-sandbox is raised.
+Only root can do this.  The resident itself does the slow steps, before its sandbox applies.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ import struct
 import subprocess
 from pathlib import Path
 
-SHARE = 16  # of what is free on the disk, one resident's part where nothing else is set
+SHARE = 16  # default size: free disk space divided by this
 LARGEST_BYTES = 16 * 2**30
 LEAST_BYTES = 64 * 2**20
-KEPT_FREE_BYTES = 2**30  # of the host's disk, for everything else
+KEPT_FREE_BYTES = 2**30  # of the host's disk, for all other use
 _TEMPLATE = ("-O", "^has_journal", "-E", "lazy_itable_init=1", "-m", "0", "-b", "4096")
 
 
 def usual_bytes(folder: Path) -> int:
-    """Size of one resident's scratch folder, by what is free on its disk."""
+    """Return the default size of a resident's scratch folder, by the free space of its disk."""
     free = os.statvfs(folder)
     part = free.f_bavail * free.f_frsize // SHARE
     return max(LEAST_BYTES, min(LARGEST_BYTES, part) // 2**20 * 2**20)
 
 
 def make_template(path: Path, size_bytes: int) -> str:
-    """Make an empty file system of this size, which is copied for each resident; "" or why not."""
+    """Make an empty file system of this size, to be copied for each resident; "" or why not."""
     if os.geteuid() != 0:
         return "only root can mount a file system"
     path.unlink(missing_ok=True)
@@ -52,7 +51,7 @@ def make_template(path: Path, size_bytes: int) -> str:
 
 
 def mounted(template: Path, uid: int) -> int:
-    """A descriptor of a new mount that nobody else sees, for this user.  Raises OSError."""
+    """Return a descriptor of a new private mount, owned by this user.  Raises OSError."""
     image = _copied(template)
     try:
         loop, name = _looped(image)
@@ -70,7 +69,7 @@ def mounted(template: Path, uid: int) -> int:
 
 
 def try_out(template: Path, uid: int) -> str:
-    """In a child: mount one and write into it; "" or what went wrong."""
+    """Mount a copy in a child and write into it; return "" or what went wrong."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -92,7 +91,7 @@ def try_out(template: Path, uid: int) -> str:
 
 
 def _copied(template: Path) -> int:
-    """A file without a name beside the template, all of its space reserved, and its content."""
+    """Return a file without a name next to the template: its space reserved, its content copied."""
     with template.open("rb") as source:
         size_bytes = os.fstat(source.fileno()).st_size
         _must_leave_some(template.parent, size_bytes)
@@ -108,7 +107,9 @@ def _copied(template: Path) -> int:
 
 
 def _must_leave_some(folder: Path, size_bytes: int) -> None:
-    """Asked first, because `fallocate` takes all there is before it fails."""
+    """Raise OSError if too little disk is free.  Checked first: `fallocate` fills the disk, then
+    fails.
+    """
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < size_bytes + KEPT_FREE_BYTES:
         told = f"reserving disk for its folder: {os.strerror(errno.ENOSPC)}"
@@ -121,11 +122,11 @@ def _data_from(fd: int, at: int) -> int | None:
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise
-        return None  # only a hole until the end
+        return None  # only a hole up to the end
 
 
 def _looped(image: int) -> tuple[int, str]:
-    """A loop device over this file, which goes when nobody has it open or mounted any more."""
+    """Return a loop device on this file; it disappears when it is neither open nor mounted."""
     flags = _LO_FLAGS_AUTOCLEAR | _LO_FLAGS_DIRECT_IO
     config = struct.pack("=II52xI176x64x", image, 0, flags)
     with open("/dev/loop-control", "rb+", buffering=0) as control:
@@ -136,7 +137,7 @@ def _looped(image: int) -> tuple[int, str]:
                 fcntl.ioctl(loop, _LOOP_CONFIGURE, config)
             except OSError as error:
                 os.close(loop)
-                if error.errno != errno.EBUSY:  # else another process was faster
+                if error.errno != errno.EBUSY:  # EBUSY: another process was faster
                     raise
             else:
                 return loop, name

@@ -1,11 +1,11 @@
-"""JSON messages and file descriptors between a supervisor and the processes it owns.
+"""Passes JSON messages and file descriptors between a supervisor and the processes that it owns.
 
-One frame is four bytes of length and that many bytes of JSON, over a Unix stream socket.  File
-descriptors travel beside the frame that they belong to.
+A frame is four bytes of length and that many bytes of JSON, over a Unix stream socket.  File
+descriptors travel with the frame that they belong to.
 
-A tenant's process is believed in nothing: its frames are short (`TENANT_FRAME_BYTES`), their depth
-and size are looked at before they are parsed, and no call waits for it (`TenantWire`).  What it
-says that is longer comes in parts (`ToSupervisor`, `Parts`).
+A tenant's process is not trusted: its frames are short (`TENANT_FRAME_BYTES`), their depth and size
+are checked before they are parsed, and no call waits for it (`TenantWire`).  Longer messages of a
+tenant's process come in parts (`ToSupervisor`, `Parts`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-LIMIT_BYTES = 4 * 2**20  # the largest frame, and the longest message in parts, that is taken
-READS_LIMIT = 128  # at once, so that nobody who writes without end holds up a reader
-TENANT_FRAME_BYTES = 64 * 1024  # the largest frame that is taken from a tenant's process
+LIMIT_BYTES = 4 * 2**20  # limit of a frame, and of a message in parts
+READS_LIMIT = 128  # reads in one `receive`, so that an endless writer cannot block the reader
+TENANT_FRAME_BYTES = 64 * 1024  # limit of a frame from a tenant's process
 TENANT_FRAMES_AT_ONCE = 64
 TENANT_READS_AT_ONCE = 4
-UNSENT_LIMIT_BYTES = 4 * LIMIT_BYTES  # for one process that does not read
+UNSENT_LIMIT_BYTES = 4 * LIMIT_BYTES  # limit for one process that does not read
 DEPTH_LIMIT = 64
-CONTAINERS_LIMIT = 2_000  # lists and tables in one frame,
-PARTS_CONTAINERS_LIMIT = 250_000  # and in what came in parts: of a large graph, what passed
-PART_CHARACTERS = 24_000  # of a message in parts; escaped once more they fit into a frame
+CONTAINERS_LIMIT = 2_000  # lists and tables in one frame
+PARTS_CONTAINERS_LIMIT = 250_000  # the same in a message in parts, for the copies of a large graph
+PART_CHARACTERS = 24_000  # of a message in parts; escaped again, they fit into a frame
 FDS_LIMIT = 64
-#: What a resident is born with: control, bulk, trust, stdout, stderr, slab.
+#: The descriptors that a new resident gets: control, bulk, trust, stdout, stderr, slab.
 FDS_PER_RESIDENT = 6
 
 _LENGTH = struct.Struct("!I")
@@ -47,11 +47,11 @@ _FD_BYTES = array.array("i").itemsize
 
 
 class Garbled(Exception):
-    """The other side sent what is no frame; nothing after it can be trusted."""
+    """Raised for an invalid frame; nothing after it can be trusted."""
 
 
 class Wire:
-    """One end of a socket.  `send` blocks until all is written; `receive` never blocks."""
+    """An end of a socket.  `send` blocks until all is written; `receive` never blocks."""
 
     limit_bytes = LIMIT_BYTES
 
@@ -67,14 +67,16 @@ class Wire:
         return self.sock.fileno()
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Raises OSError if the other end is gone, TimeoutError if it does not read."""
+        """Send a message; raises OSError if the other end is gone, TimeoutError if it does not
+        read.
+        """
         body = json.dumps(message).encode()
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         sent = socket.send_fds(self.sock, [frame], fds) if fds else self.sock.send(frame)
         self.sock.sendall(frame[sent:])
 
     def receive(self) -> list[JSON]:
-        """What has arrived whole, up to a limit; raises Garbled."""
+        """Return the complete messages that have arrived, up to a limit; raises Garbled."""
         for _ in range(READS_LIMIT):
             if self.closed or not self.wait(0):
                 break
@@ -128,7 +130,7 @@ class Wire:
 
 
 class ToSupervisor(Wire):
-    """A resident's end: what is longer than a frame may be goes in parts."""
+    """The resident's end of the socket; messages longer than a frame go in parts."""
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
         text = json.dumps(message)
@@ -141,14 +143,14 @@ class ToSupervisor(Wire):
 
 
 class Parts:
-    """A message of a tenant's process that comes in parts."""
+    """Collects the parts of a message of a tenant's process."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._size = 0
 
     def add(self, message: JSON) -> bytes | None:
-        """The whole, once its last part is here; raises Garbled."""
+        """Add a part; return the whole message once its last part is here.  Raises Garbled."""
         text, last = message.get("text"), message.get("last")
         if not isinstance(text, str) or not isinstance(last, bool) or not text.isascii():
             raise Garbled("a part that is none")
@@ -164,7 +166,7 @@ class Parts:
 
 
 def parsed_parts(body: bytes) -> JSON:
-    """The message that came in parts; takes a while.  Raises Garbled."""
+    """Parse a message that came in parts.  Slow; raises Garbled."""
     must_be_bounded(body, PARTS_CONTAINERS_LIMIT)
     message = _message(body)
     if message["is"] == "part":
@@ -173,8 +175,8 @@ def parsed_parts(body: bytes) -> JSON:
 
 
 class TenantWire(Wire):
-    """The device worker's end of the socket to a tenant's process: no call waits for that, and none
-    takes long.
+    """The device worker's end of the socket to a tenant's process.  No call waits for that process
+    or takes long.
     """
 
     limit_bytes = TENANT_FRAME_BYTES
@@ -182,14 +184,16 @@ class TenantWire(Wire):
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         sock.setblocking(False)
-        self.has_more = False  # of what has arrived: the next `receive` gives it
+        self.has_more = False  # a complete frame has arrived; the next `receive` returns it
         self.read_bytes = 0
-        self.unread_since_us: int | None = None  # since then it does not read what is sent
+        self.unread_since_us: int | None = None  # since when it has not read what was sent
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._unsent_bytes = 0
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Raises OSError if the other end is gone.  What it does not read yet is sent later."""
+        """Send a message; a part that the other end does not read yet is sent later.  Raises
+        OSError.
+        """
         body = json.dumps(message).encode()
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         self._unsent.append((frame, [os.dup(fd) for fd in fds or []]))
@@ -197,7 +201,7 @@ class TenantWire(Wire):
         self.flush()
 
     def flush(self) -> None:
-        """Send what could not be sent yet, as far as the other end reads; raises OSError."""
+        """Send waiting frames, as far as the other end reads; raises OSError."""
         while self._unsent:
             frame, fds = self._unsent[0]
             try:
@@ -218,7 +222,7 @@ class TenantWire(Wire):
         return self._unsent_bytes > UNSENT_LIMIT_BYTES
 
     def receive(self) -> list[JSON]:
-        """A few messages of what has arrived; raises Garbled."""
+        """Return a few of the messages that have arrived; raises Garbled."""
         messages: list[JSON] = []
         for _ in range(TENANT_READS_AT_ONCE):
             while len(messages) < TENANT_FRAMES_AT_ONCE:
@@ -250,13 +254,13 @@ class TenantWire(Wire):
         return _message(body)
 
 
-# One that does not end is taken to the end: no byte is looked at twice.
+# A string without an end matches to the end, so that no byte is scanned twice.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
 
 
 def must_be_bounded(body: bytes, containers: int) -> None:
-    """Raises Garbled for what would take long to parse, or nests deeply."""
+    """Raise Garbled for a body that is slow to parse or nests deeply."""
     bare = _STRINGS.sub(b"", body)
     if bare.count(b"[") + bare.count(b"{") > containers:
         raise Garbled(f"more than {containers} lists and tables in a message")
@@ -286,23 +290,24 @@ def _descriptors(rights: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 def pair() -> tuple[Wire, socket.socket]:
-    """Our end, wrapped, and the end to give away."""
+    """Return our end, wrapped, and the end to give away."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours.settimeout(5.0)  # whoever does not read by then is as good as dead
+    ours.settimeout(5.0)  # a process that does not read by then is as good as dead
     return Wire(ours), theirs
 
 
 def tenant_pair() -> tuple[TenantWire, socket.socket]:
-    """The same, for a tenant's process."""
+    """Return the same pair for a tenant's process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return TenantWire(ours), theirs
 
 
 class Trust:
-    """Until when a device may step, in shared memory: a deadline that needs no message.
+    """Holds the device's trust deadline in shared memory, so that it needs no message.
 
-    The supervisor moves it; its residents read it before every step, even while the supervisor
-    itself hangs.  Microseconds of the host's monotonic clock, which all its processes share.
+    The supervisor moves the deadline.  Its residents read it before every step, even while the
+    supervisor hangs.  Unit: microseconds of the host's monotonic clock, which all its processes
+    share.
     """
 
     def __init__(self) -> None:
@@ -312,7 +317,7 @@ class Trust:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        except OSError:  # before Linux 5.1: a tenant could then outstay its own trust, once
+        except OSError:  # before Linux 5.1: a tenant could extend its own trust
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def extend(self, until_us: int) -> None:
@@ -324,7 +329,7 @@ class Trust:
 
 
 class TrustSeen:
-    """A resident's view of the supervisor's `Trust`."""
+    """A resident's read-only view of the supervisor's `Trust`."""
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ)

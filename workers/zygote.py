@@ -1,15 +1,16 @@
-"""The warm process of one device: torch is imported, no tenant's code is; it forks residents.
+"""Forks the residents of one device from a warm process that has imported torch, but no tenant
+code.
 
     supervisor (a thread of the device worker) -> zygote -> (keeper ->) resident
 
-It is started by exec from the supervisor's long-lived thread and dies with it; everything it forks
-dies with it, or is found by its record (`workers.births`) and ended by the next device worker.
-It has one thread, so a fork is safe and costs some milliseconds.  Where the kernel
-gives process ids of their own, the resident is process 1 in there, and when it ends, all that it
-started ends too.  Who is not root gets them only by way of a user namespace: then a `keeper` stands
-between, which waits for the resident and ends like it.
+The supervisor's long-lived thread starts the zygote by exec, and the zygote dies with that thread.
+All processes that it forks die with it; if one survives, the next device worker finds its record
+(`workers.births`) and ends it.  The zygote has one thread, so a fork is safe; a fork takes some
+milliseconds.  If the kernel allows a PID namespace, the resident is process 1 in its own, and all
+processes that it started end with it.  A zygote without root gets a PID namespace only by way of a
+user namespace: then a `keeper` process in between waits for the resident and ends like it.
 
-Over its socket come `spawn` and `end`; back go `ready`, `spawned` and `exited`.
+Messages: `begin` and `spawn` come in; `ready`, `spawned` and `exited` go back.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 
 def main(fd: int, lock_fd: int) -> NoReturn:
     sandbox.die_with_parent()
-    # What a tenant's job needs first must not cost it a second each: torch imports its compiler
-    # when the first optimizer steps.
+    # Import now what jobs need, so that no job pays for it: torch imports its compiler, in about a
+    # second, when the first optimizer steps.
     import cloudpickle  # noqa: F401
     import numpy  # noqa: F401
     import torch
@@ -58,7 +59,7 @@ def main(fd: int, lock_fd: int) -> NoReturn:
     _must_have_one_thread()
     records = _ready(wire, torch.__version__)
     gc.collect()
-    gc.freeze()  # what is shared with all forks is not written to by the collector
+    gc.freeze()  # keep the garbage collector from writing to pages shared with forks
     gc.disable()
     _lay_on_huge_pages()
     _serve(wire, lock_fd, records)
@@ -72,7 +73,7 @@ def _must_have_one_thread() -> None:
 
 
 def _ready(wire: Wire, torch_version: str) -> Path:
-    """Say which walls stand; the folder for the records of residents."""
+    """Report which sandbox layers work here; return the folder for the records of residents."""
     wire.wait()
     (begin,) = wire.receive()
     probe = begin["probe"]
@@ -83,7 +84,7 @@ def _ready(wire: Wire, torch_version: str) -> Path:
 
 
 def _unbounded(probe: JSON | None, walls: list[str]) -> str:
-    """Why scratch folders have no bound here; "" where they have."""
+    """Return why scratch folders have no size limit here; "" if they have one."""
     room = None if probe is None else _room(probe)
     if room is None or room.template is None:
         return "no file system could be made for it"
@@ -93,7 +94,7 @@ def _unbounded(probe: JSON | None, walls: list[str]) -> str:
 
 
 def _unwatched() -> str:
-    """Why writes to memory cannot be seen here; "" where they can."""
+    """Return why writes to memory cannot be watched here; "" if they can."""
     try:
         Watch().close()
     except Unwatchable as why:
@@ -102,9 +103,9 @@ def _unwatched() -> str:
 
 
 def _lay_on_huge_pages() -> None:
-    """Most of what a fork costs is its table of pages: where these are huge, it has fewer.
+    """Move the heap to huge pages: a fork mostly copies page tables, which are then smaller.
 
-    A kernel that does not do so at once, or has no huge page left, leaves them as they are.
+    A kernel without MADV_COLLAPSE or free huge pages leaves the pages as they are.
     """
     libc = ctypes.CDLL(None)
     with open("/proc/self/maps") as maps:
@@ -130,12 +131,12 @@ def _room(body: JSON) -> Room:
 
 
 def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
-    """Fork when told, and say when a fork has ended, until the supervisor is gone."""
+    """Fork on request and report the end of each fork, until the supervisor is gone."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, tuple[int, Path]] = {}  # by process id: the supervisor's id, the record
+    children: dict[int, tuple[int, Path]] = {}  # process id -> id of the resident, its record
     while not wire.closed:
         ready, _, _ = select.select([wire.fileno(), read], [], [])
         if read in ready:
@@ -151,7 +152,9 @@ def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
 def _spawn(
     wire: Wire, message: JSON, fds: list[int], lock_fd: int, records: Path
 ) -> tuple[int, Path]:
-    """Fork a resident, write it down, and only then let it begin; its process, and its record."""
+    """Fork a resident, record it, and only then let it begin; return its process id and its
+    record.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     waits, begin = os.pipe()
@@ -165,9 +168,9 @@ def _spawn(
         os.close(fd)
     inner = _kept_by(kept) or pid
     try:
-        pidfd = os.pidfd_open(inner)  # it waits for us, so the number is certainly its own
+        pidfd = os.pidfd_open(inner)  # it waits for us, so the id is certainly its own
         record = births.write_record(records, inner)
-    except ProcessLookupError:  # killed at birth: what it left of itself is our own child
+    except ProcessLookupError:  # killed at once: then use its parent, our own child
         inner, pidfd = pid, os.pidfd_open(pid)
         record = births.write_record(records, pid)
     with contextlib.suppress(BrokenPipeError):  # its exit will be reported
@@ -179,7 +182,7 @@ def _spawn(
 
 
 def _kept_by(fd: int) -> int:
-    """The resident's process, if a keeper stands between; else 0.  Closes the descriptor."""
+    """Return the resident's process id if there is a keeper, else 0.  Closes the descriptor."""
     told = os.read(fd, _PID.size)
     os.close(fd)
     return int(_PID.unpack(told)[0]) if told else 0
@@ -200,7 +203,7 @@ def _report_exits(wire: Wire, children: dict[int, tuple[int, Path]]) -> None:
 
 
 def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) -> NoReturn:
-    """Become keeper and resident, or only the resident; it begins once `waits` can be read."""
+    """Become keeper and resident, or only the resident, which begins once `waits` can be read."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -233,7 +236,7 @@ def _redirect(fds: list[int]) -> None:
 
 
 def _keep(inner: int, lock_fd: int, tell: int) -> NoReturn:
-    """Wait for the resident and end like it."""
+    """Wait for the resident and end with its status."""
     os.write(tell, _PID.pack(inner))
     _close_all_but({lock_fd})
     _, status = os.waitpid(inner, 0)
@@ -242,16 +245,16 @@ def _keep(inner: int, lock_fd: int, tell: int) -> NoReturn:
 
 
 def _live(room: Room, walls: list[str], fds: list[int], sort: str) -> int:
-    """`sort` is "command", or "job" for all that is code of the bundle."""
+    """Run the resident's task.  `sort` is "command", or "job" for all code of a bundle."""
     from workers import command, executor
     from workers.slab import Slab
     from workers.wire import TrustSeen
 
     _close_all_but({0, 1, 2, *fds[:3], fds[5]})
-    watch = _watch()  # behind the walls nobody can open one
-    if room.template is not None:  # needs a loop device, which its group refuses
+    watch = _watch()  # inside the sandbox none can be opened
+    if room.template is not None:  # needs a loop device, which its control group denies
         room = replace(room, volume=volumes.mounted(room.template, room.uid))
-    cgroups.join(room.groups)  # before anything of the tenant's runs or lies in memory
+    cgroups.join(room.groups)  # before any tenant code runs or any of its data is in memory
     _, scratch = room.inside(walls)
     sandbox.enclose(room, walls)
     sandbox.die_with_parent()
@@ -270,13 +273,13 @@ def _watch() -> Watch | None:
     try:
         return Watch()
     except Unwatchable:
-        return None  # `ready` said so: images are then copied while the job waits
+        return None  # reported in `ready`: images are then copied while the job waits
 
 
 def _close_all_but(kept: set[int]) -> None:
     before = -1
     for fd in sorted(kept):
-        if fd > before + 1:  # closerange(0, 0) closes all there are
+        if fd > before + 1:  # closerange(0, 0) would close all descriptors
             os.closerange(before + 1, fd)
         before = fd
     os.closerange(before + 1, 1 << 20)
