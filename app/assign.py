@@ -1,14 +1,14 @@
-"""A request's portions -> islands: the first of the two schedulers.
+"""Assign the tasks of requests to islands: the first of the two schedulers.
 
-The tasks of a request and the data between them are a graph; each island has rooms, by what it has
-of each kind of device, the work queued there and the tenant's fair share of it (`core.rooms`).
-`core.portions` says which task goes where: all to one island if that is as quick, to several where
-kinds of devices or time ask for it.  A request of one task is the same with one node.  What a task
-on another island made arrives by the store, as between two hosts of an island.  Each island's own
-scheduler does the rest.
+The tasks of a request and the data between them form a graph.  Each island has a capacity for each
+kind of device, which depends on the devices, the queued work and the tenant's fair share
+(`core.rooms`).  `core.portions` decides which task goes to which island.  All go to one island if
+that is as quick; several are used if kinds of devices or time require it.  A request of one task is
+a graph with one node.  Outputs that a task on another island needs travel through the store, as
+between two hosts of an island.  Each island's own scheduler does the rest.
 
-An island that nobody leads, and of which no device is heard, is *dark*.  When control has seen it
-so for long enough it is lost: its tasks that have not ended are assigned anew (`take_over`).
+An island is *dark* if it has no leader and no device of it is heard.  After it was dark for long
+enough, control declares it lost: its tasks that have not ended are assigned anew (`take_over`).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from app.models import Island as IslandRow
 from app.settings import settings
 
 EFFORT = Effort(guard=1050, search=20_000, exact=10_000)  # 200 tasks take a sixth of a second
-USUAL_NS = 60 * 10**9  # a task of which nothing is known
-USUAL_BYTES = 1 << 20  # an output that nobody has seen yet
-TOGETHER = 1.02  # of the time that a request takes, that portions of its graphs stay together
-APART_NS = 10**8  # what a leg gives within such a time is given together, as far as is planned
-STAYS_BYTES = 1 << 50  # what a leg holds between two of its outputs: it never changes its island
-MAX_PERMUTED = 4  # islands, for the ways in which portions may lie on them
-PAGE = 100  # requests of a lost island that one transaction takes over
+USUAL_NS = 60 * 10**9  # assumed time of an unknown task
+USUAL_BYTES = 1 << 20  # assumed size of an output that was never made
+TOGETHER = 1.02  # portions stay together if the request then takes at most this times as long
+APART_NS = 10**8  # the plan treats blocks given within this time as given together
+STAYS_BYTES = 1 << 50  # a block this large keeps the nodes of one task on one island
+MAX_PERMUTED = 4  # islands, up to which all permutations of portions are tried
+PAGE = 100  # requests of a lost island, taken over in one transaction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """One request: its tasks, what each of them needs, and how long they are expected to take.
+    """A request: its tasks, what each of them needs, and how long each is expected to take.
 
-    `parted` are gangs that are too wide for any island: how many of their seats lie on each, the
-    last of which is their home.
+    `parted` has the gangs that are too wide for any one island, with their number of slots on each
+    island.  The last island by name is the gang's home.
     """
 
     tasks: Sequence[Row[Any]]
@@ -62,7 +62,7 @@ class _Work:
     parted: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def width(self, task: Row[Any]) -> int:
-        """How many devices it needs at once, on its island."""
+        """The number of devices that the task needs at once on its island."""
         of = self.parted.get(task.id)
         return task.devices_min if of is None else of[max(of)]
 
@@ -72,7 +72,7 @@ class _Work:
 
 
 def assign_new(session: Session) -> set[str]:
-    """Give every task that has none an island; returns the islands that got something."""
+    """Give every unassigned task an island; return the islands that got something."""
     rows = session.execute(_unassigned()).all()
     if not rows:
         return set()
@@ -81,9 +81,9 @@ def assign_new(session: Session) -> set[str]:
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work)
         if found is None and any(task.cancel_asked_at for task in work.tasks):
-            found = scene.anywhere(work)  # any will do to end it
+            found = scene.anywhere(work)  # any island can end it
         if found is None:
-            continue  # no islands have such devices now; it is looked at again
+            continue  # no islands have such devices now; tried again later
         scene.add(work, found)
         abroad = _needed_abroad(work, found)
         assigned += [(id, island, why, id in abroad) for id, (island, why) in found.items()]
@@ -120,11 +120,12 @@ def places(session: Session, request_id: str) -> list[Place]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A task's output that is taken on another island; once for each such island.
+    """A task's output that is used on another island; one entry for each such island.
 
-    `planned_bytes` is None of what is no leg's, `moved_bytes` and `head_bytes` until it was
-    taken there: what it is, and what its file says of it beside that.  `ways` are those by which it
-    came: from "host" to host, from the "store", or neither, as it lay there.
+    `planned_bytes` is None unless the output is of a cut graph.  `moved_bytes` is the size without
+    the header of its file, `head_bytes` the size of that header; both are None until the output was
+    used on the island.  `ways` are the ways by which it came: "host" (from host to host), "store",
+    or neither, if it was there already.
     """
 
     block: str
@@ -137,7 +138,9 @@ class Crossing:
 
 
 def crossings(session: Session, request_id: str) -> list[Crossing]:
-    """In the order of the tasks that take them; of several on one island the first."""
+    """Return the crossings in the order of the tasks that use them; of several on an island, the
+    first.
+    """
     maker, taker = aliased(Task), aliased(Task)
     part = maker.descriptor["run"]["part"]
     came = Placement.ways[Need.port].astext
@@ -156,7 +159,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
     found = []
     for name, output, source, target, outputs, leg, taken, ways in session.execute(query):
         kept = outputs[output] if taken else {}
-        head = kept.get("head_bytes", 0)  # not told by devices of older versions
+        head = kept.get("head_bytes", 0)  # absent from devices of older versions
         found.append(
             Crossing(
                 block=f"{name}.{output}",
@@ -175,7 +178,7 @@ def crossings(session: Session, request_id: str) -> list[Crossing]:
 
 
 def dark(session: Session) -> set[str]:
-    """Islands with something to do that nobody leads, and of which no device is heard."""
+    """Return islands that have work, but neither a leader nor a device with a valid lease."""
     alive = select(Device.id).where(
         Device.island == IslandRow.name, Device.lease_until > func.now()
     )
@@ -186,10 +189,12 @@ def dark(session: Session) -> set[str]:
 
 
 def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str], str | None]:
-    """Assign what a lost island has not ended anew, the requests behind `after`, some at a time.
+    """Assign the unfinished tasks of a lost island anew, some requests at a time, from behind
+    `after`.
 
-    Returns the islands that got something, and behind which request to go on; None at the end.
-    Its row is locked, as by its own scheduler, and looked at again: if it came back, all stays.
+    Returns the islands that got something, and the request behind which to go on; None at the end.
+    The island's row is locked, as its own scheduler does, and checked again: if the island is back,
+    nothing changes.
     """
     row = select(IslandRow.name).where(IslandRow.name == lost)
     session.execute(row.with_for_update(key_share=True))
@@ -200,13 +205,13 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
     query = select(Task.request_id).where(*mine, Task.request_id > after)
     ids = session.scalars(query.distinct().order_by(Task.request_id).limit(PAGE)).all()
     theirs = select(Task.id).where(Task.request_id.in_(ids), Task.island == lost)
-    session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as wishes lock them
+    session.execute(theirs.order_by(Task.id).with_for_update(key_share=True))  # as actions do
     scene = _Scene.of(session, without=lost)
     rows = session.execute(_tasks().where(Task.request_id.in_(ids)).order_by(Task.id)).all()
     for work in _works(session, rows, scene.learned):
         found = scene.decided(work, lost=lost)
         if found is None:
-            continue  # nobody else has such devices: it waits for the island
+            continue  # no other island has such devices: it waits for the lost one
         scene.add(work, found)
         anew = {id: (to, _anew(lost, to, why)) for id, (to, why) in found.items()}
         journal.hand_over(
@@ -220,8 +225,10 @@ def take_over(session: Session, lost: str, *, after: str = "") -> tuple[set[str]
 
 
 def _release_gangs(session: Session, lost: str) -> set[str]:
-    """Members of gangs that span islands stay, as no other has room for all of one; but what they
-    hold on a lost island is gone, and seats that are kept for them elsewhere are let go.
+    """Take the slots on the lost island from members of gangs that span islands.
+
+    The members stay there, since no other island has room for the whole gang.  Slots that are kept
+    for them on other islands are released.
     """
     members = (Task.island == lost, Task.gang_id.is_not(None), Task.state.not_in(ENDED))
     query = select(Task.id).where(
@@ -247,10 +254,10 @@ Seats = dict[str, tuple[str, JSON]]  # task -> its island, and why
 
 @dataclass(slots=True)
 class _Scene:
-    """The islands as they are, with what was assigned in this transaction.
+    """The islands as they are, including what was assigned in this transaction.
 
-    `up` are devices that can take work now, of islands that are led; `all` those that once joined,
-    and `offers` the same ones by (island, kind).
+    `up` has the devices that can take work now, of islands with a leader.  `all` has every device
+    that ever joined, and `offers` the same devices by (island, kind).
     """
 
     up: dict[str, dict[str, Stock]]
@@ -290,7 +297,10 @@ class _Scene:
         return scene
 
     def decided(self, work: _Work, *, lost: str = "") -> Seats | None:
-        """The island of each task, or of each on the lost one; None if there is none for some."""
+        """Return the island of each new task, or of each task on the `lost` island.
+
+        None if no island can run one of them.
+        """
         for stocks in (self.up, self.all):
             try:
                 return self._decided(work, stocks, lost)
@@ -304,7 +314,7 @@ class _Scene:
         return None if island is None else {task.id: (island, why) for task in work.tasks}
 
     def add(self, work: _Work, found: Seats) -> None:
-        """What comes later finds this queued."""
+        """Count the request as queued, for the requests decided after it."""
         kinds = {task.id: task.kind for task in work.tasks}
         for id, (island, _) in found.items():
             self._queue(island, kinds[id], work.tenant, work.time_ns[id])
@@ -358,7 +368,9 @@ class _Scene:
         return stock.room(tenant, work_ns, self.tenants)
 
     def _able(self, task: Row[Any], stocks: Mapping[str, Mapping[str, Stock]]) -> tuple[str, ...]:
-        """The islands with as many devices that are large enough, together if they must lie so."""
+        """The islands with enough devices that are large enough, on one host if the task needs
+        that.
+        """
         return tuple(
             name
             for name, of_kind in sorted(stocks.items())
@@ -366,7 +378,7 @@ class _Scene:
         )
 
     def _most(self, task: Row[Any], island: str) -> int:
-        """How many devices a task can have there at once."""
+        """The number of devices that the task can have at once on the island."""
         offer = self.offers[island, task.kind]
         if task.across_hosts:
             return offer.by_island(task.memory_bytes)[island]
@@ -375,8 +387,9 @@ class _Scene:
     def _parted(
         self, work: _Work, stocks: Mapping[str, Mapping[str, Stock]]
     ) -> dict[str, dict[str, int]]:
-        """Gangs that are too wide for any island, also when all its devices are up, and may lie on
-        several.
+        """Divide the gangs that are allowed to span islands and too wide for any one.
+
+        Too wide means: wider than any island even with all its devices up.
         """
         parted = {}
         for task in work.tasks:
@@ -402,16 +415,18 @@ class _Scene:
             return best if best.makespan_ns <= TOGETHER * free.makespan_ns else free
         ended = {task.id for task in work.tasks if _stays(task)}
         done = [node.id for node in graph.nodes if _task_of(node) in ended]
-        # What has ended lies in the store, which is as near to one island as to the other.
+        # Outputs of ended tasks lie in the store, which is equally near to all islands.
         at = {block: names for node in graph.nodes if node.id in done for block in node.writes}
         return reassign(graph, islands, links, before=before, done=done, at=at, effort=EFFORT)
 
 
 def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[str]) -> Graph:
-    """Its tasks as nodes, the outputs that they take from each other as blocks.
+    """Build the placement graph: tasks as nodes, the outputs that they take from each other as
+    blocks.
 
-    A leg gives some while it runs: it is several nodes there, one behind the other on one island.
-    What comes to it late is left out: it runs beside who makes that.
+    A task of a cut graph gives some outputs while it runs.  So it becomes several nodes in sequence
+    on one island.  Inputs that come late are left out, because the task runs at the same time as
+    the task that makes them.
     """
     blocks, nodes = dict[str, int](), list[Node]()
     writes = defaultdict[str, dict[str, None]](dict)
@@ -445,12 +460,14 @@ def _graph(work: _Work, able: Mapping[str, tuple[str, ...]], *, all_: Sequence[s
 
 
 def _stays(task: Row[Any]) -> bool:
-    """Whatever becomes of its island: it has ended, or its gang spans islands."""
+    """True if the task keeps its island in any case: it has ended, or its gang spans islands."""
     return task.state in ENDED or task.gang_id is not None
 
 
 def _in_turn(whole: Node, spells: Sequence[_Spell]) -> Iterator[Node]:
-    """A task as nodes, each of which needs what the one before it holds."""
+    """Yield a task as a sequence of nodes, each of which needs a block that the one before it
+    holds.
+    """
     taken = whole
     for n, (time_ns, given) in enumerate(spells):
         held = f"{_spell(whole.id, n)}.held"
@@ -472,8 +489,9 @@ _Spell = tuple[int, list[str]]
 
 
 def _spells(task: Row[Any], time_ns: int, blocks: Collection[str]) -> Iterator[_Spell]:
-    """How long it runs on until it gives some of its blocks, again and again; what it gives soon
-    one after the other is given together.
+    """Yield (run time, blocks) for each time that the task gives blocks while it runs.
+
+    Blocks that it gives within `APART_NS` are given together.
     """
     after_ms = {} if task.leg is None else task.leg.get("after_ms", {})
     at_ns = {}
@@ -493,10 +511,11 @@ def _spells(task: Row[Any], time_ns: int, blocks: Collection[str]) -> Iterator[_
 
 
 def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Graph]:
-    """The graph with each portion of its graphs on an island of its own, in every way.
+    """Yield the graph with each portion of its graph tasks on an island of its own, in every way.
 
-    They were cut so that this is as quick as can be.  Legs apart save bytes, which `apportion`
-    weighs against the time of all: on the way from block to block, it adds up.
+    Graphs were cut so that this is as quick as possible.  Separate placement of tasks of one
+    portion saves bytes, which `apportion` weighs against the total time; from block to block, the
+    delays add up.
     """
     portion = {task.id: _portion(task) for task in work.tasks if task.leg is not None}
     count = max(portion.values(), default=0) + 1
@@ -516,12 +535,12 @@ def _together(work: _Work, graph: Graph, islands: Sequence[str]) -> Iterator[Gra
 
 
 def _portion(task: Row[Any]) -> int:
-    """A leg is called NAME.PORTION.LEG."""
+    """The number of the task's portion; the task is called NAME.PORTION.LEG."""
     return int(task.name.rsplit(".", 2)[1])
 
 
 def _bytes(task: Row[Any], output: str) -> int:
-    """As it was made, or as it was declared, or as usual."""
+    """The size of an output as it was made, else as it was declared, else the usual size."""
     if output in task.outputs:
         return int(task.outputs[output]["size_bytes"])
     declared = task.leg["bytes"] if task.leg is not None else {}
@@ -529,7 +548,7 @@ def _bytes(task: Row[Any], output: str) -> int:
 
 
 def _links(names: Sequence[str]) -> Iterator[Link]:
-    """Every island to every other."""
+    """Yield a link from every island to every other."""
     speed = settings().island_link_bytes_per_s
     for source in names:
         for target in names:
@@ -538,7 +557,7 @@ def _links(names: Sequence[str]) -> Iterator[Link]:
 
 
 def _late_bytes(work: _Work, found: Portions, id: str) -> int:
-    """What comes to a task late, from other islands than its own."""
+    """The bytes that come to the task late from other islands."""
     known = {task.id: task for task in work.tasks}
     seats = {task.id: task.island for task in work.tasks} | dict(found.seats)
     return sum(
@@ -575,7 +594,7 @@ def _why(
 
 
 def _needed_abroad(work: _Work, found: Seats) -> set[str]:
-    """Tasks whose end others wait for on another island than theirs."""
+    """Return the tasks that other tasks, on another island, wait for."""
     island = {task.id: task.island for task in work.tasks}
     island |= {id: to for id, (to, _) in found.items()}
     return {
@@ -604,8 +623,9 @@ def _tasks() -> Select[Any]:
 
 
 def _unassigned() -> Select[Any]:
-    """Locked in the order of their ids, as wishes lock them, and without leaving any out: all tasks
-    of a request are assigned at once.
+    """Select unassigned tasks, locked in the order of their ids, as users' actions lock them.
+
+    None is skipped: all tasks of a request are assigned at once.
     """
     mine = _tasks().where(Task.island.is_(None), Task.state.not_in(ENDED)).order_by(Task.id)
     return mine.with_for_update(key_share=True)
@@ -614,7 +634,7 @@ def _unassigned() -> Select[Any]:
 def _works(
     session: Session, rows: Sequence[Row[Any]], learned: forecast.Learned | None
 ) -> Iterator[_Work]:
-    """Request by request, in the order of their first tasks."""
+    """Yield the requests in the order of their first tasks."""
     requests = defaultdict[str, list[Row[Any]]](list)
     for row in rows:
         requests[row.request_id].append(row)
@@ -633,13 +653,15 @@ def _works(
 
 
 def _usual_ns(learned: forecast.Learned | None, tenant: str, width: int) -> int:
-    """Of the tenant's tasks of that width, whatever they are."""
+    """The usual time of the tenant's tasks of that width, of whatever type."""
     usual_s = learned.usual_s(tenant, width) if learned is not None else None
     return USUAL_NS if usual_s is None else max(1, int(usual_s * 1e9))
 
 
 def _expected_ns(learned: forecast.Learned | None, task: Row[Any]) -> int:
-    """What a leg of a graph declares is taken for its time, and its launch: it is short, and never
+    """The expected time of a task, in nanoseconds.
+
+    For a task of a cut graph it is the declared time plus a launch: such a task is short and never
     ran before.
     """
     if task.leg is not None:
@@ -649,7 +671,7 @@ def _expected_ns(learned: forecast.Learned | None, task: Row[Any]) -> int:
 
 
 def _write(session: Session, assigned: Sequence[tuple[str, str, JSON, bool]]) -> None:
-    """(task, island, why, do other islands need it)"""
+    """Write (task, island, why, whether other islands need the task)."""
     if not assigned:
         return
     ids, islands, whys, abroad = zip(*assigned, strict=True)
@@ -668,8 +690,8 @@ _ASSIGN = text(
 
 
 def _devices(without: str) -> Select[Any]:
-    """Those of each other island that are alike, and lie on one host: how many, and how many of
-    them can take work now.
+    """Select, without one island, how many equal devices each host has, and how many can take work
+    now.
     """
     can = and_(
         IslandRow.leader_until > func.now(),
@@ -689,7 +711,9 @@ def _devices(without: str) -> Select[Any]:
 
 
 def _queued() -> Iterator[Select[Any]]:
-    """(island, kind, tenant, devices of each, how many) of all that waits, runs or is blocked."""
+    """Yield queries of (island, kind, tenant, devices of each, count) for all that waits, runs or
+    is blocked.
+    """
     yield select(Line.island, Line.kind, Line.tenant_id, Line.width, Line.waiting).where(
         Line.waiting > 0
     )

@@ -1,13 +1,13 @@
-"""A board that follows the rows: read once, and from then on only what changed.
+"""Keep an island's board up to date with the rows: read once in full, then only the changes.
 
-Every row that matters for deciding carries the id of the transaction that wrote it last (a trigger
-keeps it).  Whatever was not visible at the last look was written by a transaction that had not
-ended then, so it is among those from the oldest of these on: reading them again misses nothing.
-One statement asks which tables have such rows, so that a look that finds no news costs it alone.
+Every row that matters for decisions carries the id of the transaction that wrote it last; a trigger
+sets it.  A change that was not visible at the last look was written by a transaction that had not
+ended then.  So reading again all rows from the oldest such transaction on misses nothing.  One
+statement asks which tables have such rows; a look that finds no changes costs only that statement.
 
 Of each line (the waiting tasks of one user that need the same) only the beginning is read, and more
-when it runs out: so a board costs what may be picked, not what waits.  A board that was ahead of a
-transaction that then failed is thrown away and read anew (`forget`).
+when it runs out.  So the cost of a board depends on what may be picked, not on what waits.  If a
+transaction fails after the board was changed, the board is discarded and read anew (`forget`).
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from app.models import Account, Device, Host, Need, User, Xid8
 from app.models import Line as LineRow
 from app.models import Task as TaskRow
 
-BEGINNING = 4  # tasks of every line are read at first,
-MORE = 32  # and so many more of a line that runs out
-AT_ONCE = 1000  # changed tasks that are taken in by one round; the rest by the next
-STARTABLE = 500  # blocked tasks whose time has come, likewise
+BEGINNING = 4  # tasks of every line that are read at first
+MORE = 32  # tasks that are read when a line runs out
+AT_ONCE = 1000  # changed tasks read in one round; the next round reads the rest
+STARTABLE = 500  # startable blocked tasks read in one round; the next round reads the rest
 
 Line = tuple[Branch, Lane]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """What there is to read: in which tables something changed, and what time has brought.
+    """The changes to read: which tables have changed, and which tasks have become due.
 
-    `horizon` is the oldest transaction that may still bring more.  `abroad` are tasks of other
-    islands that have ended, and that tasks here may wait for; `given` are outputs of tasks of any
-    island that run on, and `gangs` members of gangs that span islands.  `due` are blocked tasks
-    whose time has come, and `next_due_s` is when it comes for the next; `saves` are wishes to save,
-    and `moves` moves that are under way or asked for.
+    `horizon` is the oldest transaction that may still write more.  `abroad` means tasks of other
+    islands that have ended and that tasks here may wait for.  `given` means durable outputs of
+    tasks, of any island, that still run.  `gangs` means members of gangs that span islands.  `due`
+    means blocked tasks that have reached their start time; `next_due_s` is the next such time.
+    `saves` means checkpoints that users asked for, and `moves` means moves that are under way or
+    asked for.
     """
 
     horizon: int
@@ -77,31 +78,31 @@ class News:
 
 @dataclass(slots=True)
 class Follower:
-    """The board of one island, and how far it was read.
+    """The board of one island, and how far it has been read.
 
-    `since` is the oldest transaction that may still bring news; `after` where a look that was cut
-    short goes on.
+    `since` is the oldest transaction with changes that may still be unread.  `after` is the
+    position from which a look that was cut short continues.
     """
 
     island: str
     board: Board | None = None
     since: int = 0
     after: tuple[int, str] | None = None
-    locked: bool = True  # may there be blocked tasks that can start, and were not looked at?
-    blocked: set[str] = field(default_factory=set)  # taken in since the last round
-    behind: bool = False  # is there more that was not taken in yet?
-    news: News | None = None  # of the last look
-    memory: Memory | None = None  # of the board before this one
+    locked: bool = True  # True if there may be startable blocked tasks that were not read
+    blocked: set[str] = field(default_factory=set)  # blocked tasks read since the last round
+    behind: bool = False  # True if there are changes that were not read yet
+    news: News | None = None  # result of the last look
+    memory: Memory | None = None  # what is remembered of the previous board
 
     def forget(self) -> None:
-        """What the board believes may not have been written down."""
+        """Discard the board, because what it holds may not have been written."""
         if self.board is not None:
             self.memory, self.board = Memory.of(self.board), None
 
     def look(self, session: Session, *, now_s: float) -> Board:
-        """The board as the rows are now, at most `AT_ONCE` tasks behind.
+        """Return the board as the rows are now; it may lack changes beyond `AT_ONCE` tasks.
 
-        Whoever looks again has written down what was decided at the last look.
+        The caller must have written the decisions of the last look.
         """
         self.news = self._ask(session, now_s)
         if self.board is not None:
@@ -113,12 +114,12 @@ class Follower:
         return self.board
 
     def look_at_devices(self, session: Session) -> None:
-        """Once more, as they were changed since the last look."""
+        """Read again the devices that have changed since the last look."""
         if self.board is not None:
             self._devices(session, self.board)
 
     def cycle(self, session: Session, board: Board) -> Plan:
-        """One round of `core.decide`; more of a line is read whenever it runs out on the way."""
+        """Run one round of `core.decide`; reads more of a line whenever the line runs out."""
         plan = cycle(board)
         while board.short:
             self._lengthen(session, board)
@@ -132,7 +133,7 @@ class Follower:
         for id in self.blocked & board.tasks.keys():
             task = board.tasks[id]
             if task.state == State.blocked or (task.state == State.waiting and board.beyond(task)):
-                board.drop_task(id)  # it comes again when something about it changes
+                board.drop_task(id)  # it is read again when something about it changes
         self.blocked.clear()
         due_s = self.news.next_due_s if self.news is not None else None
         if due_s is None:
@@ -172,13 +173,15 @@ class Follower:
         )
 
     def _moving(self) -> Select[Any]:
-        """Who is on the way between two devices, wherever in its line it stands."""
+        """Select the tasks that are between two devices in a move, wherever in their lines they
+        stand.
+        """
         return snapshot.tasks().where(
             TaskRow.island == self.island, TaskRow.move_to.is_not(None), TaskRow.state == "waiting"
         )
 
     def _mark_longer(self, session: Session, board: Board) -> None:
-        """Of which lines more waits than was read."""
+        """Mark the lines in which more tasks wait than were read."""
         read: dict[tuple[str, Lane], list[Task]] = {}
         for task in board.tasks.values():
             if task.state == State.waiting:
@@ -203,7 +206,9 @@ class Follower:
         return News(horizon=horizon, next_due_s=None if due_s is None else float(due_s), **row)
 
     def _catch_up(self, session: Session, board: Board, news: News, now_s: float) -> bool:
-        """False if the tree has changed its shape: then all is read anew."""
+        """Read the changes.  False if the shape of the tree has changed: then all must be read
+        anew.
+        """
         board.at(now_s)
         if news.tenants and not self._tenants(session, board):
             return False
@@ -228,7 +233,7 @@ class Follower:
         return True
 
     def _changed_around(self, session: Session, board: Board, news: News, ended: list[str]) -> None:
-        """Tasks that have not changed, but what they wait for has."""
+        """Read tasks that have not changed themselves, but wait for something that has."""
         if news.abroad:
             ended = [*ended, *session.scalars(self._ended_abroad())]
         if ended:
@@ -254,12 +259,14 @@ class Follower:
         )
 
     def _members(self) -> Select[Any]:
-        """Blocked members of gangs that span islands: they may stay so when their time has come."""
+        """Select blocked members of gangs that span islands; they may stay blocked after their
+        start time.
+        """
         mine = (TaskRow.island == self.island, TaskRow.gang_id.is_not(None))
         return snapshot.tasks().where(*mine, TaskRow.state == "blocked")
 
     def _startable(self, now_s: float) -> Select[Any]:
-        """Blocked tasks whose time has come, or that will never start; but for members of gangs."""
+        """Select blocked tasks that can start now, or never; but no members of gangs."""
         needed = aliased(TaskRow)
         needs = select(Need.task_id).join(needed, needed.id == Need.needs_id)
         mine = Need.task_id == TaskRow.id
@@ -280,7 +287,7 @@ class Follower:
         )
 
     def _due(self, now_s: float) -> Select[Any]:
-        """Those of them that waited for their time."""
+        """Select the startable tasks that waited for their start time."""
         return self._startable(now_s).where(TaskRow.not_before <= func.to_timestamp(now_s))
 
     def _dependents(self, which: ColumnElement[bool]) -> Select[Any]:
@@ -290,7 +297,7 @@ class Follower:
         )
 
     def _of_gangs(self) -> Select[Any]:
-        """Who is here of gangs of which something has changed, wherever that is."""
+        """Select the tasks here of gangs in which any member, on any island, has changed."""
         other = aliased(TaskRow)
         changed = select(other.gang_id).where(
             other.gang_id.is_not(None), other.txid >= _xid(self.since)
@@ -311,7 +318,7 @@ class Follower:
         return True
 
     def _users(self, session: Session, board: Board) -> None:
-        """After the tasks: what the ledger booked is not owed any more."""
+        """Read users after the tasks: what the ledger has booked is not owed any more."""
         since = _xid(self.since)
         moved = select(User.id).where(User.txid >= since)
         booked = select(Account.user_id).where(Account.txid >= since)
@@ -327,7 +334,9 @@ class Follower:
     # --- tasks ---
 
     def _take_in(self, session: Session, board: Board, query: Select[Any]) -> Sequence[Row[Any]]:
-        """Tasks as their rows are; those beyond the part of a line that was read stay there."""
+        """Put tasks on the board as their rows are; tasks beyond the part of a line that was read
+        are left out.
+        """
         rows = session.execute(query).all()
         for task in snapshot.tasks_of(session, rows, now_s=board.now_s).values():
             if task.state == State.blocked:
@@ -344,7 +353,7 @@ class Follower:
         return rows
 
     def _lengthen(self, session: Session, board: Board) -> None:
-        """Read on in the lines that ran out."""
+        """Read more of the lines that ran out."""
         for line in sorted(board.short, key=lambda line: line[0].path):
             end = board.longer.pop(line)
             rows = self._take_in(session, board, self._beyond(line, end))
@@ -362,7 +371,9 @@ class Follower:
         return line_of.where(TaskRow.priority <= -urgency, beyond).limit(MORE)
 
     def _line(self, user: Any, kind: Any, memory_bytes: Any, width: Any) -> Select[Any]:
-        """Who waits there, in the order of rule F3; values or columns say where."""
+        """Select the tasks that wait in a line, in the order of rule F3; arguments are values or
+        columns.
+        """
         return (
             snapshot.tasks()
             .where(
@@ -381,7 +392,7 @@ def _xid(txid: int) -> ColumnElement[int]:
     return cast(str(txid), Xid8)
 
 
-# The newest of each table by its index; whether any is as new would be answered by reading many.
+# Compares the newest row of each table, by its index: an `exists` could read many rows.
 _NEWS = text(
     """
     select pg_snapshot_xmin(pg_current_snapshot())::text as horizon,

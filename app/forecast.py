@@ -1,9 +1,10 @@
-"""When a waiting task will have its next turn: `core.estimate`, fed from rows (rule F10).
+"""Forecast when a waiting task will have its next turn: `core.estimate`, fed from rows (rule F10).
 
-How long tasks run is learned from those that ended in the last 30 days; how far off answers were,
-from those that have started since this process told them.  The scene is the island's board: who is
-on devices, and beside them how many of each tenant go before the task (`core.standing.before`).
-Where many do, fewer are played, each for several, and the wait is stretched by as much.
+Run times of tasks are learned from tasks that ended in the last 30 days.  Errors of earlier answers
+are learned from tasks that have started since this process gave the answers.  The scene is the
+island's board: the tasks on devices, and how many tasks of each tenant go before the task
+(`core.standing.before`).  If many do, a sample of them is simulated, each for several, and the wait
+is multiplied by the same number.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from app.core.standing import Crowd
 from app.models import Placement
 from app.models import Task as TaskRow
 
-LEARNED_S = 60.0  # so long a history is kept
+LEARNED_S = 60.0  # age at which a history is read again
 HISTORY = timedelta(days=30)
-PLACEMENTS = 20_000  # of these, the newest, those that ended a task say how long tasks run
+PLACEMENTS = 20_000  # newest placements in which to look for tasks that ended
 TOLD = 2000  # answers remembered until their tasks have started
-EVENTS = 600  # tasks looked at for one answer: some 2 ms
-PLAYED = 100  # so many of those ahead are played at most
-TURNS = 25  # who keeps a device is played in so many turns at most
-PARTS = 8  # and what runs as long as usual in so many
+EVENTS = 600  # tasks looked at in the simulations for one answer: some 2 ms
+PLAYED = 100  # largest number of tasks ahead that are simulated
+TURNS = 25  # largest number of turns in which a tenant that keeps a device is simulated
+PARTS = 8  # number of turns in which a task of usual length is simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """When a task is expected to have its next turn: 80 % of such tasks within the interval."""
+    """The expected time of a task's next turn: 80 % of such tasks start within the interval."""
 
     p10_s: float
     p50_s: float
@@ -58,7 +59,7 @@ class Start:
 
 @dataclass(slots=True)
 class Learned:
-    """How long tasks run, and how far off earlier answers were."""
+    """Run times of tasks, and the errors of earlier answers."""
 
     read_s: float = 0.0
     history: History = field(default_factory=History)
@@ -73,15 +74,15 @@ class Learned:
         return self
 
     def expected_s(self, row: Any) -> float | None:
-        """How long a task like this row is going to run on as many devices as it needs."""
+        """Return how long such a task will still run on the number of devices that it needs."""
         return self.history.expected_remaining_s(_who(row))
 
     def usual_s(self, tenant: str, width: int) -> float | None:
-        """How long the tenant's tasks of this width run."""
+        """Return how long the tenant's tasks of this width run."""
         return self.history.expected_remaining_s(((tenant, width), (tenant,), ()))
 
     def remember(self, task: str, told: Estimate, at_s: float) -> None:
-        """Only the first answer: how often somebody asks must not weigh."""
+        """Remember the first answer only, so that it does not matter how often users ask."""
         self.told.setdefault(task, (told, at_s))
         if len(self.told) > TOLD:
             self.told.popitem(last=False)
@@ -99,7 +100,7 @@ class Learned:
 
 
 def _history(session: Session) -> History:
-    """From the newest placements that ended a task, the oldest first."""
+    """Build the history from the newest placements that ended a task, the oldest first."""
     columns = (Placement.task_id, Placement.end, Placement.ended_at)
     newest = (
         select(*columns)
@@ -134,9 +135,10 @@ def _history(session: Session) -> History:
 
 
 def _worked_s(row: Any, held_us: int) -> float:
-    """How long it has run, or would have on no more devices than it needs.
+    """Return how long the task has run, or would have run on no more devices than it needs.
 
-    More devices are taken for as much quicker; what ranks lose to each other is not known.
+    The speed is taken to grow in proportion to the devices; what ranks lose by communication is
+    unknown.
     """
     return (row.total_held_us + held_us + row.guest_held_us) / 1e6 / row.devices_min  # type: ignore[no-any-return]
 
@@ -160,9 +162,10 @@ def start(
     unit: int,
     learned: Learned,
 ) -> Start | Unknown:
-    """For a task with `own` tasks of its tenant at the top before it, and those of the `crowd`.
+    """Forecast the start of a task behind `own` tasks of its top-level tenant, and those of the
+    `crowd`.
 
-    `asked` and `on_devices` are rows of tasks; `unit` is what one device for one turn is charged.
+    `asked` and `on_devices` are rows of tasks; `unit` is the charge for one device for one turn.
     """
     stretch = max(1, math.ceil((own + sum(crowd[1])) / PLAYED))
     before = own // stretch
@@ -199,7 +202,7 @@ def _queued(row: Row[Any]) -> Queued:
 
 
 def _of_holders(board: Board, kind: str, known: Mapping[str, Line]) -> dict[str, Line]:
-    """Those who only hold devices: they wait again when their turn is over."""
+    """Return lines for tenants that only hold devices: they wait again when their turn is over."""
     tops = {stay.leaf.top: None for stay in board.stays.values()}
     return {top.name: _line(top, board, kind) for top in tops if top.name not in known}
 
@@ -230,7 +233,9 @@ def _scene(
 
 
 def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[tuple[str, Line]]:
-    """Of every `stretch` tasks one, which brings its tenant as far as all of them would."""
+    """Yield lines with one of every `stretch` tasks, which advances its tenant as far as all of
+    them would.
+    """
     ends = list(accumulate(crowd[1]))
     last = ends[-1] if ends else 0
     chosen = Counter(bisect_left(ends, at) for at in range(stretch, last + 1, stretch))
@@ -243,7 +248,9 @@ def _lines(board: Board, crowd: Crowd, *, stretch: int, unit: int) -> Iterator[t
 
 
 def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float) -> Iterator[Held]:
-    """Who is on devices.  What is left of a real turn is left of one that is played."""
+    """Yield the tasks on devices.  What is left of a real turn is left of the simulated
+    turn too.
+    """
     by_id = {row.id: row for row in rows}
     turn_s = slice_us(board.policy, task) / 1e6
     beside = {id for others in board.beside.values() for id in others}  # a device is played once
@@ -268,7 +275,7 @@ def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float)
 
 
 def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | None:
-    """What it can do before it has held its home for `max_duration_s`."""
+    """Return how long the task can work in all before it has held its home for `max_duration_s`."""
     if row.max_duration_s is None:
         return None
     left_s = row.max_duration_s - (row.total_held_us - row.unheard_us + held_us) / 1e6
@@ -276,10 +283,10 @@ def _most_s(row: Any, held_us: int, worked_s: float, speed: float) -> float | No
 
 
 def _slice_s(board: Board, task: Task, lines: dict[str, Line], *, usual_s: float) -> float:
-    """How long a turn is played; none if all who take part are of one tenant at the top.
+    """Return the length of a simulated turn; infinite if all take part under one top-level tenant.
 
-    Longer than a real one where somebody keeps a device for many of them, because the scores cross
-    late or because tasks run for long: then it is the order that counts, not the single turn.
+    It is longer than a real turn if a tenant keeps a device for many turns, because the scores
+    cross late or because tasks run for long.  Then the order matters, not the single turn.
     """
     mine = board.leaf(task).top
     if not board.policy.turns or len(lines) == 1:
@@ -308,7 +315,9 @@ def _stretched(found: Estimate, stretch: int) -> Estimate:
 
 
 def _start(told: Estimate, now_s: float, *, not_before_s: float) -> Start:
-    """`not_before_s` is when the next attempt may be made at all; 0 if at any time."""
+    """Build the answer.  `not_before_s` is the earliest time of the next attempt; 0 if there is
+    none.
+    """
     p10_s, p50_s, p90_s = (
         max(part, not_before_s - now_s) for part in (told.p10_s, told.p50_s, told.p90_s)
     )

@@ -1,4 +1,4 @@
-"""Chores that keep tables and the store small.  Each may run twice or not at all without harm."""
+"""Chores that keep tables and the store small.  Each may run twice, or not at all, without harm."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ IDEMPOTENCY_KEPT = text("interval '1 day'")
 ENDED_CHECKPOINTS_KEPT = text("interval '1 day'")
 MARKED_CHECKPOINTS_KEPT = text("interval '10 minutes'")
 DELETED_DATABLOCKS_KEPT = text("interval '10 minutes'")
-PLACES_KEPT = text("interval '7 days'")  # a host has let go of what nobody took for so long
+PLACES_KEPT = text("interval '7 days'")  # hosts have dropped data that was unused for so long
 UNFINISHED_UPLOADS_KEPT = text("interval '1 day'")
 HOUR_S = 3600
-SWEEPING = 0x526F756E64  # an advisory lock: one collector at a time
+SWEEPING = 0x526F756E64  # key of the advisory lock that lets one collector run at a time
 
 
 def tidy(session: Session) -> list[str]:
-    """All chores in one transaction; returns the names in the store that nothing refers to now."""
+    """Run all chores in one transaction; return the names in the store that no row refers
+    to now.
+    """
     session.execute(
         delete(Idempotency).where(Idempotency.created_at < func.now() - IDEMPOTENCY_KEPT)
     )
@@ -66,7 +68,7 @@ def tidy(session: Session) -> list[str]:
 
 
 def roll_up(session: Session) -> None:
-    """Old fine buckets become hours; the sums stay what they were."""
+    """Merge old fine buckets into hours; the sums do not change."""
     old = delete(Usage).where(
         Usage.bucket_s < HOUR_S,
         Usage.bucket < func.date_trunc("hour", func.now() - FINE_USAGE_KEPT),
@@ -87,9 +89,11 @@ def roll_up(session: Session) -> None:
 
 
 def prune_checkpoints(session: Session) -> None:
-    """Mark those beyond `checkpoint.keep` of a live task, and all of one that ended a while ago.
+    """Mark checkpoints for deletion: beyond `checkpoint.keep` of a live task, and all of old ended
+    tasks.
 
-    The one that a task began from (epoch 0) stays as long as it lives: it has no other beginning.
+    The checkpoint that a task began from (epoch 0) stays as long as the task lives, because the
+    task has no other beginning.
     """
     age = func.row_number().over(
         partition_by=Checkpoint.task_id,
@@ -120,9 +124,9 @@ def prune_checkpoints(session: Session) -> None:
 
 
 def forget_checkpoints(session: Session) -> list[str]:
-    """Delete the rows that were marked a while ago; returns the names that nothing refers to now.
+    """Delete the rows that were marked a while ago; return the names that nothing refers to now.
 
-    Not at once: an order that offers the checkpoint may be on its way.
+    The delay is needed because an order that offers the checkpoint may be on its way.
     """
     old = delete(Checkpoint).where(Checkpoint.deleted_at < func.now() - MARKED_CHECKPOINTS_KEPT)
     gone = session.execute(old.returning(Checkpoint.tenant_id, Checkpoint.sha256)).all()
@@ -131,7 +135,7 @@ def forget_checkpoints(session: Session) -> list[str]:
 
 
 def forget_uploads(session: Session) -> list[str]:
-    """Those with which nobody has gone on for long; the names of their parts."""
+    """Delete uploads that were not continued for long; return the names of their parts."""
     old = select(Upload.id).where(Upload.touched_at < func.now() - UNFINISHED_UPLOADS_KEPT)
     ids = session.scalars(old.with_for_update(skip_locked=True)).all()
     parts = session.scalars(select(UploadPart.place).where(UploadPart.upload_id.in_(ids))).all()
@@ -140,9 +144,9 @@ def forget_uploads(session: Session) -> list[str]:
 
 
 def forget_datablocks(session: Session) -> list[str]:
-    """The names of bytes of deleted versions that nobody needs any more.
+    """Free the bytes of deleted versions that are not needed any more; return their names.
 
-    Not at once: somebody may be downloading one.
+    The delay is needed because a user may be downloading one.
     """
     gone = update(Datablock).where(
         Datablock.deleted_at < func.now() - DELETED_DATABLOCKS_KEPT,
@@ -157,19 +161,19 @@ def forget_datablocks(session: Session) -> list[str]:
 
 
 def free(names: Iterable[str]) -> None:
-    """After the commit: what no row names is condemned, and later collected."""
+    """Condemn names that no row refers to; called after the commit.  They are collected later."""
     store = Store.at(settings().store_address)
     for name in names:
         condemned(store, name)
 
 
 def named(session: Session, names: Collection[str]) -> set[str]:
-    """Those of these names of blobs, manifests and parts of uploads that a row refers to.
+    """Return the given names of blobs, manifests and parts of uploads that a row refers to.
 
     The same bytes may be another checkpoint, an output, a bundle, a graph or a datablock.
     """
     if not names:
-        return set()  # else every output of every task would be looked at, for nothing
+        return set()  # saves a scan of every output of every task
     parts = [name for name in names if name.startswith(f"{UPLOADS}/")]
     found = set(session.scalars(select(UploadPart.place).where(UploadPart.place.in_(parts))))
     digests = {name.rpartition("/")[2] for name in names}
@@ -184,9 +188,9 @@ def named(session: Session, names: Collection[str]) -> set[str]:
 
 
 def _outputs(session: Session, digests: Collection[str]) -> Sequence[str]:
-    """Those of these hashes that are an output of a task.
+    """Return the given hashes that are an output of a task.
 
-    One that was published is kept as a datablock, and as long as a task is to take it.
+    A published output is kept as a datablock instead, and as long as a task is to take it.
     """
     columns = (column("key", Text), column("value", JSONB))
     output = func.jsonb_each(Task.outputs).table_valued(*columns).lateral()
@@ -210,13 +214,13 @@ def _blob(tenant: str, sha256: str) -> str:
 
 
 class Sweeper:
-    """The collector, fed from rows; of all that run, one works at a time."""
+    """The garbage collector, fed from rows; of all that run, only one works at a time."""
 
     def __init__(self) -> None:
         self.collector = Collector(Store.at(settings().store_address), self._named)
 
     def sweep(self) -> Swept | None:
-        """None if another one is at it, wherever it runs."""
+        """Run one sweep; None if another collector, on any host, is sweeping."""
         with engine().connect().execution_options(isolation_level="AUTOCOMMIT") as held:
             if not held.scalar(select(func.pg_try_advisory_lock(SWEEPING))):
                 return None

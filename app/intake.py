@@ -1,12 +1,12 @@
-"""A request becomes rows: checked as a whole, then written in the caller's transaction.
+"""Accept requests: check each as a whole, then write its rows in the caller's transaction.
 
 What is accepted is durable when the API answers.  An `Idempotency-Key` is a row of the same
-transaction, so a twin that comes meanwhile waits for the first and gets the first one's answer.
-Every task starts `blocked` and on no island; control assigns it, and the island does the rest.
+transaction.  So a second call with the same key waits for the first one and gets its answer.  Every
+task starts `blocked` and without an island; control assigns it, and the island does the rest.
 
-A request that passes its tenant's share is queued.  Refused is only a tier that its tenant may not
-ask for, and what passes a bound on the number of waiting tasks, or would publish beyond one on the
-bytes of datablocks, where an administrator has set one.
+A request beyond its tenant's share is queued, not refused.  Refused are: a tier that the tenant may
+not ask for; tasks beyond a bound on the number of waiting tasks; a publication beyond a bound on
+the bytes of datablocks.  An administrator sets those bounds.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _SORT_OF = {"job": "class", "function": "function"}
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """On whose behalf a request is taken in."""
+    """The tenant and user that a request belongs to."""
 
     tenant_id: str
     user_id: str
     user_name: str
 
 
-# --- what it is checked against ------------------------------------------------------------------
+# --- the basis of the checks ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """A call that is to be done once; without a key it is done each time."""
+    """A call that is to take effect once; a call without a key takes effect each time."""
 
     key: str | None
     route: str
@@ -79,12 +79,13 @@ class Once:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What the database knows of a request before it is read; `now` is when its transaction began.
+    """The facts of the database for a request; `now` is when the transaction began.
 
-    `path`: its tenant and all above it.  `entry_points`: of its bundle, None if the tenant has no
-    such bundle; `signatures`: of the classes in it.  `offers`: what there is of each device kind,
-    whether up at this moment or not.  `is_first`: nobody came with its Idempotency-Key before, or
-    it has none.  `preset_types`: the types of tasks that have a preset of their own.
+    `path` is the request's tenant and all tenants above it.  `entry_points` are those of its
+    bundle, None if the tenant has no such bundle; `signatures` are those of the classes in the
+    bundle.  `offers` are the devices by kind, whether up at this moment or not.  `is_first` is True
+    unless an earlier call had the same Idempotency-Key.  `preset_types` are the task types that
+    have a preset of their own.
     """
 
     now: datetime
@@ -96,7 +97,7 @@ class Ground:
     preset_types: Sequence[str]
 
 
-# One statement, as a round trip costs more than all that is read here.
+# A single statement, because a round trip costs more than the reads.
 _GROUND = text(
     f"""
     with recursive {tree.WAY},
@@ -122,7 +123,7 @@ _GROUND = text(
 
 
 def ground(session: Session, owner: Owner, once: Once) -> Ground:
-    """Waits for a twin that is being done at this moment."""
+    """Read the `Ground` of a call; waits for another call with the same key that is under way."""
     bundle = once.body.get("bundle")
     given = {
         "id": owner.tenant_id,
@@ -160,8 +161,9 @@ def _offers(rows: Sequence[Sequence[Any]]) -> dict[str, graph.Offer]:
 class Checked:
     """A descriptor that could run here.
 
-    `begun` are the checkpoints from which tasks go on, by the task's name, `graphs` what they run;
-    `taken` the datablocks that inputs mean.  `notes` say what is allowed but looks like a mistake.
+    `begun` are the checkpoints that tasks start from, and `graphs` the graphs that they run; both
+    by the task's name.  `taken` are the datablocks that the inputs refer to.  `notes` point out
+    what is allowed but looks like a mistake.
     """
 
     descriptor: Descriptor
@@ -171,7 +173,7 @@ class Checked:
     notes: Sequence[str] = ()
 
     def shown(self) -> JSON:
-        """The request with every default filled in."""
+        """Return the request with every default filled in."""
         needs = graph.needs(self.descriptor)
         tasks = [
             {
@@ -190,7 +192,7 @@ class Checked:
 
 
 def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Checked:
-    """Raises BadInput or Unsatisfiable with everything that is wrong, never only the first."""
+    """Check a request.  Raises BadInput or Unsatisfiable with all faults, not only the first."""
     try:
         descriptor = descriptors.parse(body)
     except BadDescriptor as error:
@@ -216,7 +218,9 @@ def checked(session: Session, owner: Owner, body: JSON, ground: Ground) -> Check
 
 
 def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
-    """A sentence for each unknown task type that is spelled much like one that has a preset."""
+    """Return a sentence for each unknown task type with a name close to a type that has a
+    preset.
+    """
     known = [name for name in preset_types if name != "*"]
     unknown = {task.type for task in descriptor.tasks} - {*known, "default"}
     near = ((name, near_name(name, known)) for name in sorted(unknown))
@@ -229,7 +233,9 @@ def _notes(descriptor: Descriptor, preset_types: Sequence[str]) -> list[str]:
 
 
 def _best_tier(path: Sequence[tree.OnPath]) -> str:
-    """The best that a tenant may ask for is the least of what it and those above it may."""
+    """Return the best tier that a tenant may ask for: the lowest of its own and of those
+    above it.
+    """
     return max((tenant.tier for tenant in path), key=TIERS.index)
 
 
@@ -262,7 +268,7 @@ def _refused(kind: type[AppError], faults: Sequence[Fault]) -> AppError:
 def _entry_faults(
     descriptor: Descriptor, entry_points: Mapping[str, str] | None, sent: Mapping[str, Sent]
 ) -> list[Fault]:
-    """What `run` names and the bundle does not hold."""
+    """Return faults for entry points that `run` names but the bundle does not contain."""
     if descriptor.bundle is None:
         return []
     if entry_points is None:
@@ -306,7 +312,7 @@ def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> It
 
 
 def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> str:
-    """The ten most like `named`, and how many more there are."""
+    """List the ten names closest to `named`, and the number of further ones."""
     there = sorted(name for name, sort in entry_points.items() if sort == wanted)
     if not there:
         return "none (a job is a top-level class with a step method)"
@@ -317,7 +323,7 @@ def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> st
 
 
 def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, Checkpoint]:
-    """The checkpoints that tasks go on from, of this tenant and still to be had."""
+    """Return the checkpoints that tasks start from, if they are this tenant's and still exist."""
     wanted = {t.from_checkpoint for t in descriptor.tasks if t.from_checkpoint is not None}
     if not wanted:
         return {}
@@ -335,8 +341,10 @@ def _begun(session: Session, owner: Owner, descriptor: Descriptor) -> dict[str, 
 def _continued(
     session: Session, descriptor: Descriptor, begun: Mapping[str, Checkpoint]
 ) -> tuple[Descriptor, list[Fault]]:
-    """Tasks that go on from a checkpoint have the parameters and the datablocks that its job was
-    made with: its image may refer to them.
+    """Give tasks that start from a checkpoint the parameters and datablocks of the checkpoint's
+    job.
+
+    The image may refer to those datablocks.
     """
     faults: list[Fault] = []
     tasks = []
@@ -362,7 +370,9 @@ def _datablocks_of(before: JSON) -> dict[str, Source]:
 def _fork_faults(
     pointer: str, task: TaskDescriptor, before: JSON, lent: Mapping[str, Source]
 ) -> Iterator[Fault]:
-    """The objects in a checkpoint were made by that job with those parameters, long ago."""
+    """Return faults for settings that differ from those with which the checkpoint's objects were
+    made.
+    """
     if task.run.kind == "job" and task.run.entry != before["run"].get("job"):
         told = f"the checkpoint is one of {before['run'].get('job')}"
         yield Fault(f"{pointer}/run/job", told, "another-job")
@@ -384,9 +394,10 @@ def _fork_faults(
 def _taken(
     session: Session, owner: Owner, descriptor: Descriptor
 ) -> tuple[Descriptor, dict[Source, Datablock], list[Fault]]:
-    """The tasks with each datablock's version said, those versions, and what means nothing.
+    """Resolve the versions of datablocks.  Returns the descriptor, those versions, and faults for
+    unknown ones.
 
-    They are not deleted before it is written down that they are needed.
+    The versions cannot be deleted before it is recorded that they are needed.
     """
     wanted = {
         source
@@ -419,8 +430,9 @@ def _taken(
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that is to be taken in: its row and those of its tasks as values, but for what is
-    the same in every new one; `needs` by the task's name.
+    """A request that is to be written: the values of its row and of its tasks' rows.
+
+    Values that are equal in every new row are left out.  `needs` is by the task's name.
     """
 
     owner: Owner
@@ -431,7 +443,9 @@ class Accepted:
 
 
 def accept(session: Session, owner: Owner, body: JSON, ground: Ground) -> Accepted:
-    """Raises BadInput, Unsatisfiable, QueueFull or QuotaExceeded."""
+    """Check a request and build its rows.  Raises BadInput, Unsatisfiable, QueueFull or
+    QuotaExceeded.
+    """
     found = checked(session, owner, body, ground)
     descriptor = found.descriptor
     _check_room(session, ground.path, len(descriptor.tasks))
@@ -450,8 +464,8 @@ def accept(session: Session, owner: Owner, body: JSON, ground: Ground) -> Accept
     return Accepted(owner, request, tasks, needs, found)
 
 
-# All rows of a request in one statement.  They come as JSON, which is read at once however many
-# they are.
+# Writes all rows of a request in one statement.  They are passed as JSON, so that the number of
+# rows does not change the statement.
 _WRITE = text(
     """
     with request as (
@@ -491,9 +505,7 @@ _WRITE = text(
 
 
 def write(session: Session, accepted: Accepted, once: Once, answer: Answer) -> None:
-    """Write down what was accepted, and what the call is answered; control hears of it after the
-    commit.
-    """
+    """Write what was accepted, and the answer to the call; control is nudged after the commit."""
     owner, request, found = accepted.owner, accepted.request, accepted.found
     graphs.keep(session, owner.tenant_id, found.graphs.values())
     if found.descriptor.notify is not None:
@@ -539,10 +551,10 @@ def write(session: Session, accepted: Accepted, once: Once, answer: Answer) -> N
 
 
 def _check_room(session: Session, path: Sequence[tree.OnPath], wanted: int) -> None:
-    """Raises QueueFull if `wanted` more tasks pass the bound of the tenant or of one above it.
+    """Raise QueueFull if `wanted` more tasks exceed the bound of the tenant or of one above it.
 
-    Bounded tenants are locked until the commit, always in the order of their ids, so of two
-    requests for the last place the second counts the first.  Without a bound nobody waits.
+    Bounded tenants are locked until the commit, always in the order of their ids.  So of two
+    requests for the last place, the second counts the first.  Without a bound there is no lock.
     """
     bounded = [tenant.id for tenant in path if tenant.max_queued is not None]
     if not bounded:
@@ -569,7 +581,7 @@ def _no_room(name: str, queued: int, wanted: int, most: int) -> str:
 
 
 def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) -> dict[str, Any]:
-    """The values of a row."""
+    """Return the values of the request's row."""
     id = _new_id("req")
     return dict(
         id=id,
@@ -585,7 +597,7 @@ def _request(owner: Owner, descriptor: Descriptor, body: JSON, now: datetime) ->
 
 
 def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
-    """The new task's own first checkpoint: the bytes stay, whatever becomes of the other task."""
+    """The new task's own first checkpoint: its bytes stay, whatever becomes of the other task."""
     return Checkpoint(
         id=_new_id("ckp"),
         task_id=task_id,
@@ -601,7 +613,7 @@ def _copied(begun: Checkpoint, task_id: str) -> Checkpoint:
 
 
 def _task(task: TaskDescriptor, ordinal: int, begun: Checkpoint | None) -> dict[str, Any]:
-    """The values of a row that are not its request's."""
+    """Return the values of a task's row that are not its request's."""
     descriptor = descriptors.as_json(task)
     return dict(
         id=_new_id("tsk"),
@@ -630,7 +642,7 @@ def _new_id(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`body` is JSON."""
+    """The response to a call; `body` is JSON."""
 
     status: int
     body: str
@@ -638,7 +650,7 @@ class Answer:
 
 
 def replay(session: Session, owner: Owner, once: Once) -> Answer:
-    """The answer that was given to whoever came with this key first; raises KeyReused."""
+    """Return the answer that the first call with this key got; raises KeyReused."""
     before = session.get_one(Idempotency, (owner.user_id, once.key), populate_existing=True)
     if (before.route, before.body_sha256) != (once.route, once.body_sha256):
         told = "this Idempotency-Key came with another body before; take a new key for new work"

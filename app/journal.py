@@ -1,21 +1,24 @@
-"""Plans and heartbeats become rows: the only writer of the state of tasks, placements and orders.
+"""Write plans and heartbeats into rows: the only writer of the state of tasks, placements and
+orders.
 
-Two entries, both inside the island's transaction and after its row was locked, so that only one
-scheduler writes at a time:
+There are two entries.  Both run in the island's transaction after its row was locked, so that only
+one scheduler writes at a time:
 
-* `store(plan)` writes down what was decided, and the orders that follow from it;
-* `record(alive)` writes down what a device says is true, and makes the answer.
+* `store(plan)` writes what was decided, and the orders that follow from it;
+* `record(alive)` writes what a device reports, and builds the answer.
 
-Every event is fenced: it counts only if it comes from the epoch that the task is in, from the
-process that holds it, and carries the next `seq`.  Anything else is history and changes nothing.
+Every event is fenced.  An event counts only if it comes from the task's present epoch and from the
+process that holds the task, and if it carries the next `seq`.  Any other event is history and
+changes nothing.
 
-Wishes lock tasks too, those of one request in the order of their ids.  So that the two never wait
-for each other in a ring, `record` (or `lock`, for several heartbeats) locks all that it may touch
-at once and in that order, and `store` waits for nobody.
+Actions that users request lock tasks too: the tasks of one request, in the order of their ids.  To
+avoid a deadlock, `record` (or `lock`, for several heartbeats) locks in the same order, and at once,
+everything that it may touch.  `store` never waits for a lock.
 
-A round costs statements more than anything else.  So each entry reads at once what it may need,
-changes rows in memory, and nothing is flushed on the way but where the order counts: a seat is
-given up before it is promised again.  What only sums up is noted, and written by `settle`.
+The number of statements dominates the cost of a round.  So each entry reads at the beginning what
+it may need and changes rows in memory.  It flushes on the way only where the order of writes
+matters: a slot is released before it is promised again.  Sums are noted during the round, and
+`settle` writes them.
 """
 
 from __future__ import annotations
@@ -66,26 +69,27 @@ from app.settings import settings
 
 log = logging.getLogger(__name__)
 
-CHANGES = "roundhouse"  # the channel on which open streams hear that there is something to read
-RETRY_BACKOFF_S = 2.0  # doubled with each attempt
+CHANGES = "roundhouse"  # NOTIFY channel that wakes open streams when there is something to read
+RETRY_BACKOFF_S = 2.0  # wait before the first retry; doubled with each attempt
 RETRY_LONGEST_S = 600.0
-STORE_AGAIN_S = 10.0  # after the store was away
+STORE_AGAIN_S = 10.0  # wait before a new launch after the store was unreachable
 FOR_EVER_US = 2**61
-LOST = "lost"  # how the stay of a task ends whose device died, hung or was replaced,
-HUNG = "hung"  # and how if the device said later that it hung because of this task
-DEVICES_HUNG = 2  # a task that made so many devices hang is not started again
-LAUNCHES_UNSEEN = 20  # sent so often to a device that is heard, and never shown: it died there
+LOST = "lost"  # `Placement.end` if the device died, hung or was replaced
+HUNG = "hung"  # `Placement.end` if the device reported later that the task made it hang
+DEVICES_HUNG = 2  # devices that a task may make hang before it is not started again
+LAUNCHES_UNSEEN = 20  # resends to a live device that never shows the task: it counts as lost then
 
 
 # --- what was decided ---------------------------------------------------------------------------
 
 
 def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool:
-    """Write the plan down, in its order; the orders it needs go into the outbox.
+    """Write the plan in its order, and put the orders that it needs into the outbox.
 
-    `seen` is what it was decided from, kept so that it can be decided again.  False, and nothing is
-    written, if a wish about one of its tasks is being written just now: then the plan is out of
-    date already, and the next one will know.
+    `seen` is the snapshot that the plan was decided from; it is stored so that the decisions can be
+    reproduced.  Returns False, and writes nothing, if a user's action on one of the plan's tasks is
+    being written at the same time.  The plan is out of date then, and the next plan will include
+    the action.
     """
     with session.no_autoflush:
         desk = _desk(session, plan)
@@ -104,21 +108,23 @@ def store(session: Session, plan: Plan, *, seen: Snapshot | None = None) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Desk:
-    """What a plan is about: its tasks, their open placements, and what it gives them."""
+    """The rows that a plan needs: its tasks, their open placements, and the devices that it
+    assigns.
+    """
 
     tasks: dict[str, Task] = field(default_factory=dict)
     open: dict[str, Placement] = field(default_factory=dict)
     guests: dict[str, list[Placement]] = field(default_factory=dict)
-    seats: Mapping[str, str] = field(default_factory=dict)  # who is launched -> where
-    lent: set[str] = field(
-        default_factory=set
-    )  # of these devices: another's guest still sits there
+    seats: Mapping[str, str] = field(default_factory=dict)  # launched task -> its device
+    lent: set[str] = field(default_factory=set)  # devices on which a guest of another task still is
     devices: Mapping[str, Device] = field(default_factory=dict)
     shelf: launch.Shelf = field(default_factory=launch.Shelf)
 
 
 def _desk(session: Session, plan: Plan) -> _Desk | None:
-    """None if somebody else has one of the tasks just now."""
+    """Load and lock the rows of a plan.  None if another transaction has locked one of its
+    tasks.
+    """
     wanted = {decision.task for decision in plan.decisions}
     if not wanted:
         return _Desk()
@@ -150,7 +156,8 @@ def _desk(session: Session, plan: Plan) -> _Desk | None:
 
 
 def _are_as_seen(session: Session, plan: Plan, gangs: Collection[str]) -> bool:
-    """Do gangs that span islands, and their tickets, still let each other do what was decided?
+    """True if the conditions of gangs that span islands, and of their tickets, are as the plan saw
+    them.
 
     The gangs are locked, so that no other island decides about them meanwhile.
     """
@@ -161,7 +168,9 @@ def _are_as_seen(session: Session, plan: Plan, gangs: Collection[str]) -> bool:
 
 
 def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | None:
-    """Only rounds that gave or took a device are told of later."""
+    """Store the round and its snapshot.  None if the round only started tasks: only rounds that
+    gave or took a device are recorded.
+    """
     if seen is None or all(decision.rule == "start" for decision in plan.decisions):
         return None
     cycle = Cycle(island=seen.island, now_s=plan.now_s, snapshot=as_json(seen))
@@ -197,7 +206,7 @@ def _lock(session: Session, desk: _Desk, task: Task, decision: Decision) -> None
 def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
     device = desk.devices[str(decision.device)]
     if any(isinstance(row, Placement) for row in session.dirty):
-        session.flush()  # rows are added before others are changed: first the seat is given up
+        session.flush()  # a flush inserts before it updates: first release the slot
     _move(session, task, Move.Launch)
     task.epoch += 1
     task.event_seq = task.order_seq = task.held_us = 0
@@ -222,7 +231,7 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     devices = [desk.devices[id] for id in decision.devices]
     if more := devices[1:]:
         lending.lend(session, task, more, all_cost - placement.cost_milli)
-        task.resized_at = db.now(session)  # it has guests; since when it is charged, when it starts
+        task.resized_at = db.now(session)  # not null marks guests; set again at the start
     if span.is_ticket(task):
         _keep_seats(session, desk, task, placement, decision)
         return
@@ -230,7 +239,7 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
         devices += span.kept(session, task)
     body = {**desk.shelf.body(task, device), "beside": decision.shares}
     if device.id in desk.lent:
-        body["surely_until_us"] = 0  # it may get ready; the seat it has when an answer says so
+        body["surely_until_us"] = 0  # prepare now; start only after the island confirms
     _order_hosts(session, desk, task, "Launch", lending.by_host(devices), **body)
     tell(session, task, "task.launched", decision.because, device=device.id, rule=decision.rule)
 
@@ -238,7 +247,9 @@ def _launch(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
 def _keep_seats(
     session: Session, desk: _Desk, ticket: Task, placement: Placement, decision: Decision
 ) -> None:
-    """Nobody has to say that it runs: its seats are its gang's from now on."""
+    """Start a ticket at once, without a report of a device: its slots are kept for its gang from
+    now on.
+    """
     ticket.good_for = desk.tasks[str(ticket.gang_id)].epoch + 1
     _move(session, ticket, Move.Started)
     session.flush()
@@ -255,8 +266,9 @@ def _keep_seats(
 
 
 def _begin_to_keep(session: Session, ticket: Task, placement: Placement) -> None:
-    """Who sat there before has left: from now on it is charged, by our clock, as there is no home
-    that measures it.
+    """Begin to charge a ticket: the task that had the slot before has left.
+
+    The time is taken from the database's clock, as a ticket has no home device that measures it.
     """
     now = ticket.started_at = placement.started_at = db.now(session)
     ticket.first_started_at = ticket.first_started_at or now
@@ -264,10 +276,11 @@ def _begin_to_keep(session: Session, ticket: Task, placement: Placement) -> None
 
 
 def _let_go(session: Session, desk: _Desk, ticket: Task, decision: Decision) -> None:
-    """No ranks of its gang are there any more.
+    """Release a ticket's slots: no ranks of its gang run there any more.
 
-    What it kept since its device was heard the last time is booked in a transaction of its own:
-    this one may have booked others' use already, and two islands must not do so in two orders.
+    What the ticket held since the last heartbeat of its device is charged in a transaction of its
+    own.  This transaction may have charged other accounts already, and two islands that charge the
+    same accounts in different orders could deadlock.
     """
     placement = desk.open[ticket.id]
     kept = (placement, *lending.of_task(session, ticket))
@@ -319,14 +332,14 @@ def _pause(session: Session, desk: _Desk, task: Task, decision: Decision) -> Non
         return
     moves, successor = decision.rule in ("move", "regroup"), decision.against or ""
     if desk.seats.get(successor) != task.seat:
-        successor = ""  # it takes another seat of those that are let go
+        successor = ""  # the successor gets another of the released slots
     _order(session, task, "Pause", successor=successor, moves=moves)
-    # Not for whom: that may be another tenant's task.
+    # The message does not name the successor, which may be another tenant's task.
     tell(session, task, "task.pausing", decision.because, rule=decision.rule)
 
 
 def _leaves(desk: _Desk, task: Task) -> None:
-    """All that it holds may be promised to others."""
+    """Mark all devices that the task holds as free to be promised to others."""
     for placement in (desk.open[task.id], *desk.guests.get(task.id, ())):
         placement.leaving = True
 
@@ -340,7 +353,7 @@ def _splice(session: Session, desk: _Desk, task: Task, decision: Decision) -> No
     had = {placement.device_id for placement in stay}
     lent = [desk.devices[id] for id in decision.devices if id not in had]
     if lent:
-        session.flush()  # first the seats are given up
+        session.flush()  # first release the slots
         cost = decision.cost or sum(desk.devices[id].cost_milli for id in decision.devices)
         lending.lend(session, task, lent, cost - sum(each.cost_milli for each in stay))
         task.resized_at, task.cost_milli = db.now(session), decision.cost
@@ -366,10 +379,10 @@ def _give_up(session: Session, desk: _Desk, task: Task, decision: Decision) -> N
 
 
 def _lose(session: Session, desk: _Desk, task: Task, decision: Decision) -> None:
-    """Its device was not heard of until its lease ended.
+    """End the stay of a task after the lease of its unheard device has ended.
 
-    What it held since its device was heard the last time is booked after the commit, for the reason
-    that `_let_go` has.
+    What the task held since the device's last heartbeat is charged after the commit, for the reason
+    given at `_let_go`.
     """
     placement = desk.open[task.id]
     unheard_us = _unheard_us_of(session, placement, desk.open.values())
@@ -397,7 +410,9 @@ _DECIDED = {
 
 
 def order_saves(session: Session, island: str) -> None:
-    """A wish that needs no decision: checkpoints asked for while the task runs."""
+    """Order the checkpoints that users asked for while their tasks run: an action that needs no
+    decision.
+    """
     wished = select(Task).where(Task.save_asked, Task.state == "running", Task.island == island)
     free = wished.with_for_update(key_share=True, skip_locked=True)
     for task in session.scalars(free.execution_options(populate_existing=True)):
@@ -406,13 +421,13 @@ def order_saves(session: Session, island: str) -> None:
 
 
 def order_round(session: Session, task: Task, moving: Moving) -> None:
-    """One more checkpoint of a task that is being moved, while it runs."""
+    """Order one more checkpoint of a task that is being moved, while it runs."""
     task.moving = migration.as_json(replace(moving, asked=len(moving.rounds) + 1))
     _order(session, task, "Save")
 
 
 def break_off(session: Session, task: Task, because: str) -> None:
-    """Its move has failed: it stays what it is, and where it is."""
+    """Give up a task's move, which has failed: the task keeps its state and stays where it is."""
     to = task.move_to if task.move_to != ANYWHERE else "another device"
     told = f"Not moved to {to}: {because}."
     if task.cancel_asked_at is None:
@@ -446,7 +461,9 @@ def _order_to(session: Session, task: Task, device: str, kind: str, **details: A
 
 
 def ordered(session: Session) -> list[Order]:
-    """The orders of this transaction, which count as sent: they are when it is committed."""
+    """Return the orders of this transaction.  They are counted as sent, because they are sent when
+    it commits.
+    """
     return [order for order in session.info.pop("ordered", ()) if order in session]
 
 
@@ -458,9 +475,10 @@ def _order_hosts(
     hosts: Sequence[Sequence[Device]],
     **details: Any,
 ) -> None:
-    """The home is told how its ranks are to sit; on each other host an outpost is launched.
+    """Order the task's home device to seat its ranks, and launch remote ranks on each other host.
 
-    A secret of their own joins them: no worker that obeys an older order can.
+    A new secret authenticates the hosts to each other, so a worker that obeys an older order cannot
+    join.
     """
     seats, links = [len(devices) for devices in hosts], {}
     if len(hosts) > 1:
@@ -469,10 +487,10 @@ def _order_hosts(
     home = hosts[0][0]
     for host, (device, *_) in enumerate(hosts[1:], 1):
         outpost = {
-            "images": [],  # its part of one comes from home
+            "images": [],  # the coordinator host sends its part of the image
             "outputs": [],
             "publish": [],
-            "budget_us": FOR_EVER_US,  # home minds it
+            "budget_us": FOR_EVER_US,  # the coordinator host enforces the time limit
             "incarnation": device.incarnation,
             "surely_until_us": 0,
             "seats": seats,
@@ -488,11 +506,11 @@ def _order_hosts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Believed:
-    """All that some heartbeats may touch, as it was before them, and locked.
+    """All rows that some heartbeats may touch, locked, as they were before the heartbeats.
 
-    `open` are the placements that have not ended, `unanswered` the orders that the device has not
-    shown to have taken in; both by device.  `lent` are devices that another one's task holds, as
-    its guests.
+    `open` has the placements that have not ended, and `unanswered` the orders that the device has
+    not yet acknowledged; both by device.  `lent` has the devices that a task with another home
+    device holds as guests.
     """
 
     devices: dict[str, Device]
@@ -504,11 +522,12 @@ class Believed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _House:
-    """What we believe of one device while its heartbeat is taken in.
+    """The rows of one device while its heartbeat is recorded.
 
-    `open` are its placements that have not ended, by (task, epoch); `lent_to` are (task, epoch) of
-    those with another home, of which the first has to let go before the next: a gang's for which a
-    ticket keeps the device among them.
+    `open` has the device's placements that have not ended, by (task, epoch).  `lent_to` lists,
+    oldest first, the (task, epoch) pairs that have ranks here but another home device.  Each must
+    release the slot before the next may have it.  A gang for which a ticket keeps the device is in
+    `lent_to` too.
     """
 
     device: Device
@@ -524,7 +543,7 @@ class _House:
         return not self.lent_to or self.lent_to[0] == (view.task, view.epoch)
 
     def is_taken_before(self, placement: Placement) -> bool:
-        """Does who had the seat before still sit there?"""
+        """True if a task that was placed here earlier still holds the slot."""
         return any(one.id < placement.id and one.ended_at is None for one in self.open.values())
 
     def placement(self, task: Task) -> Placement:
@@ -535,10 +554,10 @@ Recorded = tuple[Answer, bool]
 
 
 def record_all(session: Session, alives: Sequence[Alive], *, careful: bool) -> list[Recorded]:
-    """`record` each of them; stale ones are left out.
+    """Record each heartbeat; stale ones are left out.
 
-    `careful`: each is written in a savepoint of its own, so that a bad one spoils no other.  If
-    not, whatever is wrong with one is raised.
+    With `careful`, each heartbeat is written in a savepoint of its own, so that a bad one cannot
+    spoil the others.  Without it, any error is raised.
     """
     believed = lock(session, alives)
     found = [_record_apart(session, alive, believed, careful=careful) for alive in alives]
@@ -563,7 +582,9 @@ def _record_apart(
 
 
 def record(session: Session, alive: Alive) -> Recorded | None:
-    """Write down a heartbeat: (the answer, did anything change), or None for a stale one."""
+    """Record one heartbeat.  Returns (answer, whether anything changed), or None for a stale
+    heartbeat.
+    """
     found = _record(session, alive, lock(session, [alive]), careful=True)
     write_down(session)
     return found
@@ -590,7 +611,7 @@ def _record(
         for view in alive.residents:
             here = _confirm(session, house, view)
             if here and not house.may_sit(view):
-                continue  # it stays, and has the seat when who was lent it has let go
+                continue  # it stays, and gets the slot when the task before it has left
             (keep if here else drop).append([view.task, view.epoch])
         _charge_tickets(session, house)
         changed |= _miss(session, house, alive)
@@ -611,7 +632,9 @@ def _record(
 
 
 def lock(session: Session, alives: Sequence[Alive]) -> Believed:
-    """Their devices, and every task named by them or believed there."""
+    """Lock the devices, and every task that the heartbeats name or that is believed to be on the
+    devices.
+    """
     ids = sorted({alive.device for alive in alives})
     mine = select(Device).where(Device.id.in_(ids)).order_by(Device.id)
     locked = mine.with_for_update(key_share=True).execution_options(populate_existing=True)
@@ -642,8 +665,10 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
 
 
 def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]) -> None:
-    """All who are to publish are named at once: two islands that publish for the same tenants never
-    wait for each other.
+    """Lock the datablock names of all tenants with tasks that are about to publish, in one
+    statement.
+
+    So two islands that publish for the same tenants cannot deadlock.
     """
     events = (event for alive in alives for event in alive.events)
     done = {event.task for event in events if isinstance(event, messages.Finished)}
@@ -653,7 +678,10 @@ def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]
 
 
 def _lock_needs(session: Session, alives: Sequence[Alive]) -> None:
-    """Of legs that take from each other: where one gives and gives up waiting, in one order."""
+    """Lock, in one order, the needs of graph tasks that take blocks from each other.
+
+    Needed where one such task reports an output while another one gives up waiting for an input.
+    """
     events = [event for alive in alives for event in alive.events]
     lacking = [e.task for e in events if isinstance(e, messages.Paused) and e.lacks]
     if not lacking:
@@ -680,7 +708,9 @@ def _house(device: Device, believed: Believed) -> _House:
 
 
 def _lent_to(placement: Placement, tasks: Mapping[str, Task]) -> tuple[str, int] | None:
-    """Of which epoch of which task there may be ranks, whose home is elsewhere."""
+    """The (task, epoch) that may have ranks on this placement's device, but has another home
+    device.
+    """
     task = tasks.get(placement.task_id)
     if task is not None and span.is_ticket(task):
         return str(task.gang_id), task.good_for
@@ -688,14 +718,14 @@ def _lent_to(placement: Placement, tasks: Mapping[str, Task]) -> tuple[str, int]
 
 
 def _heard(session: Session, alive: Alive, believed: Believed) -> Device | None:
-    """The device's row with its lease renewed; None if this heartbeat is not its newest."""
+    """Renew the lease on the device's row.  None if this heartbeat is not the device's newest."""
     device, now = believed.devices.get(alive.device), db.now(session)
     if device is None:
         device = believed.devices[alive.device] = _register(session, alive)
     if device.incarnation == alive.incarnation and alive.sent_us <= device.heard_us:
         return None
     if alive.incarnation < device.incarnation:
-        return None  # a late word of a process that has been replaced, or somebody repeats it
+        return None  # a late or replayed heartbeat of a process that has been replaced
     device.heard_us = alive.sent_us
     device.seen_at = now
     lease_s = 0.0 if alive.facts.get("leaving") else settings().lease_s
@@ -728,10 +758,12 @@ def _register(session: Session, alive: Alive) -> Device:
 
 
 def _empty_house(session: Session, house: _House, unheard_us: int) -> bool:
-    """A new process speaks for the device, which was not heard of for `unheard_us` of its lease.
+    """Drop what a replaced worker process held.  Its device was unheard for `unheard_us` of its
+    lease.
 
-    It holds the device's lock, which the kernel passes on only when every process of the old house
-    is gone; so whatever was seated or parked there is lost, without waiting for the lease.
+    The new process holds the device's file lock, which the kernel passes on only when every process
+    of the old worker is gone.  So whatever was placed or paused there is lost, and the lease need
+    not be awaited.
     """
     here = house.device.id
     lost = [task for task in house.tasks.values() if task.seat == here]
@@ -746,16 +778,17 @@ def _empty_house(session: Session, house: _House, unheard_us: int) -> bool:
 
 
 def _take_in_hung(session: Session, house: _House, alive: Alive) -> bool:
-    """The device hung because of these tasks, and says so until it is answered.
+    """Record the tasks because of which the device hung; it reports them until it is answered.
 
-    The first time the task goes on elsewhere, and no attempt is used up.  A task that made a second
-    device hang fails, rather than take one device after the other away from everybody.
+    After the first hang the task goes on elsewhere and no attempt is used up.  A task that makes a
+    second device hang fails, because otherwise it could take one device after the other from all
+    tenants.
     """
     changed = False
     for id, epoch in alive.hung:
         task, placement = house.tasks.get(id), _placement(session, house, id, epoch)
         if task is None or placement is None or placement.end != LOST:
-            continue  # it was told before, or ended otherwise
+            continue  # recorded before, or the stay ended in another way
         placement.end, changed = HUNG, True
         session.flush()
         where = select(Placement.device_id).where(
@@ -774,7 +807,7 @@ def _take_in_hung(session: Session, house: _House, alive: Alive) -> bool:
 
 
 def _quarantine(session: Session, task: Task, devices: Sequence[str]) -> None:
-    """Fail the task wherever it is; a device that holds it drops it at the next answer."""
+    """Fail the task wherever it is; a device that holds the task drops it at the next answer."""
     told = (
         f"The devices {' and '.join(devices)} stopped working while this task ran on them; it is "
         "not started again. Look for locks, signals, and very many or very large messages in what "
@@ -789,8 +822,10 @@ def _quarantine(session: Session, task: Task, devices: Sequence[str]) -> None:
 
 
 def _forget_image(session: Session, task: Task) -> None:
-    """It goes on from a checkpoint, or from its beginning: whatever it gave before, and was not
-    durable then, it has to make again before it can wait for what others make of that.
+    """Forget the image in host memory: the task goes on from a checkpoint, or from its beginning.
+
+    Outputs that were not durable have to be made again before inputs that others make of them can
+    arrive.  So inputs that may come late, and are still missing, may be late again.
     """
     task.image_on = None
     if late := legs.late(task.descriptor["run"]):
@@ -800,9 +835,11 @@ def _forget_image(session: Session, task: Task) -> None:
 
 
 def _unheard_us(session: Session, device: Device | None) -> int:
-    """How long tasks have held a device since it was heard the last time: at most until its lease
-    ended, as it stopped them then.  A lease that was made longer while Redis was away is not told
-    to the device, and counts from the last heartbeat here.
+    """Return for how long tasks have held a device since its last heartbeat, in microseconds.
+
+    The time ends with the device's lease at the latest, because the device stopped its tasks then.
+    The device does not know of a lease that was extended while Redis was away, so that extension is
+    not counted.
     """
     if device is None or device.seen_at is None or device.lease_until is None:
         return 0
@@ -815,7 +852,7 @@ def _unheard_us(session: Session, device: Device | None) -> int:
 
 
 def _unheard_us_of(session: Session, placement: Placement, lost: Iterable[Placement]) -> int:
-    """The same for one placement: tasks that take turns there have held it one at a time."""
+    """The same for one placement: tasks that take turns on a device have held it one at a time."""
     if placement.started_at is None:
         return 0
     unheard_us = _unheard_us(session, session.get(Device, placement.device_id))
@@ -829,9 +866,10 @@ def _number_started(placements: Iterable[Placement], device: str) -> int:
 def lose(
     session: Session, task: Task, placement: Placement, because: str, *, unheard_us: int = 0
 ) -> None:
-    """The device holds it no longer: back to the queue, to go on from the last checkpoint.
+    """Record that the device no longer holds the task, which goes back to the queue.
 
-    `unheard_us` is how long it held the device after that was heard the last time (rule F1).
+    The task will resume from its last checkpoint.  `unheard_us` is how long it held the device
+    after the device's last heartbeat (rule F1).
     """
     if placement.started_at is not None and unheard_us:
         _note_held(session, task, placement, placement.held_us + unheard_us)
@@ -847,12 +885,14 @@ def lose(
 
 
 def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str) -> None:
-    """The island `lost` is lost with its devices: others go on with its tasks, each of them from
-    its last durable image.  `tasks` maps each to (its new island, why); whoever calls has locked
-    the row of the lost one.
+    """Move the tasks of a lost island to other islands, where each resumes from its last durable
+    image.
 
-    Whatever still speaks for the old island is stale from now on: placements are closed, images in
-    its hosts' memory forgotten, and the next launch has a higher epoch.
+    `tasks` maps each task to (its new island, why).  The caller has locked the row of the island
+    `lost`.
+
+    Whatever still reports for the old island is stale from now on: placements are closed, images in
+    the memory of its hosts are forgotten, and the next launch has a higher epoch.
     """
     rows = _locked(session, Task.id.in_(tasks))
     home = {row.task_id: row for row in _open(session, Placement.task_id, sorted(rows))}
@@ -872,9 +912,10 @@ def hand_over(session: Session, tasks: Mapping[str, tuple[str, str]], lost: str)
 
 
 def unseat(session: Session, ids: Sequence[str], because: str) -> None:
-    """Members of gangs that span islands, whose own is lost: they stay there, without seats.
+    """Take the slots from members, on a lost island, of gangs that span islands; the tasks stay
+    there.
 
-    Whoever calls has locked the row of that island.  Who is to be cancelled ends.
+    The caller has locked the row of that island.  Tasks with a pending cancel end here.
     """
     rows = _locked(session, Task.id.in_(ids))
     home = {row.task_id: row for row in _open(session, Placement.task_id, sorted(rows))}
@@ -888,7 +929,7 @@ def unseat(session: Session, ids: Sequence[str], because: str) -> None:
 
 
 def _change_island(session: Session, task: Task, island: str) -> None:
-    """It leaves its line there and joins one here, and has waited as long as it has."""
+    """Move the task to another island's queue; the time that it has waited counts there too."""
     if task.state == "waiting":
         _count(session, task, -1)
     task.island = island
@@ -904,7 +945,7 @@ def _take_in(
     *,
     careful: bool,
 ) -> bool:
-    """Apply one event if it is the next of its epoch; acknowledge it if it will never count."""
+    """Apply one event if it is the next of its epoch; acknowledge it if it can never count."""
     name = key(event.task, event.epoch)
     task = house.tasks.get(event.task)
     placement = _placement(session, house, event.task, event.epoch)
@@ -923,14 +964,14 @@ def _take_in(
             else:
                 _EVENTS[type(event)](session, task, placement, event)
     heard[name] = task.event_seq
-    # Who can start now is nudged after the commit.
+    # For these two, tasks that can start now are nudged after the commit.
     return not isinstance(event, messages.Stored | messages.Came)
 
 
 def _take_in_late(
     session: Session, task: Task, placement: Placement, event: messages.Event
 ) -> None:
-    """What is true all the same: it was launched again meanwhile."""
+    """Record what is true even though the task was launched again meanwhile."""
     if isinstance(event, messages.Saved):
         _keep_checkpoint(session, task, event)
     elif isinstance(event, messages.Came):
@@ -938,9 +979,10 @@ def _take_in_late(
 
 
 def _apply(session: Session, task: Task, placement: Placement, event: messages.Event) -> None:
-    """One event that makes no sense ends its own task's stay, and spoils nothing else.
+    """Apply one event; if it makes no sense, end the stay of its own task and spoil nothing else.
 
-    Otherwise it would be reported again and again, and its device never be heard any more.
+    Otherwise the event would be reported again and again, and no heartbeat of its device would ever
+    be recorded.
     """
     try:
         with _apart(session):
@@ -956,7 +998,7 @@ def _apply(session: Session, task: Task, placement: Placement, event: messages.E
 
 
 def _failure(event: messages.Event, *, cause: str, message: str) -> messages.Failed:
-    """What is made of an event that cannot be taken as it is."""
+    """The failure that replaces an event which cannot be recorded."""
     return messages.Failed(
         task=event.task,
         epoch=event.epoch,
@@ -976,7 +1018,7 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
     if task.resized_at is not None:
         task.resized_at = task.started_at
         lending.seated(session, lending.of_task(session, task))
-    if event.resumed != "fresh":  # beginning is no switch, and says nothing about the next one
+    if event.resumed != "fresh":  # a first start is no switch and predicts none
         task.switch_us = event.switch_us
     task.capabilities, task.preset = event.capabilities, event.preset
     if task.first_started_at is None:
@@ -1009,9 +1051,10 @@ def _started(session: Session, task: Task, placement: Placement, event: messages
 
 
 def _introduce(task_id: str) -> None:
-    """A leg to those that run now, and that it gives to or takes from.
+    """Tell the devices of running graph tasks to which tasks they are to send their blocks
+    directly.
 
-    Looked for after the commit: of two that begin at once, one sees both.
+    Looked up after the commit: of two tasks that begin at once, the later one sees both.
     """
     with db.transaction() as session:
         told = launch.wanted(session, task_id)
@@ -1020,7 +1063,7 @@ def _introduce(task_id: str) -> None:
 
 
 def _moved(session: Session, task: Task, lost: int) -> None:
-    """It runs where it was to be moved; how long it stood still is by our clock."""
+    """Finish a move: the task runs on its target.  The downtime is by the database's clock."""
     moving = migration.from_json(task.moving or {})
     stood = select(Placement.ended_at).where(
         Placement.task_id == task.id, Placement.epoch == moving.epoch, ~Placement.guest
@@ -1047,7 +1090,7 @@ def _moved(session: Session, task: Task, lost: int) -> None:
 
 def _resized(session: Session, task: Task, placement: Placement, event: messages.Resized) -> None:
     if task.state == "stopping":
-        return  # it was cancelled meanwhile, and lets go of all
+        return  # cancelled meanwhile: all devices are being released
     guests = lending.of_task(session, task)
     if not _sit(session, task, guests, event.seats):
         return _unreached(session, task, placement, guests, event)
@@ -1065,7 +1108,7 @@ def _resized(session: Session, task: Task, placement: Placement, event: messages
 
 
 def _sit(session: Session, task: Task, guests: Sequence[Placement], seats: list[int]) -> bool:
-    """Do the ranks sit as it was ordered?"""
+    """True if the ranks are on the devices that were ordered."""
     ids = [task.seat, *(guest.device_id for guest in guests if not guest.leaving)]
     hosts = lending.by_host(session.get_one(Device, id) for id in ids)
     return seats == [len(devices) for devices in hosts]
@@ -1078,9 +1121,10 @@ def _unreached(
     guests: Sequence[Placement],
     event: messages.Resized,
 ) -> None:
-    """A host that it was to grow onto could not be joined, and it goes on as it was.
+    """Undo a resize onto a host that could not be joined; the task goes on as before.
 
-    If it was to leave some: these are promised already, so it goes back to its line.
+    If the task was also to leave devices, these are promised to others already, so it goes back to
+    the queue.
     """
     if any(guest.leaving for guest in guests):
         lose(session, task, placement, "It could not leave devices that others wait for.")
@@ -1133,22 +1177,24 @@ def _keep_checkpoint(session: Session, task: Task, event: messages.Saved) -> Non
         host=func.coalesce(_of_writer(Device.host, event), ""),
         key=func.coalesce(_of_writer(Device.facts["key"].astext, event), ""),
     )
-    # The same bytes at the same step once more: whatever became of them before, they are there now.
+    # The same bytes were saved again at the same step: they exist now, even if lost before.
     there = {"damaged_at": None, "deleted_at": None}
     same = [Checkpoint.task_id, Checkpoint.step, Checkpoint.sha256]
     session.execute(row.on_conflict_do_update(index_elements=same, set_=there))
 
 
 def _of_writer(column: Any, event: messages.Saved) -> Any:
-    """A column of the device that wrote a checkpoint."""
+    """A column of the device that wrote a checkpoint, as a subquery."""
     wrote = (Placement.task_id == event.task, Placement.epoch == event.epoch, ~Placement.guest)
     query = select(column).join(Placement, Placement.device_id == Device.id).where(*wrote)
     return query.scalar_subquery()
 
 
 def _stored(session: Session, task: Task, placement: Placement, event: messages.Stored) -> None:
-    """An output of a leg that is told so is durable whatever becomes of the leg, so that others may
-    begin with it.  Run again, the leg makes the same bits: what was told first stays.
+    """Record an output that a graph task reports while it runs; others may begin with it.
+
+    The output is durable whatever becomes of the task.  A task that runs again makes the same bits,
+    so the first report stays.
     """
     if task.state in ENDED or event.output in task.outputs:
         return
@@ -1159,7 +1205,9 @@ def _stored(session: Session, task: Task, placement: Placement, event: messages.
 def _give(
     session: Session, task: Task, placement: Placement, outputs: Mapping[str, messages.JSON]
 ) -> None:
-    """These outputs of a leg are durable: after the commit their takers hear of it."""
+    """Mark these outputs of a graph task as durable; after the commit the tasks that take them are
+    told.
+    """
     takers = Need.needs_id == task.id, Need.port != "", Need.output.in_(outputs)
     given = update(Need).where(*takers, Task.id == Need.task_id)
     told = given.values(given=func.pg_current_xact_id()).returning(
@@ -1179,9 +1227,10 @@ def _give(
 
 
 def _nudge_who_can_start(task_id: str, outputs: Collection[str]) -> None:
-    """The islands of those who waited for one of these outputs, and for nothing else any more.
+    """Nudge the islands with tasks that waited for one of these outputs and for nothing else.
 
-    Looked for after the commit: of two who give the last two at once, one sees both.
+    Looked up after the commit: of two tasks that give the last two outputs at once, the later sees
+    both.
     """
     took, lacks, maker = aliased(Need), aliased(Need), aliased(Task)
     lacking = (
@@ -1204,7 +1253,7 @@ def _nudge_who_can_start(task_id: str, outputs: Collection[str]) -> None:
 
 def _came(session: Session, task: Task, placement: Placement, event: messages.Came) -> None:
     if event.port in placement.ways:
-        return  # it is told again
+        return  # a repeated report
     placement.input_bytes += event.size_bytes
     placement.fetched_bytes += event.size_bytes if event.way == "store" else 0
     placement.ways = {**placement.ways, event.port: event.way}
@@ -1228,7 +1277,7 @@ def _paused(session: Session, task: Task, placement: Placement, event: messages.
 
 
 def _wait_for(session: Session, task: Task, port: str) -> None:
-    """An input did not come while it ran: now it does not begin again before that is there."""
+    """Block a task until its missing input is there: the input did not come while the task ran."""
     lacked = update(Need).where(Need.task_id == task.id, Need.port == port)
     session.execute(lacked.values(late=False).execution_options(synchronize_session=False))
     _move(session, task, Move.Locked)
@@ -1237,7 +1286,7 @@ def _wait_for(session: Session, task: Task, port: str) -> None:
 
 
 def _done(task: Task, step: int) -> str:
-    """Only a job has steps that its owner knows of."""
+    """The message of a task that is done.  Only a job has steps that its owner knows of."""
     return f"Done after {counted(step, 'step')}." if "job" in task.descriptor["run"] else "Done."
 
 
@@ -1260,7 +1309,7 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
     task.passed = event.passed if "graph" in task.descriptor["run"] else None
     if (event.took_ms or event.made_bytes) and task.passed is not None:
         graphs.learn(session, task, event.took_ms, event.made_bytes)
-    task.cause = task.message = task.detail = None  # of an attempt before this one
+    task.cause = task.message = task.detail = None  # left by an earlier attempt
     _end(session, task, "task.done", _done(task, event.step), step=event.step)
     for output, name in sorted(publish.items()):
         _publish(session, task, output, name)
@@ -1269,13 +1318,15 @@ def _finished(session: Session, task: Task, placement: Placement, event: message
 
 
 def _kept(task: Task, outputs: messages.JSON) -> messages.JSON:
-    """Of a leg, what it gave while it ran stays what it was: others began with that."""
+    """The outputs to store.  Outputs that a graph task gave while it ran stay, as other tasks began
+    with them.
+    """
     return {**outputs, **task.outputs} if "part" in task.descriptor["run"] else outputs
 
 
 def _publish(session: Session, task: Task, output: str, name: str) -> None:
-    """The output becomes the next version of a datablock; `lock` has seen to it that no other does
-    at this moment.
+    """Make the output the next version of a datablock; `lock` prevents other publishes at this
+    moment.
     """
     kept = task.outputs[output]
     new = datablocks.New(
@@ -1300,7 +1351,7 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
     task.cause, task.message, task.detail = event.cause, event.message, event.detail
     task.outputs = _kept(task, event.outputs)
     older = event.cause == "image" and _damage(session, task, event.epoch)
-    away = event.cause in ("store", "host")  # no fault of its own
+    away = event.cause in ("store", "host")  # not the task's fault
     retry = older or away or (CAUSES[event.cause] and task.attempts < task.retry_max)
     _move(session, task, Move.Failed if retry else Move.GaveUp)
     _forget_image(session, task)
@@ -1321,11 +1372,11 @@ def _failed(session: Session, task: Task, placement: Placement, event: messages.
 
 
 def _damage(session: Session, task: Task, epoch: int) -> bool:
-    """The checkpoint that this epoch went on from is damaged; False if there was none."""
+    """Mark the checkpoint from which this epoch resumed as damaged; False if there was none."""
     launched = select(Order.body).where(
         Order.task_id == task.id, Order.epoch == epoch, Order.kind == "Launch"
     )
-    home = launched.order_by(Order.id).limit(1)  # those to outposts come after it
+    home = launched.order_by(Order.id).limit(1)  # launches of remote ranks come after it
     images = (session.scalar(home) or {}).get("images", [])
     if not images:
         return False
@@ -1345,7 +1396,7 @@ def _stopped(session: Session, task: Task, placement: Placement, event: messages
     _end(session, task, "task.cancelled", f"Cancelled after {counted(event.step, 'step')}.")
 
 
-_LATE_TOO = messages.Saved | messages.Stored | messages.Came  # count if its stay has ended
+_LATE_TOO = messages.Saved | messages.Stored | messages.Came  # count even after the stay ended
 
 _EVENTS: dict[type, Any] = {
     messages.Started: _started,
@@ -1361,12 +1412,12 @@ _EVENTS: dict[type, Any] = {
 
 
 def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
-    """Take in how far a resident is; False if it must be dropped."""
+    """Record a resident's progress; False if the device must drop the resident."""
     task = house.tasks.get(view.task)
     if task is None:
         return False
     if view.epoch != task.epoch:
-        # Launched again, which is not heard of yet: what is paused here is what goes on.
+        # The device has not heard of the new launch: the paused resident is what resumes.
         may = task.seat == house.device.id or _stands_by(task) or _gathers(session, task)
         return view.state == "paused" and may
     here = () if (task.id, task.epoch) in session.info.get("closed", ()) else house.unanswered
@@ -1375,9 +1426,9 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
             order.answered_at = db.now(session)
     if view.state == "ended":
         _sample(session, task, view)
-        return True  # it goes by itself when its last event is acknowledged
+        return True  # the device drops it when its last event is acknowledged
     if house.is_lent_to(view):
-        return True  # its home says how far it is
+        return True  # its home device reports the progress
     if task.seat != house.device.id:
         return task.image_on == house.device.id or (view.state == "paused" and _stands_by(task))
     placement = house.placement(task)
@@ -1391,7 +1442,7 @@ def _confirm(session: Session, house: _House, view: ResidentView) -> bool:
 
 
 def _charge_tickets(session: Session, house: _House) -> None:
-    """As often as the device is heard that they keep."""
+    """Charge the tickets on a device for the slots that they keep, at each heartbeat."""
     for (id, _), placement in house.open.items():
         ticket = house.tasks[id]
         if not span.is_ticket(ticket) or placement.ended_at is not None:
@@ -1406,12 +1457,17 @@ def _charge_tickets(session: Session, house: _House) -> None:
 
 
 def _stands_by(task: Task) -> bool:
-    """May its home, from which alone it can go on, lack parts of the image that outposts have?"""
+    """True if remote hosts may still hold parts of the paused image.
+
+    The home device, from which alone the task can resume, may lack those parts.
+    """
     return not task.saved and task.image_on is not None and task.seat in (None, task.image_on)
 
 
 def _gathers(session: Session, task: Task) -> bool:
-    """Does its home still wait, with its seat and before a first step, for what outposts have?"""
+    """True if the home device has its slot but still collects, before its first step, image parts
+    of other hosts.
+    """
     if task.saved or not task.across_hosts:
         return False
     epoch = (Placement.task_id == task.id, Placement.epoch == task.epoch)
@@ -1427,13 +1483,13 @@ def _note(
 ) -> None:
     before_us = placement.held_us
     _note_held(session, task, placement, said.held_us)
-    if placement.ended_at is not None:  # what was counted when it ended was less
+    if placement.ended_at is not None:  # the total of the end did not include this
         task.total_held_us += placement.held_us - before_us
     placement.staged_us = max(placement.staged_us, said.staged_us)
 
 
 def _note_held(session: Session, task: Task, placement: Placement, held_us: int) -> None:
-    """The placement has held its device for so long, and the task's other devices meanwhile."""
+    """Charge the placement up to `held_us`, and the task's other devices for the same time."""
     before_us = placement.held_us
     ledger.note(session, placement, held_us)
     if placement.held_us > before_us and placement.epoch == task.epoch:
@@ -1457,12 +1513,12 @@ def _sample(session: Session, task: Task, view: ResidentView) -> None:
 
 
 def _no_numbers(metrics: Mapping[str, Any]) -> set[str]:
-    """The names of metrics that are nan or infinite, which comes as a text."""
+    """Return the names of metrics that are nan or infinite, which arrive as text."""
     return {name for name, value in metrics.items() if value in ("nan", "inf", "-inf")}
 
 
 def _miss(session: Session, house: _House, alive: Alive) -> bool:
-    """What we believe to lie on the device and what it does not hold."""
+    """Find what should be on the device but is not.  True if something is gone."""
     held = {(view.task, view.epoch) for view in alive.residents}
     told = {(event.task, event.epoch) for event in alive.events}
     on_the_way = {
@@ -1486,7 +1542,7 @@ def _miss(session: Session, house: _House, alive: Alive) -> bool:
 
 
 def _coming(house: _House) -> list[Task]:
-    """Who is being moved to this device."""
+    """The tasks that are being moved to this device."""
     here = house.device.id
     return [
         task
@@ -1496,9 +1552,10 @@ def _coming(house: _House) -> list[Task]:
 
 
 def _following(session: Session, house: _House, alive: Alive) -> Iterator[Task]:
-    """Of each leg that runs here the next one of its portion, if it waits for others.
+    """Yield, for each graph task here, the next task of its portion, if that still waits for
+    others.
 
-    Looked for as often as something happens here: by then others have made something too.
+    Looked up whenever an event arrives: by then other tasks may have made something too.
     """
     for task in [house.tasks[id] for id, _ in house.open] if alive.events else []:
         if task.seat != house.device.id or not legs.another_follows(task.descriptor["run"]):
@@ -1516,7 +1573,7 @@ def _following(session: Session, house: _House, alive: Alive) -> Iterator[Task]:
 
 
 def _given(session: Session, house: _House, alive: Alive) -> list[messages.Given]:
-    """Of what residents lack, that which is there."""
+    """The inputs that residents lack and that are available now."""
     lacking = {view.task: view for view in alive.residents if view.lacks}
     tasks = [house.tasks[id] for id in lacking if id in house.tasks]
     return [
@@ -1528,7 +1585,7 @@ def _given(session: Session, house: _House, alive: Alive) -> list[messages.Given
 
 
 def _look_ahead(house: _House, alive: Alive) -> bool:
-    """What has been fetched of those who are being moved here."""
+    """Record how much the device has prefetched of tasks that are being moved here."""
     there = {image["task"]: image for image in alive.ahead}
     changed = False
     for task in _coming(house):
@@ -1548,7 +1605,7 @@ def _store_logs(session: Session, house: _House, logs: Iterable[LogLines]) -> di
         logged[key(chunk.task, chunk.epoch)] = chunk.first + len(chunk.lines)
         placement = _placement(session, house, chunk.task, chunk.epoch)
         if placement is None or not chunk.lines:
-            continue  # a device may only write into the log of what was placed on it
+            continue  # a device may write only the logs of tasks that were placed on it
         rows = [
             {
                 "task_id": chunk.task,
@@ -1569,8 +1626,10 @@ def _store_logs(session: Session, house: _House, logs: Iterable[LogLines]) -> di
 
 
 def _locked(session: Session, which: ColumnElement[bool], *, wait: bool = True) -> dict[str, Task]:
-    """The tasks, locked in the order of their ids; without `wait`, those that nobody else has."""
-    session.flush()  # they are read again as they are, and what was changed here must be in it
+    """Lock and return the tasks in the order of their ids; without `wait`, skip tasks locked by
+    others.
+    """
+    session.flush()  # the rows are read again and must include changes made here
     query = select(Task).where(which).order_by(Task.id)
     free = query.with_for_update(key_share=True, skip_locked=not wait)
     fresh = free.execution_options(populate_existing=True)
@@ -1580,7 +1639,7 @@ def _locked(session: Session, which: ColumnElement[bool], *, wait: bool = True) 
 def _open(
     session: Session, by: InstrumentedAttribute[str], ids: Sequence[str], *, guests: bool = False
 ) -> Sequence[Placement]:
-    """Those that have not ended of these tasks or devices."""
+    """The placements of these tasks or devices that have not ended."""
     if not ids:
         return []
     query = select(Placement).where(by.in_(ids), Placement.ended_at.is_(None))
@@ -1591,7 +1650,7 @@ def _open(
 
 @contextmanager
 def _apart(session: Session) -> Iterator[None]:
-    """A savepoint: of what fails in it nothing is left, and nothing noted."""
+    """Run the block in a savepoint: if it fails, its changes and its notes are undone."""
     noted = {name: copy(session.info[name]) for name in _NOTES if name in session.info}
     try:
         with session.begin_nested():
@@ -1607,7 +1666,7 @@ def _move(session: Session, task: Task, move: str) -> None:
     before, task.state = task.state, lifecycle.after(task.id, task.state, move)
     if "waiting" in (before, task.state) and before != task.state:
         _wait(session, task, begins=task.state == "waiting")
-    if not span.is_ticket(task):  # what its request is, its gang says
+    if not span.is_ticket(task):  # the gang, not its tickets, decides the request's state
         session.info.setdefault("moved", set()).add(task.request_id)
     _changed(session, task)
     if task.gang_id:
@@ -1615,7 +1674,7 @@ def _move(session: Session, task: Task, move: str) -> None:
 
 
 def _wait(session: Session, task: Task, *, begins: bool) -> None:
-    """It enters its line, or leaves it: the time is kept, and how many wait there."""
+    """Record that a task enters or leaves its queue: the waiting time, and the number that wait."""
     now_s = db.now_s(session)
     if begins:
         task.waiting_since = db.now(session)
@@ -1630,13 +1689,13 @@ def _wait(session: Session, task: Task, *, begins: bool) -> None:
 
 
 def _count(session: Session, task: Task, change: int) -> None:
-    """So many more wait in its line."""
+    """Note that `change` more tasks wait in the task's queue."""
     line = (task.island, task.user_id, task.kind, task.memory_bytes, task.devices_min)
     session.info.setdefault("lines", Counter())[(*line, task.tenant_id)] += change
 
 
 def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Placement | None:
-    """Of this epoch on this device, ended or not."""
+    """The task's placement in this epoch on this device, ended or not."""
     if (task_id, epoch) in house.open:
         return house.open[task_id, epoch]
     query = select(Placement).where(
@@ -1649,7 +1708,7 @@ def _placement(session: Session, house: _House, task_id: str, epoch: int) -> Pla
 
 
 def _close(session: Session, task: Task, placement: Placement, end: str) -> None:
-    """The task lets go of its seat: what it held is final, and no order waits for an answer."""
+    """End the stay of a task: its held time is final, and no order waits for an answer any more."""
     placement.ended_at, placement.end = db.now(session), end
     lending.end(session, lending.of_task(session, task), end)
     task.total_held_us += placement.held_us
@@ -1666,7 +1725,7 @@ def _end(session: Session, task: Task, type_: str, message: str, **data: Any) ->
 
 
 def _nudge_abroad(session: Session, task: Task) -> None:
-    """Tell the other islands with tasks that waited for its end, after the commit."""
+    """Nudge the other islands with tasks that waited for this task's end, after the commit."""
     if not task.abroad:
         return
     query = select(Task.island).join(Need, Need.task_id == Task.id)
@@ -1676,7 +1735,7 @@ def _nudge_abroad(session: Session, task: Task) -> None:
 
 
 def tell(session: Session, task: Task, type_: str, message: str, **data: Any) -> None:
-    """Write what happened to a task, for its owner and for open streams."""
+    """Write an event of a task, for its owner and for open streams."""
     session.add(
         Event(
             tenant_id=task.tenant_id,
@@ -1700,13 +1759,15 @@ _NOTES = ("lines", "moved", "changed", "closed", "after_commit", ledger.NOTED)
 
 
 def write_down(session: Session) -> None:
-    """What was changed and booked so far becomes rows, for who reads them now."""
+    """Flush what was changed and charged so far, so that queries of this transaction see it."""
     session.flush()
     ledger.book(session)
 
 
 def settle(session: Session) -> None:
-    """Count the lines, sum up requests whose tasks moved, wake open streams at the commit."""
+    """Write the queue counts, update requests after moves of tasks, wake open streams at the
+    commit.
+    """
     write_down(session)
     noted = {name: sorted(session.info.pop(name, ())) for name in ("moved", "changed", "closed")}
     lines = sorted(line for line in session.info.pop("lines", Counter()).items() if line[1])
@@ -1722,7 +1783,7 @@ def settle(session: Session) -> None:
 
 _LINE = ("island", "user_id", "kind", "memory_bytes", "width", "tenant_id", "waiting")
 
-# Nobody waits for an answer to orders of who has let go; the lines are counted in their order.
+# Orders of closed stays need no answer.  Lines are sorted, so that two islands cannot deadlock.
 _SUMS = text(
     """
     with answered as (
@@ -1752,10 +1813,11 @@ _STATES = text(
 
 
 def _sum_up(session: Session, ids: Sequence[str]) -> None:
-    """What these requests are, now that some of their tasks have moved.
+    """Update the states of these requests, now that some of their tasks have moved.
 
-    Of one whose tasks are on several islands only one sums up at a time, and sees what the one
-    before it did: else each of two last tasks would leave the end to the other.
+    For a request with tasks on several islands, only one transaction at a time does this, and it
+    sees what the previous one did.  Otherwise two transactions that end the last two tasks could
+    each leave the request open.
     """
     rows = session.execute(_STATES, {"ids": ids}).all()
     if spread := [row.id for row in rows if row.spread]:

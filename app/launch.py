@@ -1,7 +1,7 @@
-"""What a Launch order says: the task's descriptor with everything that it refers to looked up.
+"""Build Launch orders: the task's descriptor with everything that it refers to looked up.
 
 Task descriptors (US20170329632A1): the preset parameters of the task's type are looked up here, at
-the moment of the launch, and configured on the device that will run it.
+the moment of the launch, and configured on the device that will run the task.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from app.settings import settings
 from app.signing import block_key, input_name
 
 IMAGES_OFFERED = 3
-RESENDS_SURE = 10  # fewer than after which a Launch that is never shown is given up
+RESENDS_SURE = 10  # fewer than the resends after which a Launch that never shows counts as lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """What the launches of one plan refer to, read at once: by task, presets by kind of device."""
+    """Everything that the launches of one plan refer to, by task; presets by kind of device."""
 
     bundles: Mapping[str, str] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, JSON]] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class Shelf:
     images: Mapping[str, list[JSON]] = field(default_factory=dict)
 
     def body(self, task: Task, device: Device) -> JSON:
-        """The fields of `core.messages.Launch` beyond (task, epoch, seq)."""
+        """Return the fields of `core.messages.Launch` beyond (task, epoch, seq)."""
         wanted = task.descriptor
         return {
             "tenant": task.tenant_id,
             "run": wanted["run"],
-            "bundle": self.bundles[task.id],  # "" for a command without one
+            "bundle": self.bundles[task.id],  # "" for a command without a bundle
             "params": wanted.get("params", {}),
             "inputs": self.inputs.get(task.id, {}),
             "outputs": list(wanted.get("outputs", [])),
@@ -68,14 +68,16 @@ class Shelf:
         }
 
     def _preset(self, task_type: str, device: Device) -> JSON:
-        """The parameters for this type of task on this kind of device; "*" where it has none."""
+        """The parameters for this type of task on this kind of device; those of "*" if there are
+        none.
+        """
         by_type = self.presets.get(device.kind, {})
         chosen = by_type.get(task_type, by_type.get("*", {}))
         return {**preset.defaults(device.kind, threads=device.threads), **chosen}
 
 
 def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
-    """For tasks, each with the device that will run it."""
+    """Read what the launches of these tasks, each on its device, refer to."""
     if not launches:
         return Shelf()
     ids = [task.id for task, _ in launches]
@@ -89,10 +91,10 @@ def look_up(session: Session, launches: Sequence[tuple[Task, Device]]) -> Shelf:
 
 
 def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
-    """To whom legs of a graph are to send what they make, as soon as it is made, for those with
-    whom a leg that has just begun has to do; each with the device that is to be told so.
+    """Return which running graph tasks are to send blocks directly to which others.
 
-    On a host with the same disk a block is not sent: it lies there.
+    Only pairs that include the task `task_id`, which has just started, are looked up.  Each result
+    has the device to be told.  Blocks are not sent between hosts that share a disk.
     """
     maker, taker = aliased(Task), aliased(Task)
     makes, takes = aliased(Device), aliased(Device)
@@ -124,7 +126,9 @@ def wanted(session: Session, task_id: str) -> list[tuple[str, Wanted]]:
 
 
 def ahead(session: Session, tasks: Sequence[Task]) -> list[JSON]:
-    """What can be fetched of tasks before they are launched: what there is of their inputs."""
+    """Return what devices can prefetch for tasks before their launch: the inputs that exist
+    so far.
+    """
     if not tasks:
         return []
     bundles = _bundles(session, [task.id for task in tasks])
@@ -150,9 +154,11 @@ def _newest(moving: Moving) -> JSON | None:
 
 
 def _sure_s() -> float:
-    """How long after a device was heard nothing that was launched on it goes elsewhere.
+    """Return for how long after a device's last heartbeat its launches cannot move elsewhere, in
+    seconds.
 
-    Its lease does not end before, by its own clock; and no Launch is counted as lost so early.
+    By the device's own clock, its lease does not end earlier, and no Launch is counted as lost
+    earlier.
     """
     lease_s = settings().lease_s - settings().lease_margin_s
     return min(lease_s, RESENDS_SURE * settings().order_resend_s)
@@ -173,7 +179,7 @@ def _presets(session: Session, kinds: Sequence[str]) -> dict[str, dict[str, JSON
 
 
 def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
-    """By task and port what there is of their inputs, as a Launch names it."""
+    """Return, by task and port, the inputs that exist so far, in the form that a Launch has."""
     found: dict[str, JSON] = defaultdict(dict)
     if not (takers := [task.id for task in tasks if task.descriptor.get("inputs")]):
         return found
@@ -186,7 +192,7 @@ def inputs(session: Session, tasks: Sequence[Task]) -> dict[str, JSON]:
     )
     for id, port, output, outputs, maker in session.execute(query):
         if output not in outputs:
-            continue  # of who is not launched yet, or what comes late
+            continue  # its maker has not run yet, or the input comes late
         found[id][port] = source(outputs[output], maker)
     if takers := [task.id for task in tasks if datablocks.are_taken_by(task)]:
         uses = (
@@ -211,40 +217,43 @@ _IS_UP = Device.lease_until > func.now()
 
 
 def source(kept: JSON, maker: JSON) -> JSON:
-    """An output as the input of who takes it; its device worker is reached so (`reach`)."""
+    """An output in the form of an input; `maker` is how to reach the device worker that made it."""
     said = {name: kept[name] for name in _OF_AN_OUTPUT & kept.keys()}
     return {**said, "copies": _copies(maker, kept["sha256"])}
 
 
 def _copies(maker: JSON, sha256: str) -> list[JSON]:
-    """The device worker that is reached so had it, and may have it still.
+    """Return where a copy may still lie: at the device worker that made or fetched the bytes.
 
-    It has told its secret to its island; the key of this block is all that the taker is told.
+    The worker's secret is known to its island only; the task gets no more than the key of this
+    block.
     """
     if not (maker["links"] and maker["secret"]):
-        return []  # it is down, or of an older version
+        return []  # the worker is down, or of an older version
     return [{"place": maker["links"], "key": block_key(maker["secret"], sha256)}]
 
 
-# Without the datablock that it was published as: an edge stays an edge.  Images refer to datablocks
-# that a task declares, and whoever goes on from one elsewhere has those, but no edge of that task.
+# The name of a datablock that the output was published as is left out, so that the input stays an
+# edge.  Images may refer to datablocks that a task declares: a task that starts from the image
+# elsewhere has those, but it has none of the first task's edges.
 _OF_AN_OUTPUT = {"sha256", "size_bytes", "format"}
 
 
 def _may_have_images(task: Task) -> bool:
-    """It was launched before, or goes on from a checkpoint of another task."""
+    """True if the task was launched before, or starts from a checkpoint of another task."""
     return task.epoch > 0 or task.descriptor.get("from_checkpoint") is not None
 
 
 def _images(session: Session, ids: Sequence[str]) -> dict[str, list[JSON]]:
-    """The newest checkpoints of each; of a task that was never launched there are none."""
+    """Return the newest checkpoints of each task."""
     if not ids:
         return {}
     query = (
         select(Checkpoint.task_id, Checkpoint.sha256, Checkpoint.step, Checkpoint.key)
         .where(
             Checkpoint.task_id.in_(ids),
-            # What a task began from is offered even if it is damaged: it must not begin anew.
+            # The checkpoint that a task began from is offered even if it is damaged: the task must
+            # not start from the beginning instead.
             or_(Checkpoint.damaged_at.is_(None), Checkpoint.epoch == 0),
             Checkpoint.deleted_at.is_(None),
         )

@@ -1,9 +1,8 @@
-"""The ledger: what devices measured becomes what tenants are charged.  The only writer of usage.
+"""The ledger turns what devices measured into charges of tenants.  It is the only writer of usage.
 
 A charge is the growth of a placement's `held_us`, times the device's cost.  Placement, account and
 bucket are written in one transaction (`note`, `book`), so the three sums agree to the microsecond
-at any instant:
-sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).
+at any instant: sum(placements.charged_us) = sum(usage.charged_us) = sum(accounts.total_us).
 
 Rules F1 and F2.  A running task is charged at every heartbeat; decay is lazy (`core.fairshare`).
 """
@@ -24,11 +23,13 @@ from app.models import Account, Base, LedgerBase, Placement, Usage
 from app.models import Lift as LiftRow
 from app.settings import settings
 
-REBASE_HALF_LIVES = 200  # far below where the fixed point would outgrow its column
+REBASE_HALF_LIVES = 200  # far below the number at which fixed-point sums overflow their column
 
 
 def base(session: Session) -> LedgerBase:
-    """The ledger's T0 and half-life; made at first use, rebased and re-read when they changed."""
+    """Return the ledger's T0 and half-life; created at first use, rebased and re-read after a
+    change.
+    """
     row = session.info.get("ledger") or session.get(LedgerBase, 1)
     if row is None:
         values = {"id": 1, "half_life_s": settings().half_life_s, "since_s": db.now_s(session)}
@@ -37,32 +38,34 @@ def base(session: Session) -> LedgerBase:
     if row.half_life_s != settings().half_life_s:
         _change_half_life(session, row, settings().half_life_s)
     _rebase(session, row)
-    session.info["ledger"] = row  # the session itself forgets what nobody holds
+    session.info["ledger"] = row  # a session keeps only weak references to its rows
     return row
 
 
 def it_is(session: Session, row: LedgerBase | None) -> None:
-    """What a statement of this transaction found, so that nobody asks again."""
+    """Keep a row that another statement of this transaction read, so that it is not read again."""
     if row is not None:
         session.info["ledger"] = row
 
 
 def charge(session: Session, placement: Placement, held_us: int) -> int:
-    """`note` and `book` at once."""
+    """Call `note` and `book`; returns the charge."""
     charged = note(session, placement, held_us)
     book(session)
     return charged
 
 
-NOTED = "booked"  # where in `session.info`: (user, tenant) or (user, tenant, kind) -> sums
+NOTED = "booked"  # key in `session.info` of the notes: (user, tenant, kind) -> sums
 
 
 def note(session: Session, placement: Placement, held_us: int) -> int:
-    """What `placement` held since the last time, in micro-device-seconds charged; `book` writes it
-    into bucket and account, together with all else that was noted.
+    """Add what the placement held since the last call to its row and to the notes of this
+    transaction.
+
+    Returns the charge in micro-device-seconds.  `book` writes all notes into buckets and accounts.
     """
     if held_us <= placement.held_us:
-        return 0  # a late or doubled report: it has been charged
+        return 0  # a late or repeated report, charged before
     held = held_us - placement.held_us
     charged = held_us * placement.cost_milli // 1000 - placement.charged_us
     placement.held_us, placement.charged_us = held_us, placement.charged_us + charged
@@ -84,7 +87,7 @@ def _faded(session: Session, charged_us: int) -> int:
 
 
 def book(session: Session) -> None:
-    """Write what was noted: a row of each account and bucket, however many charges there were."""
+    """Write all notes: one row for each account and bucket, however many charges there were."""
     noted = session.info.pop(NOTED, None)
     if not noted:
         return
@@ -107,14 +110,14 @@ def book(session: Session) -> None:
 
 
 def _grow(table: Table, *columns: str) -> Insert:
-    """Add to a row, or begin it."""
+    """Build a statement that adds to a row, or inserts it."""
     row = insert(table)
     grown = {name: table.c[name] + row.excluded[name] for name in columns}
     return row.on_conflict_do_update(index_elements=table.primary_key, set_=grown)
 
 
 def _raise_to(table: Table, column: str) -> Insert:
-    """Begin a row, or put another value into it."""
+    """Build a statement that sets one column of a row, or inserts it."""
     row = insert(table)
     raised = {column: row.excluded[column]}
     return row.on_conflict_do_update(index_elements=table.primary_key, set_=raised)
@@ -126,7 +129,7 @@ _ACCOUNT = _grow(Base.metadata.tables["accounts"], "faded", "total_us")
 
 
 def lift(session: Session, island: str, lifts: Iterable[Lift]) -> None:
-    """Keep what `core.credit` decided; it is charged to nobody."""
+    """Store the idle-credit floors that `core.credit` decided; they are charged to no account."""
     newest = {(lift.tenant, lift.user, lift.kind): lift.faded_us for lift in lifts}
     rows = [
         {"island": island, "tenant_id": tenant, "user_id": user, "kind": kind, "faded": faded}
@@ -136,7 +139,9 @@ def lift(session: Session, island: str, lifts: Iterable[Lift]) -> None:
 
 
 def _rebase(session: Session, row: LedgerBase) -> None:
-    """Move T0 on by whole half-lives before numbers grow too long; the order does not change."""
+    """Move T0 forward by whole half-lives before the numbers grow too long; the order does not
+    change.
+    """
     if not row.half_life_s:
         return
     halvings = int((db.now_s(session) - row.since_s) // row.half_life_s)
@@ -154,9 +159,9 @@ def _rebase(session: Session, row: LedgerBase) -> None:
 
 
 def _change_half_life(session: Session, row: LedgerBase, half_life_s: float) -> None:
-    """Another half-life means other sums: rebuild them from the buckets.
+    """Rebuild the sums from the buckets, because another half-life means other sums.
 
-    A lift has no buckets: what is left of it now fades anew.
+    An idle-credit floor has no buckets: what is left of it now decays with the new half-life.
     """
     now_s, was_s, was_half_life_s = db.now_s(session), row.since_s, row.half_life_s
     for lift in session.scalars(select(LiftRow).with_for_update()):

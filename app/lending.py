@@ -1,10 +1,11 @@
-"""Devices that a task holds beyond its home: rows of `placements` that are its *guests*.
+"""Devices that a task holds beyond its home device: rows of `placements` that are its *guests*.
 
-Its ranks are conducted by its home (`workers.gang`).  On the home's host they are processes of the
-home, and the device worker of a guest's device has nothing to do with it: that its seat is taken is
-written here, and only here.  On each other host one of its guests' device workers holds an outpost
-(`workers.outpost`), and has orders of its own.  A guest is charged for the time that its home held
-its seat meanwhile; so no clock but the home's is read.  It has started when home said so.
+The task's ranks are coordinated at its home device (`workers.gang`).  On the home's host, the other
+ranks are processes of the home.  The device workers of the guests there are not involved: only
+these rows say that their slots are taken.  On each other host, the device worker of one guest runs
+the remote ranks (`workers.outpost`) and gets orders of its own.  A guest is charged for the time
+that the home held its slot meanwhile, so only the home's clock is read.  A guest has started when
+the home reports it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from app.models import Device, Placement, Task
 
 
 def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement]]:
-    """Those that have not ended, by task, in the order in which they were lent."""
+    """Return the placements of guests that have not ended, by task, in the order in which they were
+    lent.
+    """
     found = defaultdict[str, list[Placement]](list)
     if not tasks:
         return found
@@ -33,19 +36,19 @@ def guests(session: Session, tasks: Collection[str]) -> dict[str, list[Placement
 
 
 def of_task(session: Session, task: Task) -> Sequence[Placement]:
-    """None are looked for where it has had none in this epoch."""
+    """Return the task's guests; no query if it had none in this epoch."""
     return guests(session, [task.id])[task.id] if task.resized_at is not None else ()
 
 
 def is_lent(device: ColumnElement[str] | InstrumentedAttribute[str]) -> ColumnElement[bool]:
-    """Whether a guest sits on the device that a column names, or it is kept for a gang."""
+    """Condition: a guest holds the device in the given column, or the device is kept for a gang."""
     lent = or_(Placement.guest, span.is_of_ticket())
     there = (Placement.device_id == device, Placement.ended_at.is_(None), lent)
     return select(Placement.id).where(*there).exists()
 
 
 def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: int) -> None:
-    """These too are the task's from now on; a second of all of them costs `cost_milli`."""
+    """Lend these devices to the task from now on; a second of all of them costs `cost_milli`."""
     whole, more = divmod(max(0, cost_milli), len(devices))
     for n, device in enumerate(devices):
         guest = Placement(
@@ -64,13 +67,13 @@ def lend(session: Session, task: Task, devices: Sequence[Device], cost_milli: in
 
 
 def seated(session: Session, lent: Iterable[Placement]) -> None:
-    """Ranks sit there."""
+    """Record that ranks now run on these devices."""
     for guest in lent:
         guest.started_at = guest.started_at or db.now(session)
 
 
 def by_host(devices: Iterable[Device]) -> list[list[Device]]:
-    """Of a task, home first: those of home's host, then those of each other."""
+    """Group a task's devices by host: the home's host first, then each other host."""
     found = dict[str, list[Device]]()
     for device in devices:
         found.setdefault(device.host, []).append(device)
@@ -78,7 +81,9 @@ def by_host(devices: Iterable[Device]) -> list[list[Device]]:
 
 
 def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int) -> None:
-    """Their home held its seat for `held_us` more; none is charged from before it was lent."""
+    """Charge guests for `held_us` more of the home's slot, but never for time before they were
+    lent.
+    """
     for guest in lent:
         before_us = guest.held_us
         ledger.note(session, guest, held_us_with(session, guest, held_us))
@@ -86,13 +91,17 @@ def charge(session: Session, task: Task, lent: Iterable[Placement], held_us: int
 
 
 def held_us_with(session: Session, guest: Placement, more_us: int) -> int:
-    """How long a guest has held its device if its home has held its own for `more_us` more."""
+    """Return how long a guest has held its device if the home has held its own for
+    `more_us` more.
+    """
     since_us = round((db.now(session) - guest.launched_at).total_seconds() * 1e6)
     return min(guest.held_us + more_us, since_us)
 
 
 def cost(session: Session, placements: Iterable[Placement]) -> int:
-    """What a second of these costs, in thousandths, if that is not what their devices cost."""
+    """Return what a second of these placements costs, in thousandths; 0 if it is the cost of their
+    devices.
+    """
     held = list(placements)
     of_devices = sum(session.get_one(Device, each.device_id).cost_milli for each in held)
     charged = sum(each.cost_milli for each in held)

@@ -1,9 +1,10 @@
-"""Every table: columns and constraints only.  Rows become values in `app.snapshot`.
+"""All tables: columns and constraints only.  `app.snapshot` turns rows into values.
 
-Who writes what: the API writes wishes (`cancel_asked_at`, `hold`, `priority`) and new rows; only
-`app.journal`, in the island's transaction, writes the state of a task, a placement or an order;
-only `app.ledger` writes usage.  Constraints hold what must be true even against our own bugs: a
-task has one open placement, a device gives its seat to one task at a time.
+Each kind of column has one writer.  The API writes the actions that users request
+(`cancel_asked_at`, `hold`, `priority`) and new rows.  Only `app.journal`, in the island's
+transaction, writes the state of a task, a placement or an order.  Only `app.ledger` writes usage.
+Constraints enforce what must be true even if our code has a bug: a task has one open placement, and
+a device's slot belongs to one task at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from app.core.tensorfile import FORMATS
 
 
 class Xid8(UserDefinedType[int]):
-    """Postgres' 64-bit transaction id, by which streams are read without missing a late commit."""
+    """Postgres' 64-bit transaction id.  Streams read by it, so that they don't miss a late
+    commit.
+    """
 
     cache_ok = True
 
@@ -73,7 +76,9 @@ def _json(default: str = "{}") -> Any:
 
 
 def _txid(**more: Any) -> Any:
-    """The transaction that wrote the row last; a trigger keeps it (`app.snapshot` follows it)."""
+    """The transaction that last wrote the row; a trigger sets it, and `app.snapshot` reads changes
+    by it.
+    """
     return mapped_column(
         Xid8,
         server_default=text("pg_current_xact_id()"),
@@ -87,16 +92,16 @@ def _one_of(column: str, words: Any) -> CheckConstraint:
     return CheckConstraint(f"{column} in ({listed})", name=column)
 
 
-# --- who ----------------------------------------------------------------------------------------
+# --- tenants and users --------------------------------------------------------------------------
 
 
 class Tenant(Base):
-    """A node of the tenant tree; the root ("platform") has no parent and owns no share.  Of two
-    tenants of one name at least one has another parent.
+    """A node of the tenant tree; the root ("platform") has no parent and owns no share.
 
-    `guarantee` and `limit` are devices by kind, {"cuda": 4}; in `limit` "*" is all kinds together.
-    `max_running` and `max_queued` bound the tasks of the whole subtree; null is no bound.  `tier`
-    is the best one that requests of the subtree may ask for.
+    Two tenants of the same name have different parents.  `guarantee` and `limit` are numbers of
+    devices by kind, {"cuda": 4}; in `limit`, "*" means all kinds together.  `max_running` and
+    `max_queued` bound the number of tasks in the whole subtree; null means no bound.  `tier` is the
+    best tier that requests of the subtree may ask for.
     """
 
     __tablename__ = "tenants"
@@ -128,9 +133,9 @@ class Tenant(Base):
 
 
 class User(Base):
-    """`weight_milli` shares what the tenant has among its users.
+    """A user of a tenant.  `weight_milli` divides the tenant's share among its users.
 
-    `service`: a service account, a program that nobody signs in as.
+    `service` marks a service account: a program that uses the API; no person signs in with it.
     """
 
     __tablename__ = "users"
@@ -149,10 +154,10 @@ class User(Base):
 
 
 class ApiKey(Base):
-    """`id` is the public part of the key; of the secret only its SHA-256 is kept.
+    """An API key.  `id` is its public part; of the secret only the SHA-256 is stored.
 
-    `scopes` narrow what its role may do; null: they do not.  `replaced_by` is the key that it was
-    rotated into, which goes on when this one expires.
+    `scopes` restrict what the key's role allows; null means no restriction.  `replaced_by` is the
+    key that replaced this one in a rotation and stays valid when this one expires.
     """
 
     __tablename__ = "api_keys"
@@ -171,7 +176,7 @@ class ApiKey(Base):
 
 
 class WebSession(Base):
-    """A signed-in browser: the cookie's SHA-256, and the key it stands for."""
+    """A browser that is signed in: the SHA-256 of its cookie, and the API key that it acts for."""
 
     __tablename__ = "web_sessions"
     token_sha256: Mapped[str] = mapped_column(primary_key=True)
@@ -180,13 +185,14 @@ class WebSession(Base):
     created_at: Mapped[datetime] = _now()
 
 
-# --- where --------------------------------------------------------------------------------------
+# --- the fleet ----------------------------------------------------------------------------------
 
 
 class Island(Base):
-    """`leader_until` is the lease of the scheduler that leads; each change of leader is a term.
+    """An island.  `leader_until` is the lease of the leading scheduler; each change of leader is a
+    new term.
 
-    `tally` is what its schedulers have counted, up to `tallied_at` (`app.tally`).
+    `tally` has the counters of the island's schedulers, up to `tallied_at` (`app.tally`).
     """
 
     __tablename__ = "islands"
@@ -197,15 +203,15 @@ class Island(Base):
     term: Mapped[int] = mapped_column(BigInteger, server_default="0")
     tally: Mapped[dict[str, Any]] = _json()
     tallied_at: Mapped[datetime | None]
-    key: Mapped[str | None]  # the public one, which verifies what the island tells devices
+    key: Mapped[str | None]  # public key, which verifies the island's messages to devices
     created_at: Mapped[datetime] = _now()
 
 
 class Enrolment(Base):
-    """A device that an administrator lets in: its heartbeats count if `key` verifies them.
+    """A device that an administrator admits: its heartbeats count if `key` verifies them.
 
-    `key` is the public one of the device's host.  There may be no such device yet, and a device
-    whose enrolment was revoked keeps its row.
+    `key` is the public key of the device's host.  The device may not exist yet, and the row of a
+    device stays after its enrolment was revoked.
     """
 
     __tablename__ = "enrolments"
@@ -226,14 +232,15 @@ class Host(Base):
 
 
 class Device(Base):
-    """`id` is "<host>.<n>", also the name of its Celery queue: "device.<host>.<n>".
+    """A device.  `id` is "<host>.<n>"; the device's Celery queue is called "device.<host>.<n>".
 
-    `incarnation` is the process that last said it is this device, `heard_us` when it sent the
-    newest heartbeat recorded (its own clock), and `lease_until` (database clock) how long it may go
-    on without being heard again.
+    `incarnation` is the process that last reported as this device.  `heard_us` is when that process
+    sent the newest recorded heartbeat, by its own clock.  `lease_until` is how long the device may
+    go on without another heartbeat, by the database's clock.
 
-    `links` is where its worker can be reached by others, as [address, port], and `secret` opens the
-    blocks that it gives them.  No response has either of them, and both are new with each process.
+    `links` is the [address, port] where other workers reach the device's worker.  `secret` gives
+    access to the blocks that the worker serves.  No response of the API contains either of them,
+    and both are new with each process.
     """
 
     __tablename__ = "devices"
@@ -262,7 +269,9 @@ class Device(Base):
 
 
 class Preset(Base):
-    """Parameters configured on a device of `kind` for tasks of `task_type`; "*" is the fallback."""
+    """Parameters configured on a device of `kind` for tasks of `task_type`; "*" is the fallback
+    type.
+    """
 
     __tablename__ = "presets"
     task_type: Mapped[str] = mapped_column(primary_key=True)
@@ -272,15 +281,15 @@ class Preset(Base):
     updated_at: Mapped[datetime] = _now()
 
 
-# --- what ---------------------------------------------------------------------------------------
+# --- work and data ------------------------------------------------------------------------------
 
 
 class Bundle(Base):
-    """Code that a tenant uploaded; the bytes lie in the store under their hash, once for all.
+    """Code that a tenant uploaded; the store has its bytes once, under their hash.
 
-    `entry_points` are the top-level classes and functions found without running the code:
-    {"module:Name": "class" | "function"}, and `signatures` what classes can be made with
-    (`core.signature`), as far as that can be seen.
+    `entry_points` are the top-level classes and functions, found without running the code:
+    {"module:Name": "class" | "function"}.  `signatures` are the arguments with which the classes
+    can be constructed (`core.signature`), as far as the source shows them.
     """
 
     __tablename__ = "bundles"
@@ -295,9 +304,9 @@ class Bundle(Base):
 class Graph(Base):
     """A graph of small functions that a tenant sent; `body` is its JSON as it was sent.
 
-    The bytes whose hash it is (`core.taskgraph.canonical`) lie in the store, for the devices.
-    `took_ms` is how long its nodes took when it last ran on devices of each kind, `made_bytes` how
-    large the blocks were that they made.
+    The hash is that of its canonical bytes (`core.taskgraph.canonical`); these lie in the store,
+    for the devices.  `took_ms` is how long its nodes took in the last run, by kind of device.
+    `made_bytes` is how large the blocks were that the nodes made.
     """
 
     __tablename__ = "graphs"
@@ -311,11 +320,12 @@ class Graph(Base):
 
 
 class Datablock(Base):
-    """One version of a tenant's named data; it never changes, and its number is never given twice.
+    """A version of a tenant's named data; it never changes, and its number is never reused.
 
-    The bytes lie in the store under their hash.  `tensors` are the first of `tensor_count`, as
-    [{"name", "dtype", "shape"}].  A task that published it is named with its output.  What was
-    deleted has no name any more, and `freed_at` says since when nothing needed its bytes.
+    The bytes lie in the store under their hash.  `tensors` has the first of the `tensor_count`
+    tensors, as [{"name", "dtype", "shape"}].  If a task published the datablock, `task_id` and
+    `output` name the task and its output.  A deleted datablock has no name any more; since
+    `freed_at` no task has needed its bytes.
     """
 
     __tablename__ = "datablocks"
@@ -355,7 +365,7 @@ class Datablock(Base):
 
 
 class DatablockUse(Base):
-    """A task takes this version at `port`: its bytes stay until the task has ended."""
+    """A task takes this version at `port`: its bytes are kept until the task has ended."""
 
     __tablename__ = "datablock_uses"
     task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
@@ -364,8 +374,10 @@ class DatablockUse(Base):
 
 
 class DatablockPlace(Base):
-    """A task that takes this version began on this device, or one there published it: so its host
-    had the bytes on its disk then, and may have them still.
+    """A device near which a version's bytes may still lie.
+
+    A task that takes this version started on the device, or a task there published it.  So the
+    device's host had the bytes on its disk at that time.
     """
 
     __tablename__ = "datablock_places"
@@ -375,8 +387,9 @@ class DatablockPlace(Base):
 
 
 class Upload(Base):
-    """A datablock, or a bundle (which has no name), on its way in: so much of it is there as its
-    parts are, one behind the other.
+    """A datablock, or a bundle (which has no name), that is being uploaded.
+
+    The bytes received so far are its parts, one after the other.
     """
 
     __tablename__ = "uploads"
@@ -390,7 +403,7 @@ class Upload(Base):
 
 
 class UploadPart(Base):
-    """Bytes of an upload from `at` on; they lie in the store under `place`."""
+    """Bytes of an upload, from offset `at` on; they lie in the store under `place`."""
 
     __tablename__ = "upload_parts"
     upload_id: Mapped[str] = mapped_column(
@@ -405,7 +418,9 @@ REQUEST_STATES = ("queued", "running", "done", "failed", "cancelled")
 
 
 class Request(Base):
-    """One POST.  `state` sums up its tasks; `app.journal` keeps it."""
+    """The content of a POST.  `state` summarizes the request's tasks; `app.journal`
+    maintains it.
+    """
 
     __tablename__ = "requests"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -427,26 +442,27 @@ class Request(Base):
 
 
 class Task(Base):
-    """What an island schedules.
+    """A task: what an island schedules.
 
-    `epoch` counts launches and fences every write; `event_seq` and `order_seq` are the last event
-    recorded and the last order written in this epoch.  `seat` is the device held or about to be
-    held, the home of an elastic task, and `resized_at` since when that holds as many as it does;
-    `image_on` the device in whose host memory a paused image at `step` lies, and `saved` whether
-    that image is durable too.  `move_to` is the device that it is to be moved to ("*": any other),
-    and `moving` how far that is (`core.migration.Moving`).
+    `epoch` counts launches and fences every write.  `event_seq` and `order_seq` are the last event
+    recorded and the last order written in this epoch.  `seat` is the device that the task holds or
+    is about to hold; for an elastic task, its home device.  `resized_at` is since when an elastic
+    task holds its present number of devices.  `image_on` is the device with the paused image of
+    `step` in its host's memory; `saved` says whether that image is durable too.  `move_to` is the
+    device that the task is to be moved to ("*": any other), and `moving` how far the move is
+    (`core.migration.Moving`).
 
-    `assigned` says why it is on its island (`app.assign`), and `abroad` that tasks of other islands
-    wait for its end.
+    `assigned` says why the task is on its island (`app.assign`).  `abroad` says that tasks of other
+    islands wait for its end.
 
-    `gang_id` names the gang that spans islands which it is, or of which it is a ticket
-    (`app.span`); a ticket keeps its seats for the epoch `good_for` of that.
+    `gang_id` is set for a gang that spans islands and for its tickets (`app.span`): it is the id of
+    the gang.  A ticket keeps its slots for the gang's epoch `good_for`.
 
-    `cost_milli` is what a second in this epoch costs, if it is
-    charged by its memory and not by its device.  `unheard_us` is the part of `total_held_us` in
-    which its device was not heard of and then lost: charged, but not counted for `max_duration_s`.
-    `waited_us` is the sum of all waits that ended;
-    `away` those [from, to] of the last hour after it had started (rule F9), in seconds since 1970.
+    `cost_milli` is what a second of this epoch costs, if the task is charged by its memory and not
+    by its device.  `unheard_us` is the part of `total_held_us` in which its device was not heard
+    from before it was lost: charged, but not counted for `max_duration_s`.  `waited_us` is the sum
+    of all ended waits.  `away` has the waits of the last hour after the task had started (rule F9),
+    as [from, to] in seconds since 1970.
     """
 
     __tablename__ = "tasks"
@@ -469,7 +485,7 @@ class Task(Base):
     across_hosts: Mapped[bool] = mapped_column(server_default=text("false"))
     tier: Mapped[str] = mapped_column(server_default="standard")
     priority: Mapped[int] = mapped_column(server_default="0")
-    # wishes, written by the API
+    # actions that users request, written by the API
     hold: Mapped[str] = mapped_column(server_default="")
     save_asked: Mapped[bool] = mapped_column(server_default=text("false"))
     cancel_asked_at: Mapped[datetime | None]
@@ -590,11 +606,12 @@ class Task(Base):
 
 
 class Need(Base):
-    """`task_id` starts only when `needs_id` is done; `port` takes its `output` ("": `after`).
+    """A dependency: `task_id` starts only when `needs_id` is done.
 
-    It need not wait for that if the output was `given` before: by this transaction it was seen that
-    it is durable, while `needs_id`, a leg of a graph, runs on.  And what may come `late` it waits
-    for on its device, until it has done so for too long.
+    `port` takes the other task's `output`; "" means that the dependency is only an order in time
+    (`after`).  `given` is the transaction that found the output durable while `needs_id`, a task of
+    a graph, still runs; from then on `task_id` need not wait.  If `late`, `task_id` may start
+    without this input and waits for it on its device, up to a time limit.
     """
 
     __tablename__ = "needs"
@@ -608,7 +625,9 @@ class Need(Base):
 
 
 class Line(Base):
-    """How many tasks of a user, alike in what they need, wait on an island; the journal counts."""
+    """The number of a user's tasks with equal needs that wait on an island; `app.journal` counts
+    them.
+    """
 
     __tablename__ = "lines"
     island: Mapped[str] = mapped_column(ForeignKey("islands.name"), primary_key=True)
@@ -621,16 +640,17 @@ class Line(Base):
 
 
 class Placement(Base):
-    """One epoch of one task on one device: the ledger's source, one row a launch.
+    """An epoch of a task on a device: one row for each launch, from which the ledger charges.
 
-    `held_us` is what the device measured from taking the seat to letting go; for `staged_us` of it
-    the job stood still, because its state was copied.  `input_bytes` is what its inputs took, and
-    `fetched_bytes` what of it was read from the store, as no host had it; `ways` says by port how
-    each came (`core.messages.WAYS`).  `leaving` is set when the device was told to let go: from
-    then on the seat may be promised to the next task.
+    `held_us` is how long the task held the slot, measured by the device.  `staged_us` is the part
+    of it in which the job stood still while its state was copied.  `input_bytes` is the size of the
+    inputs; `fetched_bytes` is the part that was read from the store because no host had it.  `ways`
+    says by port how each input came (`core.messages.WAYS`).  `leaving` is set when the device was
+    told to release the slot: from then on the slot may be promised to the next task.
 
-    A `guest` is a row more: a device that an elastic task holds beyond its home (`app.lending`).
-    Who `shares` was launched beside others, to take turns with them (`core.sharing`).
+    A `guest` is an additional row: a device that an elastic task holds beyond its home
+    (`app.lending`).  `shares` says that the task was launched next to other tasks, to take turns
+    with them (`core.sharing`).
     """
 
     __tablename__ = "placements"
@@ -692,7 +712,7 @@ class Placement(Base):
 
 
 class Account(Base):
-    """What a user has used: `faded` is the decayed sum of rule F2, `total_us` never fades."""
+    """The usage of a user: `faded` is the decayed sum of rule F2, `total_us` never decays."""
 
     __tablename__ = "accounts"
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
@@ -703,8 +723,10 @@ class Account(Base):
 
 
 class Lift(Base):
-    """What a tenant (`user_id` "") or a user is taken to have used of a kind on an island while it
-    was away: faded, in micro-device-seconds times thousandths of cost (`app.core.credit`).
+    """The idle-credit floor of a tenant (`user_id` "") or user, by kind and island.
+
+    `faded` is the decayed usage that it is taken to have had while it was away.  The unit is
+    micro-device-seconds times thousandths of cost (`app.core.credit`).
     """
 
     __tablename__ = "lifts"
@@ -718,7 +740,7 @@ class Lift(Base):
 
 
 class LedgerBase(Base):
-    """One row: the half-life and the T0 that every `faded` is relative to (`app.ledger`)."""
+    """A single row: the half-life, and the T0 that every `faded` is relative to (`app.ledger`)."""
 
     __tablename__ = "ledger"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -728,7 +750,9 @@ class LedgerBase(Base):
 
 
 class Usage(Base):
-    """Micro-device-seconds held and charged (held times cost), by the bucket of their booking."""
+    """Micro-device-seconds held and charged (held times cost), by the time bucket of the
+    booking.
+    """
 
     __tablename__ = "usage"
     bucket: Mapped[datetime] = mapped_column(primary_key=True)
@@ -741,7 +765,7 @@ class Usage(Base):
 
 
 class Order(Base):
-    """The outbox: what a device was told, until it shows that it took it in."""
+    """The outbox: an order to a device, until the device shows that it has received it."""
 
     __tablename__ = "orders"
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
@@ -766,8 +790,8 @@ class Order(Base):
 class Checkpoint(Base):
     """A durable image of a task at `step`; `sha256` is the address of its manifest in the store.
 
-    `host` wrote it and signed it with the key whose public part is `key`; the store grew by
-    `new_bytes`.  A task that began from a checkpoint of another one has that one's as its first.
+    `host` wrote it and signed it with the private key that belongs to `key`.  The store grew by
+    `new_bytes`.  A task that began from another task's checkpoint has that checkpoint as its first.
     """
 
     __tablename__ = "checkpoints"
@@ -792,9 +816,10 @@ class Checkpoint(Base):
 
 
 class Cycle(Base):
-    """One round that decided something: what it saw, as far as it mattered (`core.record`).
+    """A round that decided something: what the scheduler saw, as far as it mattered
+    (`core.record`).
 
-    `core.decide.decide(snapshot, now_s=now_s)` gives its decisions again.
+    `core.decide.decide(snapshot, now_s=now_s)` reproduces its decisions.
     """
 
     __tablename__ = "cycles"
@@ -806,7 +831,7 @@ class Cycle(Base):
 
 
 class Decision(Base):
-    """One move of one task, by which rule, and against whom."""
+    """A move of a task, the rule that caused it, and the other task that gains or loses by it."""
 
     __tablename__ = "decisions"
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
@@ -826,9 +851,10 @@ class Decision(Base):
 
 
 class Event(Base):
-    """What happened to a request, in plain words; append only.
+    """A message about a request, in plain words; append only.
 
-    Readers page by (txid, id) below the oldest running transaction, so a late commit is not missed.
+    Readers page by (txid, id) below the oldest running transaction, so that no late commit is
+    missed.
     """
 
     __tablename__ = "events"
@@ -847,14 +873,15 @@ class Event(Base):
     )
 
 
-# --- who is told --------------------------------------------------------------------------------
+# --- webhooks, audit, logs ----------------------------------------------------------------------
 
 
 class Webhook(Base):
-    """An address of a tenant that is told of ends of requests; `events` are the types it wants.
+    """A tenant's address that receives messages about ends of requests; `events` are the types it
+    wants.
 
-    One without `url` stands for the addresses that requests name: a tenant has at most one.  The
-    secrets are kept as they are, since every message is signed with them; `old_secret` signs too
+    A webhook without `url` stands for the addresses that requests name; a tenant has at most one.
+    The secrets are stored unhashed, since every message is signed with them; `old_secret` signs too
     until `old_secret_until`.
     """
 
@@ -886,8 +913,9 @@ DELIVERY_STATES = ("pending", "delivered", "given_up")
 class Delivery(Base):
     """A message to an address; `id` is its `webhook-id`, the same each time it is sent.
 
-    `attempt` counts how often it was taken and fences what is written of it; the tries of this
-    round are those after `round_from`.  Who took it has it until `taken_until`.
+    `attempt` counts how often a sender has taken it, and fences writes about it.  `round_from` is
+    the attempt after which the present round of tries began.  The sender that took it has it until
+    `taken_until`.
     """
 
     __tablename__ = "deliveries"
@@ -927,10 +955,11 @@ AUDITED_ACTIONS = ("made", "changed", "removed", "asked", "read", "refused")
 
 
 class AuditEvent(Base):
-    """What somebody did as an administrator; a trigger refuses every change (`app.audit`).
+    """An action of a person as an administrator; a trigger refuses every change (`app.audit`).
 
-    No foreign keys: it outlives what it names.  `tenant_id` is whose affair it is, null that of
-    the platform.  `before` and `after` are `json`, which Postgres keeps letter by letter.
+    There are no foreign keys, because the row outlives what it names.  `tenant_id` is the tenant
+    that the action concerns; null means the platform.  `before` and `after` are `json`, which
+    Postgres stores letter by letter.
     """
 
     __tablename__ = "audit_events"
@@ -958,7 +987,7 @@ class AuditEvent(Base):
 
 
 class LogLine(Base):
-    """One line that a job printed.  `id` orders the lines of all epochs of a task."""
+    """A line that a job printed.  `id` orders the lines of all epochs of a task."""
 
     __tablename__ = "logs"
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
@@ -975,7 +1004,7 @@ class LogLine(Base):
 
 
 class Metric(Base):
-    """What a job's step returned, sampled at the heartbeats."""
+    """The values that a job's step returned, sampled at the heartbeats."""
 
     __tablename__ = "metrics"
     task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
@@ -985,7 +1014,7 @@ class Metric(Base):
 
 
 class Idempotency(Base):
-    """The answer given to an `Idempotency-Key`, written in the transaction that did the work."""
+    """The response to an `Idempotency-Key`, written in the transaction that did the work."""
 
     __tablename__ = "idempotency"
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)

@@ -1,11 +1,11 @@
-"""Moves under way: what was wished is begun, and goes on from stage to stage.
+"""Moves under way: begin each move that was asked for, and continue it from stage to stage.
 
-Called by the island in its round, before it decides: `advance` looks at every task that is to be
-moved and does what `core.migration` says, in the rows.  To pause and to launch are decisions like
-any others, and `core.decide` makes them when it sees how far a move is.
+The island calls this in its round, before it decides: `advance` looks at every task that is to be
+moved and does what `core.migration` says, in the rows.  Pauses and launches are ordinary decisions;
+`core.decide` makes them when it sees how far a move is.
 
-Nothing here waits, and nothing is remembered but in the rows: whoever leads the island next goes on
-from there.  A move that cannot go on is broken off, and its task stays what and where it is.
+Nothing here waits, and all state is in the rows, so the next leader of the island continues from
+there.  A move that cannot continue is abandoned, and its task keeps its state and its place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICY = migration.Policy()
 
 
 def advance(session: Session, board: Board, *, island: str) -> bool:
-    """Every move of an island goes on as far as it can; False if nothing was written."""
+    """Continue every move of an island as far as it can go; False if nothing was written."""
     wished = select(Task).where(Task.move_to.is_not(None), Task.island == island)
     free = wished.order_by(Task.id).with_for_update(key_share=True, skip_locked=True)
     changed = False
@@ -69,7 +69,9 @@ def _is_open(board: Board, id: str) -> bool:
 
 
 def make_fit(session: Session, board: Board) -> None:
-    """Wish those away who hold a large device, need a small one, and are in somebody's way."""
+    """Ask for moves of tasks that hold a large device, need a small one, and block a
+    waiting task.
+    """
     for id, to in gather.moves(board):
         query = select(Task).where(Task.id == id).with_for_update(key_share=True, skip_locked=True)
         task = session.scalar(query.execution_options(populate_existing=True))
@@ -81,7 +83,9 @@ def make_fit(session: Session, board: Board) -> None:
 
 
 def _asked_lately(board: Board, task: Task) -> bool:
-    """What has just failed is not tried again at once."""
+    """True if a move of the task was asked for within the deadline: a failed move is not tried at
+    once.
+    """
     at = task.move_asked_at
     return at is not None and board.now_s < at.timestamp() + settings().move_deadline_s
 
@@ -90,8 +94,8 @@ def _asked_lately(board: Board, task: Task) -> bool:
 
 
 def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
-    """Keep the wished device for it, if it is free; else wait for it, but not for ever."""
-    if task.moving is not None:  # somebody wishes it elsewhere than it is going
+    """Reserve the target device if it is free; else wait for it until the deadline."""
+    if task.moving is not None:  # the target was changed while the move was under way
         task.moving = None
         return True
     if (because := _why_not(board, task)) is not None:
@@ -114,7 +118,7 @@ def _begin(session: Session, board: Board, task: Task, taken: set[str]) -> bool:
 
 
 def _why_not(board: Board, task: Task) -> str | None:
-    """Why a wish cannot come true, now or later; None if it may."""
+    """Say why the move is impossible, now and later; None if it may be possible."""
     asked_at, to = task.move_asked_at, str(task.move_to)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         return "it holds no device any more"
@@ -133,7 +137,7 @@ def _why_not(board: Board, task: Task) -> str | None:
 
 
 def _free(board: Board, task: Task, taken: Any) -> str | None:
-    """The wished device if it is free and empty; of a wish for any, the best."""
+    """Return the target device if it is free and empty; if any device will do, the best one."""
     pool = board.pools.get(task.kind)
     if pool is None:
         return None

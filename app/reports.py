@@ -1,10 +1,10 @@
-"""What the API and the pages say in numbers: rows become frozen values here, and only here.
+"""The numbers that the API and the pages show: rows become frozen values here, and only here.
 
-So a number on a page is the number in the API.  Nothing here writes or decides.  A `tenant` of None
-asks for all tenants (a platform admin); with a tenant's id nothing of another tenant is told except
-that a device is in use and how much the others hold in all.
+So a number on a page equals the number in the API.  Nothing here writes or decides.  A `tenant` of
+None asks for all tenants (a platform administrator).  With a tenant's id, two facts about other
+tenants are given: that a device is in use, and how much the others hold in all.
 
-Rules F1, F2 and F10 are read from here; the arithmetic is `core.fairshare` and `core.division`.
+Rules F1, F2 and F10 are read from here; the arithmetic is in `core.fairshare` and `core.division`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from app.why import Why
 
 
 def clock(session: Session) -> datetime:
-    """The database's clock: the one by which leases end and usage is booked."""
+    """Return the time of the database, by which leases end and usage is booked."""
     now: datetime = session.execute(select(func.now())).scalar_one()
     return now
 
@@ -66,14 +66,17 @@ def clock(session: Session) -> datetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindShare:
-    """One tenant and one kind of device, those below the tenant included.
+    """The share of one tenant, with those below it, in one kind of device.
 
-    `devices` are up and take work; `by_weight` of them are the tenant's while everybody has work;
-    `fair` is its part now, among those who have work, by guarantee, limit and weight; `held` are
-    under its tasks, `borrowed` of them beyond its guarantee, and `by_memory` of them are charged by
-    the memory that is reserved on them, which is then the dominant resource; `waiting` counts tasks
-    that could start at once.  `idle_us` is what it is taken to have used of that kind while it was
-    away, faded to now: it counts beside `usage_us` for who goes first there, and is never charged.
+    `devices` is the number of devices that are up and take work.  `by_weight` is the tenant's part
+    of them if every tenant had work.  `fair` is its part now, among the tenants that have work, by
+    guarantee, limit and weight.  `held` is the number under its tasks; `borrowed` of them exceed
+    its guarantee.  `by_memory` of them are charged by the memory that is reserved on them, their
+    dominant resource.  `waiting` counts the tasks that could start at once.
+
+    `idle_us` is the tenant's idle credit: usage of that kind that it is taken to have had while it
+    was away, decayed to now.  It adds to `usage_us` when the order of tenants is decided, and is
+    never charged.
     """
 
     kind: str
@@ -91,12 +94,12 @@ class KindShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantShare:
-    """A tenant's share, of it and all below it, summed over kinds and by kind.
+    """The share of a tenant and all tenants below it, summed over kinds and by kind.
 
-    `share` is its part of all weights.  `usage_us` is faded usage now and `total_us` all it was
-    ever charged, in micro-device-seconds times cost; `score` is `usage_us` over `weight`: of those
-    right below one tenant (`parent_id`) the one with the lower score goes first.  `depth` counts
-    the tenants above it that own a share.
+    `share` is its part of all weights.  `usage_us` is its decayed usage now and `total_us` all that
+    it was ever charged, in micro-device-seconds times cost.  `score` is `usage_us` over `weight`:
+    among tenants with the same `parent_id`, the lower score goes first.  `depth` counts the tenants
+    above it that own a share.
     """
 
     id: str
@@ -117,7 +120,7 @@ class TenantShare:
 
 
 def fair_share(session: Session, now: datetime) -> list[TenantShare]:
-    """Every tenant that owns a share, each after the one above it, siblings by name."""
+    """Return every tenant that owns a share, each after its parent, siblings by name."""
     tree, work = _Tree(session), _Work(session)
     capacity, held = _capacity(session, now), work.held
     fair = {kind: _divided(tree, work, kind, devices) for kind, devices in capacity.items()}
@@ -190,7 +193,7 @@ def _tenant_share(
 
 
 def _limit(row: Any, kind: str) -> int | None:
-    """Of one kind; a limit of all kinds together bounds each of them."""
+    """The limit for one kind; a limit on all kinds together bounds each of them."""
     limits = [row.limit[each] for each in (kind, tree.ALL) if each in row.limit]
     return min(limits, default=None)
 
@@ -226,7 +229,9 @@ class _Tree:
             ahead += self.children[id]
 
     def path(self, id: str) -> tuple[str, ...]:
-        """From the top; the root owns no share and stands beside its children."""
+        """The tenant's ids from the top down; the root owns no share and stands beside its
+        children.
+        """
         above = self.rows[id].parent_id
         if above is None or above in self.roots:
             return (id,)
@@ -242,7 +247,9 @@ class _Tree:
         return found
 
     def part(self, id: str) -> Fraction:
-        """Of all weights: its weight among its siblings, of the part of the tenant above it."""
+        """The tenant's part of all weights: its weight among its siblings, times its
+        parent's part.
+        """
         if id not in self._parts:
             row = self.rows[id]
             siblings = self.children[row.parent_id]
@@ -254,9 +261,9 @@ class _Tree:
 
 
 class _Work:
-    """Who has work, counted: of those who wait the journal keeps the counts (`lines`).
+    """The tenants that have work, counted; the journal keeps the counts of waiting tasks (`lines`).
 
-    `wanted` is (tenant, kind) -> user -> (weight, devices that their tasks hold or wait for).
+    `wanted` is (tenant, kind) -> user -> (weight, devices that the user's tasks hold or wait for).
     """
 
     def __init__(self, session: Session) -> None:
@@ -299,7 +306,7 @@ _WORK = text(
 def _divided(
     tenants: _Tree, work: _Work, kind: str, devices: int
 ) -> dict[tuple[str, ...], Fraction]:
-    """The part of each tenant and user that has work, by path."""
+    """Return the part of each tenant and user that has work, by path."""
 
     def branch(id: str) -> Branch | None:
         row = tenants.rows[id]
@@ -323,7 +330,7 @@ def _divided(
 
 
 def within(shares: Sequence[TenantShare], tenant: str) -> list[TenantShare]:
-    """Of these the tenant and all below it."""
+    """Return the shares of the tenant and of all tenants below it."""
     seen: set[str | None] = {tenant}
     found = []
     for share in shares:
@@ -334,7 +341,7 @@ def within(shares: Sequence[TenantShare], tenant: str) -> list[TenantShare]:
 
 
 def others(shares: Iterable[TenantShare], tenant: str) -> TenantShare:
-    """All that is not the tenant's as one, without a name: what one may know of it."""
+    """Sum up all other tenants as one without a name: all that a tenant may know about them."""
     shares = list(shares)
     mine = [share for share in shares if share.id == tenant and share.depth]
     rest = [share for share in shares if not share.depth and share.id != tenant]
@@ -381,7 +388,7 @@ def _sum_kind(kinds: Sequence[KindShare], less: KindShare | None) -> KindShare:
 
 
 def _capacity(session: Session, now: datetime) -> dict[str, int]:
-    """Devices of each kind that take work now; a kind that nobody can use counts 0."""
+    """Return the number of devices that take work now, by kind; 0 if none of a kind can be used."""
     usable = and_(Device.lease_until > now, ~Device.cordoned, ~Host.cordoned)
     query = (
         select(Device.kind, func.count().filter(usable))
@@ -392,9 +399,10 @@ def _capacity(session: Session, now: datetime) -> dict[str, int]:
 
 
 def _holders() -> Select[Placement]:
-    """Who sits on each device: until it has let go, one who was told to leave still does.
+    """Select the placement that holds each device, one for a device.
 
-    Of those who share it, who came first: a device is held once.
+    A task that was told to leave holds its device until it has left.  Among tasks that share a
+    device, the first to come counts.
     """
     return _who_sits().ext(distinct_on(Placement.device_id))
 
@@ -405,7 +413,7 @@ def _who_sits() -> Select[Placement]:
 
 
 def _accounts(session: Session) -> dict[str, tuple[int, int]]:
-    """Tenant -> (faded sum, all it was ever charged in microseconds), of its own users."""
+    """Return by tenant (decayed sum, all it was ever charged in microseconds), of its own users."""
     query = select(Account.tenant_id, func.sum(Account.faded), func.sum(Account.total_us)).group_by(
         Account.tenant_id
     )
@@ -416,7 +424,9 @@ def _accounts(session: Session) -> dict[str, tuple[int, int]]:
 
 
 def _lifts(session: Session) -> dict[tuple[str, str], int]:
-    """(tenant, kind) -> its lift, in thousandths; on several islands the highest."""
+    """Return (tenant, kind) -> its idle-credit floor, in thousandths; the highest one of all
+    islands.
+    """
     query = select(Lift.tenant_id, Lift.kind, func.max(Lift.faded)).where(Lift.user_id == "")
     rows = session.execute(query.group_by(Lift.tenant_id, Lift.kind))
     return {(tenant, kind): int(faded) for tenant, kind, faded in rows}
@@ -431,10 +441,10 @@ def _usage_now_us(faded: int, base: LedgerBase | None, now: datetime) -> int:
 
 
 def verdict(share: TenantShare, shares: Sequence[TenantShare]) -> str:
-    """What the tenant has in use, what is queued and which tenants run first, in short sentences.
+    """Say in short sentences what the tenant uses, what is queued and which tenants run first.
 
-    `shares` are those of all tenants: the scheduler goes by usage for one's weight, not by what is
-    held, so a tenant that holds little may still come after others.
+    `shares` are those of all tenants.  The scheduler compares usage over weight, not what is held,
+    so a tenant that holds little may still come after others.
     """
     devices = sum(kind.devices for kind in share.kinds)
     if not devices:
@@ -458,7 +468,9 @@ _OTHERS_TURN = " Tenants with less recent usage are queued and run next."
 
 
 def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
-    """Who goes first; nothing if kinds of devices differ in that, or nobody is ahead."""
+    """Say which tenants go first; "" if that differs by kind of device, or if no tenant is
+    ahead.
+    """
     rest = list(_rivals(share, shares))
     if share.waiting:
         waited = [kind for kind in share.kinds if kind.waiting and kind.devices]
@@ -476,7 +488,10 @@ def _so(share: TenantShare, shares: Sequence[TenantShare]) -> str:
 def _rivals(
     share: TenantShare, shares: Sequence[TenantShare]
 ) -> Iterator[tuple[float, TenantShare]]:
-    """Whom it is compared with, and its score there: that of the tenant above it on their level."""
+    """Yield the competing tenants, each with the score that it is compared with.
+
+    On each level that is the score of the tenant itself or of its ancestor there.
+    """
     by_id = {each.id: each for each in shares}
     mine: TenantShare | None = share
     while mine is not None:
@@ -487,7 +502,9 @@ def _rivals(
 
 
 def _who_goes_first(kind: KindShare, rest: Sequence[tuple[float, TenantShare]]) -> str:
-    """Rules F3 and F6 for one kind that the tenant waits for, by what the ledger has booked."""
+    """Apply rules F3 and F6 to one kind that the tenant waits for, by what the ledger has
+    booked.
+    """
     rivals = [(mine - other.score, _of_kind(other, kind.kind)) for mine, other in rest]
     waiting = [lead for lead, their in rivals if their.waiting]
     holding = [lead for lead, their in rivals if their.held]
@@ -503,7 +520,7 @@ def _of_kind(share: TenantShare, kind: str) -> KindShare:
 
 
 def verdict_of_all(shares: Sequence[TenantShare]) -> str:
-    """The same for who looks after all tenants."""
+    """Say the same for a platform administrator, about all tenants."""
     kinds = shares[0].kinds if shares else ()
     devices = sum(kind.devices for kind in kinds)
     tops = [share for share in shares if not share.depth]
@@ -514,7 +531,7 @@ def verdict_of_all(shares: Sequence[TenantShare]) -> str:
 
 
 def number(value: float) -> str:
-    """At most two digits behind the point, none where there is nothing to say."""
+    """Format with at most two digits after the point, and without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -527,8 +544,8 @@ def _queued_tasks(waiting: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queued:
-    """A task that waits.  `place` counts all that wait for its kind of device on its island, from
-    1; None while it is blocked.
+    """A task that waits.  `place` is its position, from 1, among all tasks that wait for its kind
+    of device on its island; None while it is blocked.
 
     `since` is when it began to wait: its submission, or when it last left a device.  `starts_at` is
     the middle of the `estimate`; `no_estimate` says why there is none.
@@ -566,9 +583,10 @@ def queue(
     after: str | None = None,
     limit: int = 200,
 ) -> list[Queued]:
-    """Waiting and blocked tasks, oldest first (ids sort by time); `after` is the last one's id.
+    """Return waiting and blocked tasks, oldest first (ids sort by time).
 
-    With `below`, those of the tenants below are there, too.
+    `after` is the id of the last task of the previous page.  With `below`, tasks of the tenants
+    below are included.
     """
     ids = _in_queue(session, tenant, below=below, state=state, kind=kind, after=after, limit=limit)
     query = _with_names(select(Task), None).where(Task.id == func.any(ids)).order_by(Task.id)
@@ -589,9 +607,11 @@ def _in_queue(
     after: str | None,
     limit: int,
 ) -> list[str]:
-    """Ids of one page: tenant by tenant, for all tenants island by island, as an index has them.
+    """Return the ids of a page, queried by tenant, or by island for all tenants, as an index has
+    them.
 
-    Each of them gives at most a page, so that it costs the same however long a queue is.
+    Each of those queries returns at most a page, so the cost does not grow with the length of a
+    queue.
     """
     query = select(Task.id).where(_QUEUED, Task.state.not_in(ENDED))
     if state is not None:
@@ -611,7 +631,7 @@ def _in_queue(
     return sorted(found)[:limit]
 
 
-# As the index ix_tasks_queue says it: it serves no plan in which the states are parameters.
+# Literal, as in the index ix_tasks_queue: Postgres cannot use the index if states are parameters.
 _QUEUED = text("tasks.state in ('blocked', 'waiting')")
 
 
@@ -642,7 +662,7 @@ def _queued(task: Task, request: str, owner: str, user: str, told: Why) -> Queue
 
 
 def _with_names(query: Select[*tuple[Any, ...]], tenant: str | None) -> Select[*tuple[Any, ...]]:
-    """Adds the names of a task's request, tenant and user."""
+    """Add the names of a task's request, tenant and user to the query."""
     query = (
         query.add_columns(Request.name, Tenant.name, User.name)
         .join(Request, Request.id == Task.request_id)
@@ -653,7 +673,11 @@ def _with_names(query: Select[*tuple[Any, ...]], tenant: str | None) -> Select[*
 
 
 def median_wait_s(session: Session, tenant: str | None, *, requests: int = 200) -> float | None:
-    """From submission to first start, of what the newest `requests` have started; None if none."""
+    """Return the median time from submission to first start, in seconds; None if no task has
+    started.
+
+    It covers the tasks of the newest `requests` requests that have started.
+    """
     newest = select(Request.id).order_by(Request.id.desc()).limit(requests)
     if tenant is not None:
         newest = newest.where(Request.tenant_id == tenant)
@@ -670,8 +694,10 @@ def median_wait_s(session: Session, tenant: str | None, *, requests: int = 200) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A task on its `devices`, its home first.  `total_held_us` is its seat time so far, over all
-    its launches; `steps` is its parameter of that name, if it is a number that it can reach."""
+    """A task on its `devices`, its home device first.  `total_held_us` is the time that it has held
+    slots, over all its launches.  `steps` is its parameter of that name, if that is a number that
+    the task can still reach.
+    """
 
     id: str
     request_id: str
@@ -719,21 +745,23 @@ def running(session: Session, tenant: str | None) -> list[Running]:
 
 
 def _steps(task: Task) -> int | None:
-    """How many steps it is to make, as far as its parameter `steps` tells."""
+    """Return the number of steps that the task is to make, if its parameter `steps` says so."""
     steps = task.descriptor.get("params", {}).get("steps")
     return steps if type(steps) is int and steps >= max(task.step, 1) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The newest values of each metric of a task, oldest first, and its steps in a second."""
+    """The newest values of each metric of a task, oldest first, and its number of steps per
+    second.
+    """
 
     rate: float | None
     metrics: dict[str, tuple[float, ...]]
 
 
 def paces(session: Session, tasks: Sequence[str], *, rows: int = 40) -> dict[str, Pace]:
-    """By task, from its last `rows` rows of metrics."""
+    """Return the pace of each task, from its last `rows` rows of metrics."""
     found: dict[str, list[Any]] = defaultdict(list)
     for row in session.execute(_NEWEST_METRICS, {"tasks": list(tasks), "rows": rows}):
         found[row.id].insert(0, row)
@@ -753,7 +781,7 @@ def _pace(rows: Sequence[Any]) -> Pace:
 
 
 def _finite(value: float) -> float:
-    """A number of a tenant's, which may be an int beyond every float: then infinite."""
+    """Convert a tenant's number, which may be an int too large for a float: then infinity."""
     try:
         return float(value)
     except OverflowError:
@@ -772,7 +800,7 @@ _NEWEST_METRICS = text(
 
 
 def _held(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
-    """By task, all devices that it holds."""
+    """Return by task all devices that it holds."""
     lent = lending.guests(session, [task.id for task in tasks if task.resized_at is not None])
     return {
         task.id: (task.seat, *(guest.device_id for guest in lent[task.id])) if task.seat else ()
@@ -782,11 +810,11 @@ def _held(session: Session, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A device and who holds it, with so many `others` that take turns on it.  `state`: up, down or
-    cordoned.
+    """A device and the task that holds it.  `state` is up, down or cordoned.  `others` is the
+    number of further tasks that take turns on it.
 
-    `holder` is None while it is free.  For a tenant, who holds a device of another tenant's is
-    told without a name, and nothing else of it.
+    `holder` is the tenant of that task; None while the device is free.  A tenant that asks sees no
+    name, and no other detail, of another tenant.
     """
 
     id: str
@@ -839,7 +867,7 @@ def _device_view(
     names: Mapping[str, str],
     tasks: Mapping[str, Running],
 ) -> DeviceView:
-    """Of those who share a device one's own is shown."""
+    """Build the view of a device; if tasks share it, the asking tenant's own task is shown."""
     sits = [each for each in placements if not each.leaving]
     mine = [each for each in sits if each.tenant_id == tenant]
     shared = mine if len(sits) > 1 and len(sits) == len(placements) else []
@@ -894,7 +922,7 @@ def usage(
     group_by: Sequence[str],
     interval_s: int,
 ) -> list[UsageRow]:
-    """Usage booked from `since` up to, not including, `until`, summed by `group_by`."""
+    """Return usage booked from `since` up to, not including, `until`, summed by `group_by`."""
     bucket = func.date_bin(
         timedelta(seconds=interval_s), Usage.bucket, datetime(1970, 1, 1, tzinfo=UTC)
     )
@@ -902,7 +930,7 @@ def usage(
     chosen: list[ColumnElement[Any]] = [
         columns[name].label(name) for name in GROUPS if name in group_by
     ]
-    # Two tenants may have one name.
+    # Group by id too, since two tenants may have the same name.
     ids = [Usage.tenant_id] if "tenant" in group_by else []
     query = (
         select(
@@ -926,7 +954,7 @@ def usage(
 
 
 def to_csv(rows: Iterable[UsageRow], group_by: Sequence[str]) -> str:
-    """A line of names, then a line a row; times in ISO 8601."""
+    """Format as CSV: a line of names, then a line for each row; times in ISO 8601."""
     names = [*(name for name in GROUPS if name in group_by), "held_us", "charged_us"]
     out = io.StringIO()
     writer = csv.writer(out)
@@ -942,7 +970,7 @@ def to_csv(rows: Iterable[UsageRow], group_by: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """One event, in the words in which it was told."""
+    """An event, with its message as it was written."""
 
     id: int
     at: datetime
@@ -965,7 +993,9 @@ def events(
     before: int | None = None,
     limit: int = 50,
 ) -> list[Happened]:
-    """The newest first, `without` these types; `before` is the id of the last one seen."""
+    """Return events, newest first, `without` these types; `before` is the id of the last
+    one seen.
+    """
     query = (
         select(Event, Tenant.name, Request.name, Task.name)
         .join(Tenant, Tenant.id == Event.tenant_id)
@@ -1004,7 +1034,10 @@ def events(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """At whose cost, or for whom.  Of another tenant's task only that it is one."""
+    """The other task of a decision: it pays for the move, or the move is made for it.
+
+    If the task is another tenant's, nothing else about it is given.
+    """
 
     tenant: str
     task_id: str | None
@@ -1013,9 +1046,9 @@ class Against:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """One move that an island decided on; `rule` is one of F1-F10, or another named rule.
+    """A move that an island decided on; `rule` is one of F1-F10, or another named rule.
 
-    `because` is for the owner; `cycle` numbers the round in which it was decided.
+    `because` is for the task's owner; `cycle` is the number of the round in which it was decided.
     """
 
     id: int
@@ -1036,9 +1069,10 @@ class Decided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The round of a decision: all that was decided in it, as far as one may see it.
+    """The round of a decision, with all of its decisions that the caller may see.
 
-    `snapshot` is what it looked at, from which it can be made again; None unless one sees all.
+    `snapshot` is what the scheduler saw, from which the decisions can be reproduced; None unless
+    the caller may see all tenants.
     """
 
     decision: Decided
@@ -1055,7 +1089,7 @@ def decisions(
     before: int | None = None,
     limit: int = 50,
 ) -> list[Decided]:
-    """The newest first; `before` is the id of the last one seen."""
+    """Return decisions, newest first; `before` is the id of the last one seen."""
     query = _decisions(tenant, below=below).limit(limit)
     if before is not None:
         query = query.where(Decision.id < before)
@@ -1063,7 +1097,7 @@ def decisions(
 
 
 def decision(session: Session, tenant: str | None, id: int, *, below: bool = False) -> Round | None:
-    """None too for one about another tenant's task."""
+    """Return a decision's round; None if there is none, or if it is about another tenant's task."""
     query = _decisions(tenant, below=below)
     row = session.execute(query.where(Decision.id == id)).first()
     if row is None:
@@ -1164,7 +1198,7 @@ def requests(
     before: str | None = None,
     limit: int = 50,
 ) -> list[RequestLine]:
-    """The newest first (ids sort by time); `before` is the id of the last one seen."""
+    """Return requests, newest first (ids sort by time); `before` is the id of the last one seen."""
     query = select(Request.id).order_by(Request.id.desc()).limit(limit)
     if tenant is not None:
         query = query.where(Request.tenant_id == tenant)
@@ -1176,7 +1210,7 @@ def requests(
 
 
 def request(session: Session, tenant: str | None, id: str) -> RequestLine | None:
-    """None too for a request of another tenant."""
+    """Return the request; None if there is none, or if it is another tenant's."""
     query = select(Request.id).where(Request.id == id)
     if tenant is not None:
         query = query.where(Request.tenant_id == tenant)
@@ -1236,9 +1270,9 @@ def _request_lines(session: Session, ids: Sequence[str]) -> list[RequestLine]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskView:
-    """All that a page tells of one task.  `name` is unique within its request.
+    """All that a page shows about one task.  `name` is unique within its request.
 
-    Of many that wait only the first `EXPLAINED` say why.
+    Of many waiting tasks, only the first `EXPLAINED` have reasons and an estimate.
     """
 
     id: str
@@ -1319,8 +1353,9 @@ def tasks(session: Session, request: str) -> list[TaskView]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stay:
-    """One launch of one task on one device, or a device that it was lent besides (`guest`); `end`
-    is None while it lasts."""
+    """A launch of a task on a device, or an additional device that it was lent (`guest`).  `end` is
+    None while the stay lasts.
+    """
 
     task: str
     epoch: int
@@ -1338,7 +1373,7 @@ class Stay:
 
 
 def stays(session: Session, request: str, *, limit: int = 200) -> list[Stay]:
-    """The last `limit` stays of a request's tasks, oldest first."""
+    """Return the last `limit` stays of a request's tasks, oldest first."""
     query = (
         select(Placement, Task.name)
         .join(Task, Task.id == Placement.task_id)
@@ -1402,7 +1437,7 @@ def checkpoints(session: Session, request: str, *, limit: int = 20) -> list[Kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Said:
-    """One line that a task printed."""
+    """A line that a task printed."""
 
     id: int
     task: str
@@ -1413,7 +1448,7 @@ class Said:
 
 
 def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200) -> list[Said]:
-    """The last lines of all of a request's tasks that hold `grep`, oldest first."""
+    """Return the last lines of all tasks of a request that contain `grep`, oldest first."""
     query = (
         select(LogLine, Task.name)
         .join(Task, Task.id == LogLine.task_id)
@@ -1431,7 +1466,7 @@ def log_tail(session: Session, request: str, *, grep: str = "", limit: int = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One number that a task's steps returned: (step, value) in order of steps."""
+    """A number that a task's steps returned, as (step, value) in order of steps."""
 
     task: str
     name: str
@@ -1439,10 +1474,11 @@ class Curve:
 
 
 def curves(session: Session, request: str, *, points: int = 200) -> list[Curve]:
-    """Each number of each task: every row, or, of more than `points` rows, about `points` of them.
+    """Return each numeric metric of each task: every row, or about `points` of them if there are
+    more.
 
-    Steps are then cut into equal ranges, and of each range the rows with its lowest and its highest
-    value stay, as do the first and the last row.  So each point is a row, and no extreme is lost.
+    Steps are then cut into equal ranges.  The rows with the lowest and the highest value of each
+    range are kept, and the first and the last row.  So each point is a row, and no extreme is lost.
     """
     found: dict[tuple[str, str], set[tuple[int, float]]] = defaultdict(set)
     for row in session.execute(_CURVES, {"request": request, "points": points}):
@@ -1489,9 +1525,9 @@ _CURVES = text(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLine:
-    """A version in a list; `row` is what it is, `holders` how many tasks need it.
+    """A version of a datablock in a list; `holders` is the number of tasks that need it.
 
-    `request_id` is where it was published; None if it was uploaded.
+    `request_id` is the request that published it; None if it was uploaded.
     """
 
     row: Datablock
@@ -1504,7 +1540,9 @@ class BlockLine:
 def datablocks(
     session: Session, tenant: str | None, *, before: str | None = None, limit: int = 50
 ) -> list[BlockLine]:
-    """Versions that have not been deleted, the newest first; `before` is the id of the last one."""
+    """Return versions that are not deleted, newest first; `before` is the id of the last
+    one seen.
+    """
     query = (
         select(Datablock, Tenant.name, User.name, Task.request_id)
         .join(Tenant, Tenant.id == Datablock.tenant_id)

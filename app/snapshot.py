@@ -1,7 +1,7 @@
-"""Rows become values of `core.island`: the only reader for scheduling.
+"""Read rows into values of `core.island`: the only reader for scheduling.
 
-They are read in the island's transaction, after the island's row was locked, so nothing that only
-the island writes can change between looking and writing the plan down.  `load` reads all that is
+Rows are read in the island's transaction, after the island's row was locked.  So nothing that only
+the island writes can change between the read and the write of the plan.  `load` reads all that is
 alive; `app.follow` reads what changed.
 """
 
@@ -44,13 +44,15 @@ _BROKEN = ("failed", "cancelled")
 
 
 def load(session: Session, island: str, *, now_s: float) -> Snapshot:
-    """All that is alive on an island; for tests and what-ifs, since a million may wait."""
+    """Read all that is alive on an island.  For tests and what-ifs only, since a million tasks may
+    wait.
+    """
     rows = session.execute(tasks().where(TaskRow.island == island, TaskRow.state.not_in(ENDED)))
     return _snapshot(session, island, rows.all(), now_s=now_s)
 
 
 def without_line(session: Session, island: str, *, now_s: float) -> Snapshot:
-    """The same, without the tasks that wait or are blocked."""
+    """Read all that is alive, without the tasks that wait or are blocked."""
     on_a_device = tasks().where(TaskRow.island == island, TaskRow.state.in_(ON_A_DEVICE))
     return _snapshot(session, island, session.execute(on_a_device).all(), now_s=now_s)
 
@@ -99,7 +101,9 @@ def lifts(session: Session, island: str) -> tuple[Lift, ...]:
 
 
 def tenants(session: Session) -> dict[str, Tenant]:
-    """The root stands beside its children: it owns no share, but its users may ask for devices."""
+    """Read the tenants.  The root stands beside its children: it owns no share, but its users may
+    ask for devices.
+    """
     rows = session.scalars(select(TenantRow)).all()
     root = {row.id for row in rows if row.parent_id is None}
     return {
@@ -164,16 +168,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-_TASKS = select(*_COLUMNS)  # made once: it is asked in every round
+_TASKS = select(*_COLUMNS)  # built once, because every round uses it
 
 
 def tasks(*more: Any) -> Select[Any]:
-    """What `tasks_of` needs of each task, and `more` columns."""
+    """Select the columns that `tasks_of` needs of each task, and `more` columns."""
     return _TASKS.add_columns(*more)
 
 
 def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dict[str, Task]:
-    """Values of rows of `tasks`, with what blocked ones wait for."""
+    """Turn rows of `tasks` into values, with what blocked tasks wait for."""
     blocked = [row.id for row in rows if row.state == "blocked"]
     waits_for, broken = _needs(session, blocked)
     splicing = _splicing(session, rows)
@@ -195,10 +199,10 @@ def tasks_of(session: Session, rows: Sequence[Row[Any]], *, now_s: float) -> dic
 
 
 def _splicing(session: Session, rows: Sequence[Row[Any]]) -> frozenset[tuple[str, str]]:
-    """(island, kind) of which every device says in its facts that ranks can share it ("splice").
+    """Return each (island, kind) in which every device's facts say that ranks can share it
+    ("splice").
 
-    Here alone it is decided whether tasks are elastic, and may be given more devices than they
-    need.
+    Only this decides whether tasks are elastic, that is, may get more devices than they need.
     """
     if all(row.devices_max <= row.devices_min and row.resized_at is None for row in rows):
         return frozenset()
@@ -223,14 +227,14 @@ def _task(
     resized_s = None if started_s is None else _seconds(row.resized_at)
     accrued_us = held_us = 0
     if started_s is not None:
-        # What it has held since the last heartbeat is charged with the next one.
+        # The next heartbeat charges what the task has held since the last one.
         if not row.shares:
             accrued_us = max(0, int((now_s - started_s) * 1e6) - row.held_us)
         held_us = row.held_us + accrued_us
     if resized_s is not None:
         held_us = min(held_us, max(0, int((now_s - resized_s) * 1e6)))
         accrued_us = min(held_us, accrued_us)
-    lets_go = row.state in LEAVES_A_SEAT  # of all at once
+    lets_go = row.state in LEAVES_A_SEAT  # it releases all its devices at once
     seats = [each.device_id for each in guests if lets_go or not each.leaving]
     leaves = [each.device_id for each in guests if each.device_id not in seats]
     return Task(
@@ -306,7 +310,9 @@ def _conditions(
 def _needs(
     session: Session, blocked: Sequence[str]
 ) -> tuple[Mapping[str, list[str]], Mapping[str, list[str]]]:
-    """For each of these tasks: what it waits for, and what of that will never come."""
+    """Return by task the tasks that it waits for, and those of them that failed or were
+    cancelled.
+    """
     waits_for: dict[str, list[str]] = defaultdict(list)
     broken: dict[str, list[str]] = defaultdict(list)
     if not blocked:

@@ -1,7 +1,7 @@
-"""Rows of gangs that span islands, and of their tickets there; what they mean is `core.span`'s.
+"""Rows of gangs that span islands, and of their tickets; `core.span` defines what they mean.
 
-A gang's `gang_id` is its own id, that of its tickets names it.  All members of a gang are in one
-request, on an island each.
+A gang's `gang_id` is its own id; the `gang_id` of its tickets is the gang's id.  All members of a
+gang are in one request, each on another island.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ def is_ticket(task: Task | Row[Any]) -> bool:
 
 
 def is_of_ticket() -> ColumnElement[bool]:
-    """Whether the seat of a placement is kept for a gang."""
+    """Condition: the placement's slot is kept for a gang."""
     of = (Task.id == Placement.task_id, IS_TICKET)
     return select(Task.id).where(*of).exists()
 
 
 def terms(session: Session, rows: Rows) -> dict[str, Terms]:
-    """Of those of these tasks that are of gangs, as all of each gang are now."""
+    """Return the conditions of those tasks that are members of gangs, from the present state of
+    each gang.
+    """
     return terms_among(of_gangs(session, {row.gang_id for row in rows if row.gang_id}))
 
 
@@ -53,7 +55,7 @@ def of_gangs(session: Session, gangs: Collection[str]) -> Sequence[Row[Any]]:
 
 
 def terms_among(rows: Rows) -> dict[str, Terms]:
-    """All members of each gang are among `rows`."""
+    """Return the conditions of all gangs in `rows`; all members of each gang must be among them."""
     gangs = defaultdict[str, list[Any]](list)
     for row in rows:
         gangs[str(row.gang_id)].append(row)
@@ -78,9 +80,9 @@ def _member(row: Task | Row[Any]) -> Member:
 
 
 def try_again(session: Session) -> set[str]:
-    """Gangs that failed, and may be tried again now: the islands that have to do with them.
+    """Clear the retry time of failed gangs when it has come; return the islands of their members.
 
-    Their tickets do not wait for a time, so that this is written is what they hear of it.
+    Tickets have no retry time of their own: they see the cleared time in the gang's row.
     """
     query = select(Task).where(
         Task.gang_id.is_not(None), Task.retry_at <= func.now(), Task.state.in_(NOT_STARTED)
@@ -93,7 +95,7 @@ def try_again(session: Session) -> set[str]:
 
 
 def kept(session: Session, gang: Task) -> list[Device]:
-    """The devices on which tickets keep seats for it, those of an island beside each other."""
+    """Return the devices on which tickets keep slots for the gang, those of an island together."""
     there = (Task.gang_id == gang.id, Task.id != gang.id, Placement.ended_at.is_(None))
     query = select(Device).join(Placement, Placement.device_id == Device.id)
     query = query.join(Task, Task.id == Placement.task_id).where(*there)
@@ -101,7 +103,7 @@ def kept(session: Session, gang: Task) -> list[Device]:
 
 
 def nudge_others(session: Session, task: Task) -> None:
-    """The islands of its gang's other members are to look again, after the commit."""
+    """Nudge the islands of the gang's other members, after the commit."""
     db.after_commit(session, partial(_nudge, str(task.gang_id), task.island))
 
 
@@ -114,9 +116,11 @@ def _nudge(gang: str, island: str | None) -> None:
 
 
 def issue(session: Session, parts: Mapping[str, Mapping[str, int]]) -> None:
-    """Tickets of gangs, which become gangs that span islands: (gang -> (island -> its seats)).
+    """Create the tickets of gangs, which from then on span islands: (gang -> (island -> its
+    slots)).
 
-    Each gang has been assigned to the last of its islands.  A ticket starts when its gang may.
+    Each gang has been assigned to the last of its islands.  A ticket starts when its gang may
+    start.
     """
     given = [
         {"gang": gang, "island": island, "width": width, "home": island == max(of)}

@@ -1,13 +1,13 @@
-"""Why tasks wait, and until when: worked out when somebody asks (rule F10).
+"""Explain why tasks wait, and until when; computed when a user asks (rule F10).
 
-Nothing of this is written anywhere, since one launch moves a million places.  A small board is made
-of what is on devices and of those who are asked about; who waits beside them is read as counts
-(`lines`) and told by `core.standing`, so an answer costs what the island holds and how many tenants
-it has, not how many tasks wait.
+Nothing of this is stored, since one launch changes the positions of a million tasks.  A small board
+holds what is on devices and the tasks that the user asks about.  All other waiting tasks are read
+as counts (`lines`) and evaluated by `core.standing`.  So the cost of an answer depends on what the
+island holds and on the number of tenants, not on the number of waiting tasks.
 
-Of an engine the counts, the tree and what everybody used are kept for `KEPT_S`, the last two
-followed by transaction ids.  A session on a connection of its own keeps nothing: it may roll back
-all that it sees.  When a task starts is `app.forecast`'s.
+For each engine, the counts, the tree and the usage of all users are cached for `KEPT_S`; changes of
+the tree and of usage are read by transaction ids.  A session on a connection of its own caches
+nothing, since it may roll back all that it sees.  `app.forecast` estimates when a task starts.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ UNITS_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """Why one task waits; all empty if it does not.
+    """Why one task waits; all fields are empty if it does not wait.
 
-    `reasons` have code, message, next_action, unblocked_by and change; `nearest` is of the one to
-    end first.  `place` is among all that wait for its kind on its island, from 1.  `estimate` is
-    None with `no_estimate`, a code and a sentence.
+    `reasons` have code, message, next_action, unblocked_by and change; `nearest` is about the
+    reason that ends first.  `place` is the position, from 1, among all tasks that wait for its kind
+    on its island.  `estimate` is None if `no_estimate` is given, a code and a sentence.
     """
 
     reasons: tuple[JSON, ...] = ()
@@ -63,7 +63,7 @@ class Why:
 
 
 def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
-    """Of each task, by id; one board serves all tasks of an island."""
+    """Return why each task waits, by id; one board serves all tasks of an island."""
     found = {task.id: Why() for task in tasks}
     by_island: dict[str | None, list[TaskRow]] = defaultdict(list)
     for task in tasks:
@@ -81,7 +81,7 @@ def explain(session: Session, tasks: Sequence[TaskRow]) -> dict[str, Why]:
 
 
 def breadth(session: Session, task: TaskRow) -> str:
-    """What an elastic task holds of what it can use, or with whom one shares; "" for any other."""
+    """Say how many devices an elastic task holds, or with how many tasks it shares one; else ""."""
     if task.devices_max == task.devices_min and task.resized_at is None and not task.shares:
         return ""
     rows = session.execute(snapshot.tasks().where(TaskRow.id == task.id)).all()
@@ -90,7 +90,9 @@ def breadth(session: Session, task: TaskRow) -> str:
 
 
 def _beside(session: Session, task: TaskRow) -> int:
-    """So many others are on its device.  Not who: they may be another tenant's."""
+    """The number of other tasks on the task's device.  They are not named, as they may be another
+    tenant's.
+    """
     others = select(func.count()).where(
         Placement.device_id == task.seat,
         Placement.task_id != task.id,
@@ -101,7 +103,7 @@ def _beside(session: Session, task: TaskRow) -> int:
 
 
 def warm(session: Session) -> None:
-    """Read what the first answer about each island would have to read."""
+    """Read what the first answer about each island would otherwise have to read."""
     kept = _kept(session)
     with kept.lock:
         for island in session.scalars(select(Island.name)).all():
@@ -155,14 +157,14 @@ def _nearest(reason: Reason) -> JSON:
 
 @dataclass(slots=True)
 class _InLine:
-    """Who is in line on an island, counted by kind and tenant, those below each included.
+    """The waiting tasks of an island, counted by kind and tenant, with those of all tenants below.
 
-    `parties` are the tenants right below one (None: at the top), as `core.standing` compares them;
-    of those that are `stale` they have to be made anew.  What a turn costs (`units`, by kind) is
-    taken anew only now and then, since with it all of them change.
+    `parties` are the tenants right below a tenant (None: at the top), as `core.standing` compares
+    them; those of `stale` tenants have to be built anew.  `units` is the cost of a turn by kind; it
+    is refreshed only now and then, because all parties change with it.
     """
 
-    since: int = 0  # the oldest transaction that may still bring news
+    since: int = 0  # the oldest transaction with changes that may still be unread
     lines: dict[tuple[str, str, int, int], int] = field(default_factory=dict)
     lifts: dict[str, dict[str, Lift]] = field(default_factory=lambda: defaultdict(dict))
     waiting: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
@@ -206,7 +208,7 @@ class _InLine:
         return 0 if lift is None else lift.faded_us
 
     def take_units_anew(self, half_life_s: float) -> None:
-        """Before a turn costs one in a thousand more than was taken for it."""
+        """Refresh the cost of a turn before it differs by more than one in a thousand."""
         lasts_s = min(UNITS_S, half_life_s / 1000) if half_life_s else UNITS_S
         if time.monotonic() - self.units_s >= max(lasts_s, KEPT_S):
             self.units_s = time.monotonic()
@@ -216,10 +218,12 @@ class _InLine:
 
 @dataclass(slots=True)
 class _Kept:
-    """Of one engine: the tree and who used what, followed; and of each island a picture."""
+    """The cache of an engine: the tree and the usage, kept up to date, and a picture of each
+    island.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    since: int = 0  # the oldest transaction that may still bring news
+    since: int = 0  # the oldest transaction with changes that may still be unread
     tenants: dict[str, Tenant] = field(default_factory=dict)
     booked: dict[str, tuple[str, int]] = field(default_factory=dict)  # user -> (tenant, faded)
     used: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # by subtree
@@ -228,7 +232,9 @@ class _Kept:
     learned: forecast.Learned = field(default_factory=forecast.Learned)
 
     def picture(self, session: Session, island: str, *, know: set[str]) -> _Picture:
-        """One of less than `KEPT_S` ago that knows these tenants, or a new one."""
+        """Return a picture that is less than `KEPT_S` old and knows these tenants, or draw a new
+        one.
+        """
         found = self.pictures.get(island)
         if found is None or found.age_s >= KEPT_S or not know <= self.tenants.keys():
             found = self.pictures[island] = self._draw(session, island)
@@ -236,7 +242,9 @@ class _Kept:
         return found
 
     def _draw(self, session: Session, island: str) -> _Picture:
-        """Tenants are read last, so that all that the rest names are among them."""
+        """Draw a new picture.  Tenants are read last, so that all tenants in the other rows are
+        among them.
+        """
         line = self.in_line.setdefault(island, _InLine())
         horizon = int(session.scalar(_HORIZON) or 0)
         values = {"since": str(self.since), "island": island}
@@ -261,7 +269,7 @@ class _Kept:
         return drawn
 
     def _follow_tenants(self, rows: Sequence[Row[Any]]) -> bool:
-        """True if one has moved: then all sums are other ones."""
+        """Update the tenants.  True if one has moved in the tree: then all sums change."""
         moved = False
         for row in rows:
             parent = None if row.under_root else row.parent_id
@@ -291,7 +299,7 @@ class _Kept:
                 line.stale.add(id)
 
     def path(self, tenant: str | None) -> Iterator[str]:
-        """The tenant and those above it."""
+        """Yield the tenant and the tenants above it."""
         while tenant is not None:
             yield tenant
             tenant = self.tenants[tenant].parent
@@ -313,10 +321,11 @@ def _kept(session: Session) -> _Kept:
 
 
 class _Picture:
-    """An island's board without those who wait, and beside it how many do.
+    """An island's board without the waiting tasks, and the number of waiting tasks beside it.
 
-    The board has the tenants and users of what is on devices, and of who was asked about; and below
-    each tenant one user more, who used what all its others did, so that the sums are right.
+    The board has the tenants and users of the tasks on devices and of the tasks asked about.  Below
+    each tenant it has one more user, which stands for all other users of the tenant and has their
+    usage, so that the sums are right.
     """
 
     def __init__(
@@ -336,7 +345,7 @@ class _Picture:
         line.take_units_anew(self.board.policy.half_life_s)
         if old is not None:
             line.stale |= old.board.tenants.keys()
-        line.stale |= self.board.tenants.keys()  # what runs adds to what they used
+        line.stale |= self.board.tenants.keys()  # running tasks add to their usage
         self._freshen()
 
     @property
@@ -362,7 +371,7 @@ class _Picture:
         return board
 
     def know(self, session: Session, users: set[str]) -> None:
-        """See that the board has these users."""
+        """Add these users to the board if they are missing."""
         missing = users - self.board.users.keys()
         if not missing:
             return
@@ -381,7 +390,9 @@ class _Picture:
         self._balance(above_them)
 
     def _balance(self, tenants: Iterable[str]) -> None:
-        """What of a tenant's usage is no one's on the board is that of all its others."""
+        """Give usage of users that are not on the board to the tenant's user that stands
+        for them.
+        """
         used, board = self.kept.used, self.board
         rest = {id: used[id] for id in tenants}
         for user in board.users.values():
@@ -393,17 +404,17 @@ class _Picture:
         for id, faded in rest.items():
             board.set_user(User(id=_rest(id), tenant=id, faded_us=max(0, faded)))
 
-    # --- who is in line beside whom ---
+    # --- the queue ---
 
     def unit(self, kind: str) -> int:
-        """What one that needs one device is charged for a turn."""
+        """The cost of a turn for a task that needs one device."""
         units = self.line.units
         if kind not in units:
             units[kind] = standing.fee(self.board, kind, 1, 1)
         return units[kind]
 
     def beside(self, session: Session, kind: str, parent: str | None) -> Mapping[str, Party]:
-        """Who has tasks in line, of the tenants and users right below one; None: at the top."""
+        """The parties with waiting tasks right below a tenant; None: at the top."""
         found = self.line.parties.get((kind, parent))
         if found is None:
             made = {id: self._tenant(kind, id) for id in self.line.below[kind, parent]}
@@ -414,7 +425,7 @@ class _Picture:
         return {**found, **self._users_below(session, kind, parent)}
 
     def _freshen(self) -> None:
-        """Make those parties anew that are not as they were."""
+        """Build the stale parties anew."""
         for id in self.line.stale:
             for kind in self.line.waiting:
                 found = self.line.parties.get((kind, self.kept.tenants[id].parent))
@@ -428,7 +439,9 @@ class _Picture:
         self.line.stale.clear()
 
     def _tenant(self, kind: str, id: str) -> Party | None:
-        """None if nobody of it waits, or a limit keeps them all out."""
+        """The party of a tenant; None if none of its tasks waits, or if a limit keeps all of them
+        out.
+        """
         waiting, tenant = self.line.waiting[kind].get(id, 0), self.kept.tenants[id]
         if waiting <= 0:
             return None
@@ -453,7 +466,9 @@ class _Picture:
         return found
 
     def _has_room(self, kind: str, tenant: Tenant) -> bool:
-        """May it hold one device more?  Who may not is not before anybody now (rule F4)."""
+        """True if the tenant may hold one more device.  Without room it is before no other now
+        (rule F4).
+        """
         if tenant.id in self.board.tenants:
             return self.board.tree.branches[self.board.path_of(tenant.id)].room(lane(kind))
         shut = any(tenant.limit.get(each, 1) < 1 for each in (kind, "*"))
@@ -469,7 +484,7 @@ class _Picture:
         waiting: int,
         widths: int,
     ) -> Party:
-        """With what runs, if the board knows it."""
+        """Build a party, including what its tasks hold if it is on the board."""
         above_it = self.board.path_of(parent) if parent in self.board.tenants else ()
         branch = self.board.tree.branches.get((*above_it, id))
         fee = max(1, self.unit(kind) * widths // waiting)
@@ -484,7 +499,7 @@ class _Picture:
 
 
 def _rest(tenant: str) -> str:
-    """The name of the user who stands for all others of a tenant."""
+    """The id of the user that stands for all other users of a tenant."""
     return f"{tenant}/rest"
 
 
@@ -492,7 +507,7 @@ def _rest(tenant: str) -> str:
 
 
 class _Answer:
-    """Why some tasks of one island wait, on its picture."""
+    """Explains why some tasks of one island wait, on its picture."""
 
     def __init__(self, session: Session, picture: _Picture, asked: Sequence[TaskRow]) -> None:
         self.session, self.picture, self.board = session, picture, picture.board
@@ -531,7 +546,7 @@ class _Answer:
         ahead: Ahead,
         crowd: Crowd,
     ) -> Start | Unknown | None:
-        """None if something must happen first that nobody can foretell."""
+        """Forecast the start; None if something unpredictable must happen first."""
         if any(reason.code in says.CLOSED for reason in reasons):
             return None
         return forecast.start(
@@ -546,7 +561,7 @@ class _Answer:
         )
 
     def _ahead(self, task: Task, rank: tuple[int, int, int | None]) -> tuple[Ahead, Crowd]:
-        """Who is before it; and of the parties at the top, how many of each."""
+        """Count the tasks before this one, and how many of them each party at the top has."""
         higher, earlier, highest = rank
         k, users, tenants = higher + earlier, 0, 0
         crowd: Crowd = ([], [])
@@ -563,17 +578,20 @@ class _Answer:
         return ahead, crowd
 
     def _alone(self, task: Task, branch: Branch) -> Party:
-        """Of a branch that is not among those in line: it just came, or a limit keeps it out."""
+        """The party of a branch without counted tasks: it has just arrived, or a limit keeps it
+        out.
+        """
         fee = self.picture.unit(task.kind) * task.width
         usage = self.board.tree.usage(branch) + branch.lifts.get(task.kind, 0)
         borrows = branch.borrows(self.board.lane_in_line(task))
         return Party(branch.name, usage, branch.weight, fee, 1, borrows)
 
     def _ranks(self, tasks: Sequence[Task]) -> dict[str, tuple[int, int, int | None]]:
-        """Of each: own tasks of a higher priority, own that are older, the highest priority.
+        """Return by task: the user's tasks of higher priority, the user's older ones, the highest
+        priority.
 
-        Tasks of one user, kind and priority lie in one row: what stands between two of them is
-        counted, so that each is looked at once however many are asked about.
+        Tasks of one user, kind and priority form a row.  Between two tasks asked about, the tasks
+        are counted, so that each is counted once, however many are asked about.
         """
         rows: dict[Any, list[Task]] = defaultdict(list)
         for task in sorted(tasks, key=lambda task: (task.submitted_s, task.id)):
@@ -613,7 +631,7 @@ _MORE = (
 
 
 def _on_devices(island: str) -> Select[Any]:
-    """By the open placements: of those who wait there may be a million."""
+    """Select by open placements, because a million tasks may wait."""
     return (
         snapshot.tasks(*_MORE)
         .join(Placement, Placement.task_id == TaskRow.id)
@@ -641,7 +659,7 @@ _ACCOUNTS = text(
     "select user_id, tenant_id, faded from accounts where txid >= cast(:since as xid8)"
 )
 
-# Lines have no column that says who wrote them last: the row's own does, for what is not too old.
+# Lines have no `txid` column: the row's `xmin` says what wrote it last, for recent transactions.
 _LINES = text(
     """
     select user_id, kind, memory_bytes, width, tenant_id, waiting from lines
@@ -658,7 +676,7 @@ _LIFTS = text(
 
 _LED = text("select leader_until > now() from islands where name = :island")
 
-# Only those whose image lies in a device's memory can be found among a million who wait.
+# Only tasks with an image on a device have an index that finds them among a million waiting tasks.
 _PAUSED = text(
     """
     select kind, tier, sum(devices_min)::bigint from tasks
@@ -675,9 +693,9 @@ _USERS = text(
     """
 )
 
-# For each kind of task that the user has in line, as the index ix_tasks_line has them.  Those more
-# urgent are counted for the first of a row only, and of those as urgent only what lies between the
-# task and the one before it that is asked about, too: so nothing is counted twice.
+# By each queue line of the user, as the index ix_tasks_line has them.  Tasks of higher priority are
+# counted for the first task of a row only.  Of equal priority, only tasks between the task and the
+# previous task asked about are counted.  So no task is counted twice.
 _RANKS = text(
     """
     select a.id,
