@@ -1,12 +1,12 @@
-"""An island's snapshot, indexed for deciding, and kept up to date change by change.
+"""Index of an island's snapshot for scheduling decisions, updated change by change.
 
-A Board is what `core.decide` works on.  `Board.of(snapshot)` makes one at once; `set_task` and its
-like take in what changed since, in O(log n) each, so that a round of an island costs what moved and
-not what waits.  Both ways lead to the same board, and to the same decisions (tested).
+`core.decide` works on a Board.  `Board.of(snapshot)` builds one from a whole snapshot.  `set_task`
+and the other setters apply one change in O(log n), so a scheduling round costs what changed and not
+what waits.  Both ways lead to the same board and to the same decisions (tested).
 
-What it keeps: the tenant tree with lanes of waiting tasks (`core.fairshare`), the free devices, the
-stays of tasks on devices, and when time alone will change something.  Usage is counted in
-micro-device-seconds times thousandths of cost.
+The board holds the tenant tree with its waiting tasks by `lane` (`core.fairshare`), the free
+devices, the stays of tasks on devices, and the instants at which time alone changes something.
+Usage is counted in micro-device-seconds times thousandths of cost.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from app.core.lifecycle import ENDED, ON_A_DEVICE, State
 HOLDS_A_SEAT = frozenset({State.starting, State.running, State.splicing})
 LEAVES_A_SEAT = frozenset({State.pausing, State.stopping})
 
-MILLI = 1000  # of cost
+MILLI = 1000  # thousandths in a cost of 1
 NEVER = math.inf
 
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """One task on its devices.
+    """One task on the devices that it holds.
 
-    It is charged one turn when it is seated, and from the end of that turn on continuously: then it
-    is `ripe`, and may be asked to give way.  `rate` is what a second costs it, in thousandths.  Its
-    `lane` is what it needs; it may have more devices than that.
+    A stay is charged one full turn when the task is launched, and continuously after that turn.
+    After the turn the stay is `ripe` (preemptible).  `rate` is the cost of one second, in
+    thousandths.  `lane` is what the task needs; the task may hold more devices than that.
     """
 
     task: Task
@@ -49,8 +49,8 @@ class Stay:
     turn_us: int
     ripe: bool = False
     leaving: bool = False
-    expected: tuple[float, str, int] | None = None  # its entry in `Pool.ends`
-    leaves: tuple[str, ...] = ()  # devices that it is about to let go, to be smaller
+    expected: tuple[float, str, int] | None = None  # the entry of this stay in `Pool.ends`
+    leaves: tuple[str, ...] = ()  # devices that the task will release because it shrinks
 
     @property
     def id(self) -> str:
@@ -58,16 +58,17 @@ class Stay:
 
     @property
     def grown(self) -> int:
-        """How many devices it has beyond those that it needs."""
+        """The number of devices that the task holds beyond those that it needs."""
         return len(self.devices) - self.lane.width if self.task.elastic else 0
 
 
 @dataclass(slots=True)
 class Service:
-    """How well served those of a branch are who go next for a kind; `core.credit` looks.
+    """How well the waiting children of a branch are served with one kind of device (`core.credit`).
 
-    `level` is a score and never falls; `weight` is that of all who wanted such devices at the last
-    look, `came` of those who came since.  From `again_s` on it is looked at again.
+    `level` is a score and never falls.  `weight` is the total weight of the children that waited
+    for or held such devices when the level was last measured.  `came` is the total weight of the
+    children that arrived since.  The level is measured again from `again_s` on.
     """
 
     level: int = 0
@@ -78,23 +79,26 @@ class Service:
 
 @dataclass(slots=True)
 class Pool:
-    """The devices of one kind that can be given away now.
+    """The devices of one kind, and those of them that can be assigned now.
 
-    One whose task is on its way out counts, unless another was already sent ahead to it.
-    `ends` are the instants at which stays are expected to end: (when, task, devices).
+    A device whose task is leaving counts as free, unless another task was already launched on it.
+    `ends` lists when stays are expected to end: (time, task, devices).
     """
 
     kind: str
-    open: dict[str, int] = field(default_factory=dict)  # every device that takes work -> memory
-    free: dict[str, bool] = field(default_factory=dict)  # -> is its task still on the way out?
+    # device that accepts work -> memory in bytes
+    open: dict[str, int] = field(default_factory=dict)
+    # free device -> is its last task still leaving?
+    free: dict[str, bool] = field(default_factory=dict)
     heaps: dict[tuple[bool, int], list[str]] = field(default_factory=dict)
-    counts: Counter[int] = field(default_factory=Counter)  # free ones by memory
-    sizes: Counter[int] = field(default_factory=Counter)  # open ones by memory
+    counts: Counter[int] = field(default_factory=Counter)  # memory -> number of free devices
+    sizes: Counter[int] = field(default_factory=Counter)  # memory -> number of open devices
     ends: list[tuple[float, str, int]] = field(default_factory=list)
-    known: int = 0  # devices, open or not
-    hosts: dict[str, str] = field(default_factory=dict)  # of every device
-    grown: int = 0  # devices that tasks hold beyond what they need
-    costs: Counter[int] = field(default_factory=Counter)  # of open devices, in thousandths
+    known: int = 0  # number of devices, open or not
+    hosts: dict[str, str] = field(default_factory=dict)  # device, open or not -> host
+    grown: int = 0  # devices that tasks hold beyond their need
+    # cost in thousandths -> number of open devices
+    costs: Counter[int] = field(default_factory=Counter)
 
     def add(self, id: str, *, leaving: bool) -> None:
         memory = self.open[id]
@@ -108,7 +112,7 @@ class Pool:
             self.counts[self.open[id]] -= 1
 
     def fitting(self, lane: Lane) -> int:
-        """How many free ones have the memory, and lie on the host, if one is said."""
+        """Count the free devices with enough memory, on the host if the lane names one."""
         if lane.host is not None:
             return sum(self.suits(id, lane) for id in self.free)
         if not lane.memory_bytes:
@@ -117,11 +121,11 @@ class Pool:
 
     @property
     def whole(self) -> bool:
-        """Do all its known devices take work?"""
+        """True if every known device accepts work."""
         return len(self.open) == self.known
 
     def size(self, lane: Lane | None = None) -> int:
-        """How many take work, free or not, and have the memory for a lane, on its host."""
+        """Count the devices that accept work, free or not, and suit the lane's memory and host."""
         if lane is not None and lane.host is not None:
             return sum(self.suits(id, lane) for id in self.open)
         if lane is None or not lane.memory_bytes:
@@ -130,26 +134,30 @@ class Pool:
 
     @property
     def all_cost(self) -> int:
-        """What a second of all that take work costs, in thousandths."""
+        """The cost of one second on all devices that accept work, in thousandths."""
         return sum(cost * n for cost, n in self.costs.items())
 
     @property
     def all_memory_bytes(self) -> int:
-        """Of all that take work; 0 if one of them does not tell."""
+        """The memory of all devices that accept work; 0 if one of them doesn't report its
+        memory.
+        """
         if self.sizes[0]:
             return 0
         return sum(memory * n for memory, n in self.sizes.items())
 
     def by_host(self, ids: Iterable[str], memory_bytes: int) -> Counter[str]:
-        """How many of these take work and have so much memory, by host."""
+        """Count by host the given devices that accept work and have at least `memory_bytes`."""
         fits = (id for id in ids if self.open.get(id, -1) >= memory_bytes)
         return Counter(self.hosts[id] for id in fits)
 
     def home(self, width: int, memory_bytes: int, lent: Iterable[tuple[int, Iterable[str]]]) -> str:
-        """The host where so many devices at once are found first: it has enough of them, all free,
-        or most of them free or `lent`, or else most of all; "" if there are none.
+        """Return the host where `width` devices are likely to be free first; "" without devices.
 
-        Of each group of `lent` devices so many may be had.
+        Hosts with enough devices come first.  Among them a host where enough are free is preferred,
+        then the host with the most devices that are free or `lent`, the most free ones, and the
+        most devices.  Each entry of `lent` is (how many can be returned, the devices to choose
+        from).
         """
         size = self.by_host(self.open, memory_bytes)
         free = self.by_host(self.free, memory_bytes)
@@ -169,10 +177,10 @@ class Pool:
         return fits and lane.host in (None, self.hosts[id])
 
     def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
-        """The seats for a task of this lane; empty if there are too few.
+        """Choose the devices for a task of this lane; an empty list if too few are free.
 
-        An empty device before one being vacated; then the one where its image lies; then one that
-        others need not wait for; then the smallest.
+        The order is: a device that is empty before one whose task is still leaving; the device that
+        holds the task's image; a device to which no waiting task is pinned; the smallest memory.
         """
         if lane.pin is not None:
             return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
@@ -186,14 +194,14 @@ class Pool:
         return chosen
 
     def _first_choice(self, id: str, lane: Lane) -> bool:
-        """Is it free, and no other an empty device while it is being vacated?"""
+        """True if the device is free, and it is empty or no other free device is."""
         leaving = self.free.get(id)
         if leaving is None or not self.suits(id, lane):
             return False
         return not leaving or all(self.free.values())
 
     def _in_order(self, lane: Lane, pinned: frozenset[str]) -> Generator[str, None, None]:
-        """Free devices that fit, the best first."""
+        """Yield the free devices that suit the lane, best first."""
         for leaving in (False, True):
             yield from self._free(leaving, lane, lambda id: id not in pinned)
             if pinned:
@@ -202,7 +210,7 @@ class Pool:
     def _free(
         self, leaving: bool, lane: Lane, wanted: Callable[[str], bool]
     ) -> Generator[str, None, None]:
-        """The smallest first, then by name; stale entries are dropped on the way."""
+        """Yield free devices by memory, then by id; stale heap entries are dropped on the way."""
         for memory in sorted(m for gone, m in self.heaps if gone == leaving):
             if memory < lane.memory_bytes:
                 continue
@@ -222,7 +230,7 @@ class Pool:
 
 
 class Board:
-    """What an island looks like now.  `devices` and `tasks` are those that are alive."""
+    """The state of an island now.  `devices` are those that it knows; `tasks` have not ended."""
 
     def __init__(self, policy: Policy, *, now_s: float) -> None:
         self.policy, self.now_s = policy, now_s
@@ -234,55 +242,67 @@ class Board:
         self.tasks: dict[str, Task] = {}
         self.stays: dict[str, Stay] = {}
         self.pools: dict[str, Pool] = {}
-        self.seated: dict[str, str] = {}  # device -> the task that holds it, or was promised it
-        self.leaving: dict[str, str] = {}  # device -> the task on its way out
-        self.beside: dict[str, dict[str, None]] = {}  # device -> who shares it with who holds it
-        self.graphs: dict[str, Stay] = {}  # of these some may share their devices
+        self.seated: dict[str, str] = {}  # device -> the task that holds it or was assigned to it
+        self.leaving: dict[str, str] = {}  # device -> the task that is leaving it
+        self.beside: dict[str, dict[str, None]] = {}  # device -> tasks co-located with the holder
+        self.graphs: dict[str, Stay] = {}  # stays of graphs; some may share their devices
         self.ripe: dict[Branch, dict[str, Stay]] = {}
-        self.settled: dict[Branch, dict[str, Stay]] = {}  # of these, those that had their minute
+        self.settled: dict[Branch, dict[str, Stay]] = {}  # preemptible stays past `fresh_s`
         self.news: set[str] = set()  # tasks to look at in the next cycle
         self.leases_due_s = NEVER
-        self.guarantees = False  # does any branch have one?
+        self.guarantees = False  # does any branch have a guarantee?
         self.heaviest = 1  # the largest weight that any tenant has had
-        self._behind: dict[tuple[str, str], dict[str, None]] = {}  # (kind, tier) -> in line again
-        self._promise_due_s = NEVER  # when the first of these is urgent
-        self.promised: Counter[tuple[Path, str]] = Counter()  # (branch, kind) -> to all below it
-        # Lines of which only the beginning is here, and the last key that is.
+        # (kind, tier) -> waiting tasks that ran before and have a promised share (F9)
+        self._behind: dict[tuple[str, str], dict[str, None]] = {}
+        self._promise_due_s = NEVER  # when the next task of `_behind` becomes urgent
+        # (parent branch, kind) -> devices guaranteed to its children, in total
+        self.promised: Counter[tuple[Path, str]] = Counter()
+        # Queues of which only the beginning is loaded -> the key of the last loaded task.
         self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
-        self.short: set[tuple[Branch, Lane]] = set()  # of these, those that ran out
-        self.elastic: dict[str, Stay] = {}  # those that can use more than they need, and stay
-        self.grown = 0  # devices that they hold beyond what they need
-        # In the last round: those in line for whose sake others were not let, and those who went
-        # first, each with those who made it the first, or kept it from its seat (`core.record`).
+        # queues of `longer` whose loaded tasks are used up
+        self.short: set[tuple[Branch, Lane]] = set()
+        self.elastic: dict[str, Stay] = {}  # elastic stays that are not leaving
+        self.grown = 0  # devices that elastic stays hold beyond their need
+        # Waiting tasks of the last round for which other tasks were held back.
         self.in_the_way: set[str] = set()
+        # Tasks that went first in the last round -> the tasks that made them first or kept them
+        # from a device (`core.record`).
         self.tried: dict[str, tuple[str, ...]] = {}
-        self.goes_on = False  # did a line run out, so that the next round is one with the last?
-        self.astray = False  # may a task be on a device that is lost, or that is not known?
-        self.quiet = (-1, -math.inf)  # while the tree's `moved` is this, nobody gains until then
+        self.goes_on = False  # did a queue run out, so that the next round continues the last?
+        self.astray = False  # may a task be on a device that is lost or unknown?
+        # (`tree.moved`, time): while `moved` is the same, no task gains before that time
+        self.quiet = (-1, -math.inf)
         self.services: dict[tuple[Branch, str], Service] = {}
-        self.lifts: dict[tuple[str, str, str], Lift] = {}  # (tenant, user, kind)
-        self.lifted: dict[tuple[str, str, str], Lift] = {}  # of these, the new ones
-        self.ended: dict[tuple[Branch, str], None] = {}  # whose tasks on devices ended lately
-        # Since the board was known to be written down: who was new in line, and who left it.
+        # (tenant, user, kind) -> idle-credit floor
+        self.lifts: dict[tuple[str, str, str], Lift] = {}
+        # the floors that are new since the last plan
+        self.lifted: dict[tuple[str, str, str], Lift] = {}
+        # branches and kinds whose tasks on devices ended since the last admission
+        self.ended: dict[tuple[Branch, str], None] = {}
+        # Entries that joined or left a queue since the last plan that is known to be committed.
         self.new: dict[tuple[Branch, str], None] = {}
         self.gone: dict[tuple[Branch, str], None] = {}
         self._paths: dict[str, Path] = {}
         self._ripening: list[tuple[float, str, int]] = []
         self._settling: list[tuple[float, str, int]] = []
-        self._siblings: dict[str, dict[str, None]] = {}  # request -> its living tasks
-        self._holding: Counter[str] = Counter()  # request -> how many of them are on devices
+        self._siblings: dict[str, dict[str, None]] = {}  # request -> its tasks that have not ended
+        self._holding: Counter[str] = Counter()  # request -> how many of its tasks are on devices
         self._wake: list[tuple[float, str]] = []
-        self._ripe_tops: dict[str, Counter[Branch]] = {}  # kind -> top -> devices of ripe stays
-        self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}  # at which version
-        self.priorities: Counter[int] = Counter()  # of living tasks
-        self.started: Counter[tuple[str, str]] = Counter()  # (kind, tier) -> devices, F9
+        # kind -> top branch -> devices of preemptible stays
+        self._ripe_tops: dict[str, Counter[Branch]] = {}
+        # kind -> (tree version, result of `ripe_tops`)
+        self._tops: dict[str, tuple[int, list[tuple[int, Branch]]]] = {}
+        self.priorities: Counter[int] = Counter()  # priority -> number of tasks that have not ended
+        # (kind, tier) -> devices needed by tasks that have started once (F9)
+        self.started: Counter[tuple[str, str]] = Counter()
         self._aging: list[tuple[float, str, int]] = []
-        self._due: dict[str, float] = {}  # who is urgent, and since when
-        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
-        self._pinned: dict[str, set[str]] = {}  # device -> who can go on only there
-        self.sought: dict[str, str] = {}  # task -> the host where room is sought for it just now
-        self.kept_for: dict[str, str] = {}  # device -> the task that is being moved there
-        self.landing: dict[str, None] = {}  # of these tasks, those that wait to be launched there
+        self._due: dict[str, float] = {}  # urgent task -> when it became urgent
+        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs whose patience ended
+        self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
+        self.sought: dict[str, str] = {}  # task -> the host on which room for it is tried just now
+        self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
+        # tasks of `kept_for` that wait to be launched on their new device
+        self.landing: dict[str, None] = {}
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, now_s: float) -> Board:
@@ -299,13 +319,13 @@ class Board:
             board.set_device(snapshot.devices[id])
         for id in sorted(snapshot.tasks):
             board.set_task(snapshot.tasks[id])
-        board.tree.came.clear()  # nobody came: they were there
+        board.tree.came.clear()  # these branches did not arrive: they were in the snapshot
         return board
 
     # --- time ---
 
     def at(self, now_s: float) -> None:
-        """Let it be `now_s`: turns end, conditions by time come true."""
+        """Advance the board to `now_s`: turns end and time conditions become true."""
         self.now_s = now_s
         self.tree.at(now_s)
         while self._ripening and self._ripening[0][0] <= now_s:
@@ -324,9 +344,9 @@ class Board:
                 self.set_task(self.tasks[id])
 
     def next_s(self) -> float:
-        """When time alone next changes what is on the board: later than now, NEVER if nothing will.
+        """Return when time alone next changes the board; NEVER if nothing will.
 
-        Before a round has looked at the board (`cycle`), it may be now.
+        The result is later than now, except before a round (`cycle`) has looked at the board.
         """
         at_s = min(self.leases_due_s, self._promise_due_s)
         if self._ripening:
@@ -338,14 +358,14 @@ class Board:
         return min(at_s, self._aging[0][0]) if self._aging else at_s
 
     def written_down(self) -> None:
-        """All that was decided so far is known to be: who was new in line is there now."""
+        """Forget which queue entries were new or gone: all decisions so far are committed."""
         self.new.clear()
         self.gone.clear()
 
     # --- tenants and users ---
 
     def path_of(self, tenant: str) -> Path:
-        """From the top of the tree."""
+        """Return the tenant's path from the top of the tree."""
         if tenant not in self._paths:
             parent = self.tenants[tenant].parent
             above = self.path_of(parent) if parent is not None else ()
@@ -353,7 +373,7 @@ class Board:
         return self._paths[tenant]
 
     def set_tenant(self, tenant: Tenant) -> None:
-        """A new one, or new figures of one that keeps its place in the tree."""
+        """Add a tenant, or change the values of a tenant that keeps its place in the tree."""
         self.tenants[tenant.id] = tenant
         branch = self._plant(tenant)
         self._promise(branch, branch.guarantee, -1)
@@ -386,7 +406,7 @@ class Board:
             self.promised[branch.path[:-1], kind] += sign * devices
 
     def set_user(self, user: User) -> None:
-        """What the ledger has booked; what it has not is added from the user's stays."""
+        """Set a user's usage to what the ledger has booked plus what the user's stays still owe."""
         old = self.users.get(user.id)
         self.users[user.id] = user
         path = (*self.path_of(user.tenant), user.id)
@@ -398,7 +418,7 @@ class Board:
             self._settle(leaf, user)
 
     def set_lift(self, lift: Lift) -> None:
-        """What it counts for from now on; never less than before."""
+        """Set the idle-credit floor of a tenant or user; it never falls."""
         path = self.path_of(lift.tenant)
         branch = self.tree.branches.get((*path, lift.user) if lift.user else path)
         if branch is not None:
@@ -416,12 +436,12 @@ class Board:
     # --- devices ---
 
     def alive(self, id: str | None) -> bool:
-        """Is this a device whose lease has not ended?"""
+        """True if the device is known and up, and its lease has not ended."""
         device = self.devices.get(id or "")
         return device is not None and device.up and device.lease_until_s > self.now_s
 
     def open(self, device: Device) -> bool:
-        """May it be given new work?"""
+        """True if the device may be given new work."""
         return not device.cordoned and self.alive(device.id)
 
     def set_device(self, device: Device) -> None:
@@ -432,14 +452,14 @@ class Board:
             due_s = lasts_s if lasts_s > self.now_s else lasts_s + self.policy.lost_grace_s
             self.leases_due_s = min(self.leases_due_s, due_s)
         elif self.on(device.id):
-            self.astray = True  # the next round looks for the tasks that are lost there
+            self.astray = True  # the next round looks for tasks lost with this device
         if old is not None and old.cordoned != device.cordoned:
             self.news.update(self.on(device.id))
-        self.tree.version += 1  # who found no seat may find one
+        self.tree.version += 1  # a waiting task may find a device now
         self._offer(device, old)
 
     def _offer(self, device: Device, old: Device | None) -> None:
-        """Put it among those that can be given away, or take it out."""
+        """Add the device to those that can be assigned, or remove it."""
         pool = self.pools.setdefault(device.kind, Pool(device.kind))
         pool.known += old is None
         pool.hosts[device.id] = device.host
@@ -460,12 +480,14 @@ class Board:
                 self.set_task(self.tasks[self.kept_for[device.id]])
 
     def _give(self, pool: Pool, id: str) -> None:
-        """Let it be given away, if it is open, nobody's seat, and not kept for one who moves."""
+        """Make a device assignable if it accepts work, is not held, and is not kept for a moving
+        task.
+        """
         if id in pool.open and id not in self.seated and id not in self.kept_for:
             pool.add(id, leaving=id in self.leaving)
 
     def _keep_for(self, task: Task) -> None:
-        """While a task is being moved the device it goes to is given to nobody else."""
+        """Keep the device that a moving task goes to, so that no other task gets it."""
         to = task.moves_to if task.state != State.blocked and task.state not in ENDED else None
         before = next((id for id, who in self.kept_for.items() if who == task.id), None)
         if before is not None and before != to:
@@ -477,26 +499,26 @@ class Board:
             self.pools[self.devices[to].kind].remove(to)
 
     def _lands(self, task: Task) -> bool:
-        """Does it wait for the device that it is being moved to, and for no other?"""
+        """True if the task waits for exactly the device that it is being moved to."""
         to = task.moves_to
         if not task.stops or to is None or self.kept_for.get(to) != task.id:
             return False
         return self.open(self.devices[to])
 
     def on(self, device: str) -> list[str]:
-        """The tasks on a device."""
+        """Return the tasks on a device: holder, co-located tasks, and the task that is leaving."""
         found = (self.seated.get(device), *self.beside.get(device, ()), self.leaving.get(device))
         return [id for id in found if id is not None]
 
     def group(self, device: str) -> list[Stay]:
-        """Who holds a device, and with whom it takes turns."""
+        """Return the stays that hold a device together and take turns on it."""
         holder = self.seated.get(device)
         if holder is None:
             return []
         return [self.stays[id] for id in (holder, *self.beside.get(device, ())) if id in self.stays]
 
     def look_at_leases(self) -> list[str]:
-        """The tasks on devices whose lease has ended for good; free ones are closed."""
+        """Return the tasks on lost devices; close free devices whose lease has ended."""
         lost = [
             stay.id
             for stay in self.stays.values()
@@ -510,14 +532,16 @@ class Board:
         return sorted(lost)
 
     def is_lost(self, id: str) -> bool:
-        """Was it not heard of until its lease ended?"""
+        """True if the device is unknown, or its lease and the grace time after the lease have
+        ended.
+        """
         device = self.devices.get(id)
         return device is None or device.lease_until_s + self.policy.lost_grace_s <= self.now_s
 
     # --- tasks ---
 
     def set_task(self, task: Task) -> None:
-        """A task as it is now, new or changed."""
+        """Add or update a task."""
         id = task.id
         if task.state in ENDED:
             self.drop_task(id)
@@ -546,7 +570,7 @@ class Board:
             self.landing[id] = None
 
     def drop_task(self, id: str) -> None:
-        """It ended, or is another island's."""
+        """Remove a task that ended or belongs to another island now."""
         gone = self.tasks.pop(id, None)
         self._count(gone, -1)
         self.landing.pop(id, None)
@@ -574,10 +598,11 @@ class Board:
             self.started[task.kind, task.tier] += change * task.width
 
     def pin(self, task: Task) -> str | None:
-        """The only device that a task can go on from; None if any will do.
+        """Return the only device that the task can resume on; None if any device will do.
 
-        If that device is lost meanwhile the task goes on from its last checkpoint, anywhere.  One
-        that would begin again elsewhere stays even with a checkpoint, unless its device is drained.
+        If that device is lost, the task resumes from its last checkpoint on any device.  A task
+        that would restart from the beginning elsewhere stays pinned even with a checkpoint, unless
+        its device is drained.
         """
         on = task.image_on
         if on is None or not self.alive(on):
@@ -586,15 +611,16 @@ class Board:
         return on if stays or not task.saved else None
 
     def lane_in_line(self, task: Task) -> Lane:
-        """The one that it waits in, whichever host it finds its devices on."""
+        """Return the lane in which the task waits, before a host is chosen for it."""
         host, fresh = "" if task.one_host else None, self.is_fresh(task)
         return lane(task.kind, task.width, task.memory_bytes, self.pin(task), host, fresh)
 
     def is_fresh(self, task: Task) -> bool:
-        """Rule F8: has it held devices for less than a minute (and a slice)?
+        """Rule F8: True if the task has held devices for less than a minute (and a slice).
 
-        It is not fresh while another task of its request is on a device: of many tasks alike one
-        after the other is done.  Nor is a part of a gang that spans islands, which has tickets.
+        A task is not fresh while another task of its request is on a device, so that many equal
+        tasks finish one after the other.  A task of a multi-island gang is never fresh: its tickets
+        decide.
         """
         if not self.policy.turns or task.gang:
             return False
@@ -603,7 +629,9 @@ class Board:
         return self._holding[task.request] <= (task.id in self.stays)
 
     def _count_holding(self, request: str, change: int) -> None:
-        """Its other tasks are fresh no longer, or again: they stand in another line."""
+        """Count the request's tasks on devices; requeue its other tasks, which may change in
+        freshness.
+        """
         before = self._holding[request]
         self._holding[request] += change
         if not self._holding[request]:
@@ -615,14 +643,14 @@ class Board:
                 self._line_up(self.tasks[id], returns=True)
 
     def lane(self, task: Task) -> Lane:
-        """What will do for it, as things are now."""
+        """Return what the task needs, with the host that is chosen as things are now."""
         here = self.lane_in_line(task)
         if task.id in self.sought:
             return on_host(here, self.sought[task.id])
         return self.bound(here)
 
     def others(self, task: Task) -> list[str]:
-        """The hosts with enough devices for who stays on one, but the one that it finds first."""
+        """Return the hosts with enough devices for a one-host task, except the one `lane` chose."""
         pool = self.pools.get(task.kind)
         if pool is None or not task.one_host:
             return []
@@ -630,15 +658,17 @@ class Board:
         return sorted(host for host, n in size.items() if n >= task.width and host != first)
 
     def bound(self, here: Lane) -> Lane:
-        """A lane of the line, with the host where its devices are found first, if that is one."""
+        """Add to a one-host lane the host where its devices are likely to be free first."""
         pool = self.pools.get(here.kind)
         if here.host is None or pool is None:
             return here
         return on_host(here, pool.home(here.width, here.memory_bytes, self._lent()))
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Of each task that holds more than it needs, and more than is guaranteed above it: how
-        many it can give back now, and which.
+        """Return for each task that holds more than it needs: how many devices it can return now,
+        and which.
+
+        Only running tasks count whose branches all hold more than their guarantees.
         """
         stays = [
             stay
@@ -669,12 +699,16 @@ class Board:
             heappush(self._wake, (not_before_s, task.id))
 
     def _is_away(self, task: Task) -> bool:
-        """Is it none of those in line?  Of a gang, its image must be durable first."""
+        """True if the task can't be queued now: it moves, is not loaded yet, or its image isn't
+        durable.
+
+        Only a gang has to wait for a durable image.
+        """
         is_kept = task.width == 1 or self.pin(task) is None
         return not is_kept or self.beyond(task) or self._lands(task)
 
     def beyond(self, task: Task) -> bool:
-        """Would it come after the part of its line that is here?"""
+        """True if the task comes after the loaded part of its queue."""
         if not self.longer:
             return False
         end = self.longer.get((self.leaf(task), alike(task)))
@@ -695,30 +729,38 @@ class Board:
                 self.short.add((leaf, here))
 
     def pinned(self) -> list[str]:
-        """Devices that somebody in line can go on only from."""
+        """Return the devices to which a waiting task is pinned."""
         return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
 
     def looked_at(self, task: Task, *others: Task) -> None:
-        """It went first in this round; for the sake of these, or these kept it from a seat."""
+        """Note that a task went first in this round, and which tasks made it first or kept it
+        waiting.
+        """
         self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
 
     def pinned_to(self, device: str) -> list[str]:
-        """Those in line who can go on only from this device."""
+        """Return the waiting tasks that can resume only on this device."""
         ids = sorted(id for id in self._pinned.get(device, ()) if id in self.tree)
         return [id for id in ids if self.pin(self.tasks[id]) == device]
 
     def rate(self, lane: Lane) -> int:
-        """What a second on the devices of a lane costs, in thousandths; of the costliest kind."""
+        """Return the cost of one second on the lane's devices, in thousandths, at the highest
+        device cost.
+        """
         pool = self.pools.get(lane.kind)
         cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
         return self._dominant(lane, cost * lane.width)
 
     def rate_of(self, task: Task) -> int:
-        """What a second of it costs, on the devices that it holds."""
+        """Return the cost of one second of the task on the devices that it holds, in
+        thousandths.
+        """
         return task.cost or self._cost_of(task.holds)
 
     def cost(self, task: Task, devices: Iterable[str]) -> int:
-        """What a second of it on these devices costs, if it is charged by its memory; else 0."""
+        """Return the cost of one second of the task on these devices if charged by memory; else
+        0.
+        """
         if not task.memory_bytes:
             return 0
         held = tuple(devices)
@@ -746,7 +788,7 @@ class Board:
         if not self.policy.turns and task.width == 1:
             return
         due_s = self.patience_ends_s(task)
-        if due_s <= self.now_s:  # its patience is over: no instant is left to wait for
+        if due_s <= self.now_s:  # the patience is over already, so no timer is needed
             self._due[task.id] = min(due_s, self._due.get(task.id, NEVER))
         elif due_s < NEVER:
             heappush(self._aging, (due_s, task.id, task.epoch))
@@ -754,7 +796,7 @@ class Board:
             self._behind.setdefault((task.kind, task.tier), {})[task.id] = None
 
     def urgent(self) -> list[Task]:
-        """Those in line who must go before all others now, the longest due first."""
+        """Return the waiting tasks that must go before all others now, longest due first."""
         while self._aging and self._aging[0][0] <= self.now_s:
             due_s, id, epoch = heappop(self._aging)
             task = self.tasks.get(id)
@@ -766,9 +808,10 @@ class Board:
         return [self.tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
 
     def _promises_due(self) -> dict[str, float]:
-        """Rule F9: who must go before others, and since when, if its promise can be kept.
+        """Rule F9: return the tasks that must go first by their tier's promise, with the time since
+        when.
 
-        They are fewer than the devices: so many as are away while all their promises fit.
+        Only tiers whose promises can all be kept count, so the tasks are fewer than the devices.
         """
         self._promise_due_s, found = NEVER, {}
         for (kind, tier), ids in self._behind.items():
@@ -783,7 +826,9 @@ class Board:
         return found
 
     def honoured(self, kind: str) -> tuple[str, ...]:
-        """Rule F9: the tiers whose promises fit into the devices; the lowest are shed first."""
+        """Rule F9: return the tiers whose promises fit the devices; the lowest tiers are shed
+        first.
+        """
         share, pool = self.policy.tier_share, self.pools.get(kind)
         left = float(pool.size()) if pool is not None else 0.0
         kept = []
@@ -795,16 +840,20 @@ class Board:
         return tuple(kept)
 
     def lead_s(self, task: Task) -> float:
-        """Rule F9: a turn and a switch pass before who is urgent is seated."""
+        """Rule F9: return the time that a turn and a switch may take before an urgent task is
+        seated.
+        """
         burst_s, _ = self._bucket(task)
         return min(self.policy.slice_max_s, burst_s / 4)
 
     def _bucket(self, task: Task) -> tuple[float, float]:
-        """Rule F9: (how long it may be away at once, and beyond that of every second).
+        """Rule F9: return (how long a task may wait at once in s, what it may wait beyond per
+        second).
 
-        Both together make up what it may be away in a window.  Where no more tasks are promised a
-        part than there are devices, all of that may be at once.  Where more are, a part p of it is
-        needed for their own turns: if all used it up at once for others, they could not be helped.
+        Both together are the waiting time that a window allows.  If there are at least as many
+        devices as tasks with a promise, a task may use all of it at once.  If there are fewer
+        devices, the tasks need a part p of it for taking turns among themselves: if all had already
+        waited that long for other tasks, their promises could not be kept.
         """
         share, window_s = self.policy.tier_share.get(task.tier, 0.0), self.policy.tier_window_s
         pool, may_s = self.pools.get(task.kind), (1.0 - share) * window_s
@@ -818,10 +867,10 @@ class Board:
         return burst_s, (may_s - burst_s) / window_s
 
     def patience_s(self, task: Task) -> float:
-        """Rule F7: how long a gang waits in all before it goes before all others.
+        """Rule F7: return how long a gang waits in total before it goes before all others, in s.
 
-        The narrower the longer: few devices come free together often, many hardly ever.  One device
-        is no gang, and needs no patience.
+        Narrower gangs wait longer, because a few devices often become free together.  A task with
+        one device is no gang and has no patience: NEVER.
         """
         pool = self.pools.get(task.kind)
         if task.width == 1 or pool is None:
@@ -835,14 +884,16 @@ class Board:
         return since_s + max(0.0, self.patience_s(task) - waited_s)
 
     def protected(self, task: Task) -> bool:
-        """Rule F7: a wide gang that waited so long once is not asked to give way any more."""
+        """Rule F7: True if a wide gang has waited out its patience once and is no longer
+        preempted.
+        """
         return self._ages(task) and task.waited_s >= self.patience_s(task)
 
     def _ages(self, task: Task) -> bool:
-        """Are its waits added up?  Else it gets a turn, and its patience begins anew.
+        """True if the gang's waits are added up; if not, its patience begins anew after each turn.
 
-        So it is with narrow gangs, of which there may be many, and with one that alone is more than
-        such gangs may hold.
+        Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
+        exceeds the share of devices that such gangs may hold.
         """
         return self.patience_s(task) <= self.policy.patience_s and not self._too_wide(task)
 
@@ -851,14 +902,18 @@ class Board:
         return pool is not None and task.width > self.policy.aged_share * pool.size()
 
     def may_age(self, task: Task) -> bool:
-        """Rule F7: is what gangs hold that lost patience still within its share with this one?"""
+        """Rule F7: True if gangs whose patience ended stay within their share of devices with this
+        task.
+        """
         pool = self.pools.get(task.kind)
         if pool is None or not self._ages(task):
             return pool is not None
         return self.aged[task.kind] + task.width <= self.policy.aged_share * pool.size()
 
     def slack_s(self, task: Task, *, at_s: float | None = None) -> float:
-        """Rule F9: how much longer it may be away at once and still hold its share everywhere."""
+        """Rule F9: return how much longer the task may wait at once and keep its share in every
+        window.
+        """
         at_s = self.now_s if at_s is None else at_s
         burst_s, rate = self._bucket(task)
         waits = not task.seats and task.waiting_since_s is not None
@@ -873,7 +928,7 @@ class Board:
         return burst_s - used_s
 
     def slack_ends_s(self, task: Task) -> float:
-        """Rule F9: when one who waits must go before others, early enough to be seated in time."""
+        """Rule F9: return when a waiting task must go first, early enough to be seated in time."""
         if task.epoch == 0 or not self.policy.tier_share.get(task.tier):
             return NEVER
         since_s = self.now_s if task.waiting_since_s is None else task.waiting_since_s
@@ -889,11 +944,11 @@ class Board:
             stay = self._seat(task)
         self._measure_turn(stay, task)
         if task.graph:
-            self.tree.version += 1  # others may join it now
+            self.tree.version += 1  # other graphs may join it now
         if task.width_max:
-            self.tree.version += 1  # it may be one that can be resized now
+            self.tree.version += 1  # the task may have become resizable
             if task.elastic and stay.id not in self.elastic and not stay.leaving:
-                self._count_grown(stay)  # it was told that it may hold more
+                self._count_grown(stay)  # the task was told that it may hold more
             if stay.expected is not None:
                 self._expect(stay)
         if task.state in LEAVES_A_SEAT and not stay.leaving:
@@ -905,7 +960,9 @@ class Board:
                 heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
 
     def _measure_turn(self, stay: Stay, task: Task) -> None:
-        """What switching cost is known once it runs; until then the turn is as long as the last."""
+        """Adjust the turn's length once the cost of switching is known; before, the last cost is
+        used.
+        """
         turn_us = slice_us(self.policy, task)
         if stay.ripe or stay.leaving or turn_us == stay.turn_us:
             stay.task = task
@@ -915,9 +972,10 @@ class Board:
         self.tree.charge(stay.leaf, self.tree.faded(self._owes(stay) - owed))
 
     def _seat(self, task: Task) -> Stay:
-        """Rule F1: it holds its devices, and is charged a full turn at once."""
+        """Rule F1: let a task hold its devices and charge it a full turn at once."""
         leaf, here = self.leaf(task), both_of(self.lane_in_line(task))[1]
-        rate = 0 if task.shares else self.rate_of(task)  # its device says what it holds of the time
+        # a shared device reports what the task used
+        rate = 0 if task.shares else self.rate_of(task)
         stay = Stay(task, leaf, here, task.seats, rate, slice_us(self.policy, task))
         self.stays[task.id] = stay
         self._count_holding(task.request, 1)
@@ -932,7 +990,7 @@ class Board:
             if task.shares and self.seated.get(id) is not None:
                 self.beside.setdefault(id, {})[task.id] = None
             elif task.state in HOLDS_A_SEAT or id not in self.seated:
-                self.seated[id] = task.id  # until it is seen to leave
+                self.seated[id] = task.id  # until the task is seen to leave
                 pool.remove(id)
         self.tree.hold(leaf, here)
         if self.protected(task):
@@ -942,7 +1000,7 @@ class Board:
         return stay
 
     def _resize(self, stay: Stay, task: Task) -> None:
-        """It takes more devices, or lets go of some, and is charged for what it holds then."""
+        """Apply a change of the task's devices and charge for the new set from now on."""
         had, rate, was_ripe, pool = {*stay.task.holds}, stay.rate, stay.ripe, self.pools[task.kind]
         self._unripe(stay)
         self._count_grown(stay, -1)
@@ -966,7 +1024,9 @@ class Board:
             self.tree.accrue(stay.leaf, stay.rate - rate)
 
     def _give_back(self, stay: Stay, devices: tuple[str, ...]) -> None:
-        """It is about to let go of these: others may be sent ahead to them."""
+        """Offer devices that the task is about to release, so that others can be launched on
+        them.
+        """
         stay.leaves = devices
         for id in devices:
             if self.seated.get(id) == stay.id:
@@ -978,7 +1038,7 @@ class Board:
         if sign > 0:
             self.elastic[stay.id] = stay
         elif self.elastic.pop(stay.id, None) is None:
-            return  # it is on its way out: what it holds counts no more
+            return  # the task is leaving: its extra devices no longer count
         if stay.grown:
             self.grown += sign * stay.grown
             self.pools[stay.lane.kind].grown += sign * stay.grown
@@ -986,7 +1046,7 @@ class Board:
         self.tree.version += 1
 
     def _leave(self, stay: Stay) -> None:
-        """It was told to let go: others may be sent ahead to its devices."""
+        """Mark a stay as leaving, so that other tasks can be launched on its devices."""
         if not stay.ripe:
             self._true_up(stay)
             self.tree.accrue(stay.leaf, stay.rate)
@@ -1003,7 +1063,7 @@ class Board:
             self._give(pool, id)
 
     def _leave_seat(self, device: str, stay: Stay) -> None:
-        """One of those who share it with whoever held it holds it now."""
+        """Release a device; the next of the co-located tasks becomes its holder."""
         others = self.beside.get(device)
         if others is not None:
             others.pop(stay.id, None)
@@ -1016,7 +1076,7 @@ class Board:
             del self.beside[device]
 
     def _let_go(self, stay: Stay) -> None:
-        """Its devices are free of it."""
+        """Remove a stay: the task has left its devices."""
         del self.stays[stay.id]
         self._count_holding(stay.task.request, -1)
         self.graphs.pop(stay.id, None)
@@ -1041,7 +1101,7 @@ class Board:
             self._give(pool, id)
 
     def _ripen(self, stay: Stay, *, late: bool) -> None:
-        """Its turn is over: it is charged continuously from there, and may be asked to give way."""
+        """End a stay's turn: the stay is preemptible now and charged continuously."""
         if stay.ripe or stay.leaving:
             return
         self._set_ripe(stay)
@@ -1059,10 +1119,12 @@ class Board:
 
     def _set_settled(self, stay: Stay) -> None:
         self.settled.setdefault(stay.leaf, {})[stay.id] = stay
-        self.tree.version += 1  # one of its own may take its place now
+        self.tree.version += 1  # a task of the same user may replace it now
 
     def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
-        """The branches at the top below which stays of a kind are ripe, the best served first."""
+        """Return the top branches with preemptible stays of a kind, best served first, with
+        scores.
+        """
         tree = self.tree
         known = self._tops.get(kind)
         if known is None or known[0] != tree.version:
@@ -1072,7 +1134,7 @@ class Board:
         return known[1]
 
     def better_served(self, kind: str, score: int, top: Branch) -> int:
-        """How many devices ripe stays hold beside a branch at the top, and above a score."""
+        """Count the devices of preemptible stays in other top branches that score above `score`."""
         counts = self._ripe_tops[kind]
         return sum(
             counts[other]
@@ -1081,7 +1143,9 @@ class Board:
         )
 
     def best_served(self, kind: str, top: Branch) -> int | None:
-        """The highest score beside a branch at the top, where stays are ripe; None without any."""
+        """Return the highest score of another top branch with preemptible stays; None without
+        any.
+        """
         for score, other in self.ripe_tops(kind):
             if other is not top:
                 return score
@@ -1104,12 +1168,12 @@ class Board:
             self._tops.pop(stay.lane.kind, None)
 
     def _true_up(self, stay: Stay) -> None:
-        """It leaves before its turn is over: what it did not hold is given back."""
+        """Give back the part of a turn that a stay does not use because it ends early."""
         unused_us = self._owes(stay) - stay.rate * self.unbooked_us(stay.task)
         self.tree.charge(stay.leaf, -self.tree.faded(max(0, unused_us)))
 
     def unbooked_us(self, task: Task) -> int:
-        """What it has held in this epoch and the ledger has not booked."""
+        """Return what the task has held in this epoch and the ledger has not booked, in µs."""
         if task.started_s is None or task.shares:
             return 0
         since_s = task.started_s if task.resized_s is None else task.resized_s
@@ -1117,9 +1181,12 @@ class Board:
         return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
 
     def _owes(self, stay: Stay) -> int:
-        """In micro-device-seconds times thousandths of cost; a full turn at least."""
+        """Return what a stay owes, at least a full turn, in µs of a device times thousandths of
+        cost.
+        """
         unbooked_us = self.unbooked_us(stay.task)
-        if not stay.leaving and stay.task.resized_s is None:  # its turn was over before that
+        # a resized task had its turn before it was resized
+        if not stay.leaving and stay.task.resized_s is None:
             booked_us = stay.task.held_us - stay.task.accrued_us
             unbooked_us = max(unbooked_us, stay.turn_us - booked_us)
         return unbooked_us * stay.rate
@@ -1128,7 +1195,7 @@ class Board:
         return self.end_s(stay), stay.id, len(stay.devices) - stay.grown
 
     def end_s(self, stay: Stay) -> float:
-        """When it is expected to end; NEVER if nobody knows."""
+        """Return when the stay is expected to end; NEVER if unknown."""
         task = stay.task
         since_s = task.launched_s if task.started_s is None else task.started_s
         return since_s + (NEVER if task.expected_s is None else task.expected_s)
@@ -1146,17 +1213,18 @@ class Board:
             stay.expected = None
 
 
-AWAY_PARTS = 64  # a window is remembered in so many parts
-LEAST_BURST = 1 / 16  # of what a task may be away in a window, for turns to end in
+AWAY_PARTS = 64  # the number of parts in which a window is remembered
+# of the waiting time that a window allows: the least at once, so that turns can end
+LEAST_BURST = 1 / 16
 
 
 def been_away(
     away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
 ) -> tuple[tuple[float, float], ...]:
-    """`Task.away` with one time more, without what no window reaches any more (rule F9).
+    """Return `Task.away` with one more interval, without those that left the window (rule F9).
 
-    Times that end in the same part of a window become one at the end of both, and so are remembered
-    a part too long at most, never too short.
+    Intervals that end in the same part of a window are merged at the end of both.  The remembered
+    time is therefore never too short, and at most one part too long.
     """
     lasting = [(a, b) for a, b in away if b > to_s - window_s]
     part_s = window_s / AWAY_PARTS
@@ -1167,12 +1235,12 @@ def been_away(
 
 
 def alike(task: Task) -> Lane:
-    """The lane of its line: as if any device with enough memory would do."""
+    """Return the task's lane without pin, host and freshness."""
     return lane(task.kind, task.width, task.memory_bytes)
 
 
 def _is_lent(stay: Stay) -> bool:
-    """Is no branch within its guarantee with what it holds?"""
+    """True if the stay's branches all hold more than their guarantee."""
     branch, kind = stay.leaf, stay.lane.kind
     while branch.parent is not None:
         holds = branch.held[kind] + branch.grown.get(kind, 0)
@@ -1183,7 +1251,7 @@ def _is_lent(stay: Stay) -> bool:
 
 
 def place_in_line(task: Task) -> tuple[int, float, str]:
-    """Who of one user's tasks goes before whom (rule F3); lower goes first."""
+    """Sort key of one user's tasks (rule F3); lower goes first."""
     return -task.priority, task.submitted_s, task.id
 
 
@@ -1197,7 +1265,7 @@ def _same_stay(stay: Stay, task: Task) -> bool:
 
 
 def ripe_s(stay: Stay) -> float:
-    """When its turn is over; who was resized had one, whatever a turn is said to be since."""
+    """Return when the stay's turn is over; a resized task had its turn before it was resized."""
     started_s = stay.task.started_s
     if stay.task.resized_s is not None:
         return stay.task.resized_s
@@ -1205,12 +1273,12 @@ def ripe_s(stay: Stay) -> float:
 
 
 def fresh_us(policy: Policy, task: Task) -> int:
-    """Rule F8: so long a task goes before its own user's others, as urgent, that had more."""
+    """Rule F8: how long a task goes before its user's other tasks of equal urgency, in µs."""
     return max(int(1e6 * policy.fresh_s), slice_us(policy, task))
 
 
 def settled_s(policy: Policy, stay: Stay) -> float:
-    """When it has held its devices for so long at once, and gives way to its own user's others."""
+    """Return when the stay has held its devices long enough to yield to its own user's tasks."""
     started_s = stay.task.started_s
     if started_s is None:
         return NEVER
@@ -1229,10 +1297,10 @@ def _conditional(task: Task) -> bool:
 
 
 def slice_us(policy: Policy, *tasks: Task) -> int:
-    """Rule F8: a turn is so long that taking turns costs no more than its share of the time.
+    """Rule F8: return the length of a turn, so that switching costs at most `switch_share` of it.
 
-    That of a ticket is as long as any: its gang cannot begin before others, on other islands, have
-    had theirs.
+    A ticket's turn has the maximum length: its gang can start only after tasks on other islands
+    have had their turns.
     """
     if any(task.ticket for task in tasks):
         return int(1e6 * policy.slice_max_s)

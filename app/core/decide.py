@@ -1,13 +1,14 @@
-"""One round of an island: look at the board, decide on paper, say why.
+"""One scheduling round of an island: look at the board, decide, and say why.
 
 `decide` is pure: the same snapshot at the same instant gives the same plan, in whatever order its
-mappings were filled.  `cycle` is the same round on a board that is kept up to date; what it costs
-depends on what moves, not on what waits.  Steps are numbered and always taken in this order.  Rules
-F1 to F10 are those of docs/fair_share.md; usage and order are `core.fairshare`'s, who gives way is
-`core.reclaim`'s, reasons `core.explain`'s.
+mappings were filled.  `cycle` runs the same round on a board that is kept up to date; its cost
+depends on what changes and not on what waits.  The steps are numbered and always run in this order.
+docs/fair_share.md defines rules F1 to F10.  `core.fairshare` computes usage and order,
+`core.reclaim` chooses victims, `core.explain` gives reasons.
 
-What always holds (and is tested with random islands): nobody is paused by another before one full
-slice; no device stands free while a task that could run there waits, unless it is kept for a gang.
+Two guarantees always hold (tested with random islands).  No task is paused for another task before
+one full slice.  No device stays free while a waiting task could run on it, unless the device is
+kept for a gang.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.span import OVER
 from app.core.units import counted
 
-BACKFILL_DEPTH = 16  # so many are looked at behind a gang for which devices are kept
+BACKFILL_DEPTH = 16  # most tasks considered behind a gang for which devices are kept
 
 Found = tuple[Branch, Lane, Task]
 
 
 def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
-    """What to do now, in order, and why the others wait; its lifts are taken as decided."""
+    """Return what to do now, in order, and why the other tasks wait.
+
+    The idle-credit floors of the snapshot are used as they are.
+    """
     board = Board.of(snapshot, now_s=now_s)
     plan = cycle(board, lift=False)
     reasons = {task.id: explain.start(task, now_s=now_s) for task in _not_started(board)}
@@ -43,49 +47,50 @@ def decide(snapshot: Snapshot, *, now_s: float) -> Plan:
 
 
 def cycle(board: Board, *, lift: bool = True) -> Plan:
-    """One round at the board's instant; the board then is as it was decided."""
+    """Run one round at the board's time; afterwards the board shows the decisions as done."""
     paper = _Paper(board)
     if not board.goes_on:
         board.in_the_way, board.tried = set(), {}
-    # 1. Count the lost: their devices' leases have ended.
+    # 1. Mark tasks as lost whose devices' leases have ended.
     _count_the_lost(paper)
-    # 2. End what was cancelled while it held no device, and what can never start.
-    # 3. Unlock those whose start conditions hold, lock those whose do not.
-    # 4. Obey the wishes for tasks on devices, and empty the devices being drained.
+    # 2. End tasks that were cancelled while they held no device, and tasks that can never start.
+    # 3. Unlock tasks whose start conditions hold; lock tasks whose conditions don't hold.
+    # 4. Carry out requested actions for tasks on devices; empty the devices that are drained.
     _look_at_news(paper)
-    # Let those land who are being moved and can be launched where they go.
+    # Launch moving tasks that can start now on their new devices.
     _land(paper)
-    # Those who may not share a device any more part.
+    # Pause tasks that may no longer share a device.
     _part(paper)
-    # Who came into line begins near the level of the others.
+    # Raise new arrivals to the idle-credit floor.
     if lift:
         credit.welcome(board)
     if _nothing_moved(paper):
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
-    # 5. Seat those who must not wait longer,
+    # 5. Seat the tasks that must not wait longer.
     urgent = _seat_urgent(paper)
-    # then graphs that can take turns with those that run,
+    # Launch graphs that can take turns with running graphs.
     kept = dict(urgent)
     _share(paper, kept)
-    # 6. then who is least served, on free devices or 7. in the place of who had more,
+    # 6. Launch the least served tasks on free devices, or
+    # 7. in the place of tasks that had more.
     _seat(paper, kept)
-    # 8. and let those take turns who share a branch.
+    # 8. Let tasks of one branch take turns.
     _take_turns(paper)
-    # Who gave way left more than was taken: others may have it, or the room within a limit.
+    # Victims released more than was needed: others may use it, or a limit has room again.
     while paper.left_over:
         paper.left_over = False
         _seat(paper, kept)
         _take_turns(paper)
-    # Where all devices are taken now, graphs have others beside them.
+    # All devices that could be taken are taken now: launch graphs beside others.
     _share(paper, kept)
-    # 9. What nobody in line could take is for graphs that share, or is lent to who can use more.
+    # 9. Give what no waiting task could take to sharing graphs or to elastic tasks.
     moves = bool(board.beside) and not board.short and _regroup(paper, kept)
     if moves:
         _share(paper, kept)
     if board.elastic and not board.short and not moves:
         _grow(paper, kept)
     board.goes_on = bool(board.short)
-    seen = not board.short and not board.longer  # is all that waits in line here?
+    seen = not board.short and not board.longer  # are all waiting tasks loaded?
     if seen and not paper.decisions and not kept and not urgent and paper.again_s == NEVER:
         until_s = reclaim.nobody_gains_until_s(board)
         if board.elastic:
@@ -101,9 +106,9 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
 
 
 def _nothing_moved(paper: _Paper) -> bool:
-    """Did only time pass since a round in which nobody could be seated, and too little of it?
+    """True if only time has passed since a round without effect, and not enough to change that.
 
-    Who came meanwhile stands behind those who found no seat.
+    A task that arrived meanwhile is queued behind tasks that found no device.
     """
     board = paper.board
     moved, until_s = board.quiet
@@ -119,14 +124,14 @@ def _taken(lifted: dict[tuple[str, str, str], Lift]) -> tuple[Lift, ...]:
 
 
 class _Paper:
-    """The paper on which one round is worked out."""
+    """The decisions of one round, before they are committed."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self.decisions: list[Decision] = []
-        self.before: dict[str, Task] = {}  # the moved tasks as they were
-        self.again_s = NEVER  # when who could not be seated must be looked at again
-        self.left_over = False  # did victims hold more than who gained took?
+        self.before: dict[str, Task] = {}  # the moved tasks as they were before the round
+        self.again_s = NEVER  # when a task that could not be seated must be looked at again
+        self.left_over = False  # did victims hold more than the launched task took?
 
     def move(
         self,
@@ -141,7 +146,7 @@ class _Paper:
         shares: bool | None = None,
         **after: object,
     ) -> None:
-        """Decide a move and see the task after it; raises IllegalMove for what cannot be."""
+        """Add a decision and apply it to the board; raises IllegalMove if the state forbids it."""
         state = lifecycle.after(task.id, task.state, move)
         self.before.setdefault(task.id, task)
         self.decisions.append(
@@ -200,7 +205,7 @@ def _count_the_lost(paper: _Paper) -> None:
 
 
 def _look_at_news(paper: _Paper) -> None:
-    """Each task that changed, once; a task that was looked at and left is left until it changes."""
+    """Look once at each changed task; it is looked at again only after it changes again."""
     board = paper.board
     news, board.news = sorted(board.news), set()
     for steps in (_end, _unlock_or_lock, _obey):
@@ -242,7 +247,7 @@ def _obey(paper: _Paper, task: Task) -> None:
         held = task.holds
         because = "It was cancelled."
         paper.move(task, Move.Cancel, "cancel", because, devices=held, seats=held, leaves=())
-    elif task.state == State.running:  # else it is paused when it has come so far
+    elif task.state == State.running:  # in any other state, pause the task once it runs
         _obey_while_it_runs(paper, task)
 
 
@@ -269,9 +274,9 @@ def _obey_while_it_runs(paper: _Paper, task: Task) -> None:
 
 
 def _keep_for_its_gang(paper: _Paper, ticket: Task) -> None:
-    """Seats that a ticket keeps are let go when no ranks of its gang are there, and at once.
+    """Release a ticket's devices once its gang has no ranks there.
 
-    Until then its gang is asked for them by its being paused.
+    Until then the gang is asked for the devices by pausing it.
     """
     why = ticket.conditions.terms.lets_go
     nothing: dict[str, Any] = dict(
@@ -304,9 +309,10 @@ def _drain(paper: _Paper, task: Task, drained: list[str]) -> None:
 
 
 def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, because: str) -> bool:
-    """An elastic task goes on with the other devices, if they are enough.
+    """Let an elastic task continue on its other devices; False if they are too few.
 
-    While it is being resized or leaves, its home has more to say first; then it is looked at again.
+    While the task is resized or leaves, its coordinator host has to finish first; the caller then
+    looks at the task again.
     """
     left = tuple(id for id in task.seats if id not in gone)
     homeless = paper.board.policy.homebound and task.seat in gone
@@ -315,13 +321,13 @@ def _goes_on_without(paper: _Paper, task: Task, gone: list[str], rule: str, beca
     if task.state != State.running:
         return True
     if rule == "lease" and paper.board.policy.homebound and not _are_near(paper.board, task, gone):
-        return False  # ranks have died there
+        return False  # ranks have died with the lost devices
     _make_smaller(paper, task, left, rule, f"{because}; it goes on with fewer devices.")
     return True
 
 
 def _are_near(board: Board, task: Task, devices: list[str]) -> bool:
-    """Do they lie on the host of its home, where its ranks are?"""
+    """True if the devices are on the task's coordinator host, where its ranks run."""
     home = board.devices[task.seats[0]].host
     return all(board.devices[id].host == home for id in devices)
 
@@ -348,9 +354,10 @@ def _make_smaller(
 
 
 def _land(paper: _Paper) -> None:
-    """Launch those whose image is durable, or lost with its device, on the devices kept for them.
+    """Launch the moving tasks whose image is durable, or lost with its device, on their new
+    devices.
 
-    They held a device until a moment ago, so they stand in no line; but a limit counts.
+    They held a device until now, so they are not queued; limits still apply.
     """
     board = paper.board
     for id in sorted(board.landing):
@@ -368,9 +375,9 @@ def _land(paper: _Paper) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Rule F7: devices of one kind that would do for the `lane` of a gang are kept for it.
+    """Rule F7: devices of one kind that suit the `lane` of a gang and are kept for the gang.
 
-    It is expected to have enough by `at_s`; `spare` more will be free by then.
+    Enough devices are expected by `at_s`; `spare` more will be free by then.
     """
 
     gang: str
@@ -380,7 +387,9 @@ class _Kept:
 
 
 def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
-    """Rules F7, F9: who waited too long goes before all others; who cannot has devices kept."""
+    """Rules F7, F9: seat the tasks that waited too long; keep devices for those that find too
+    few.
+    """
     board = paper.board
     kept: dict[str, _Kept] = {}
     for task in board.urgent():
@@ -395,14 +404,14 @@ def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
             if keeper.at_s < NEVER:
                 kept[task.kind] = keeper
                 board.in_the_way.add(task.id)
-            else:  # who is protected now will not be for ever
+            else:  # protection of running tasks ends some time
                 later_s = max(slice_us(board.policy, task) / 1e6, reclaim.RESOLUTION_S)
                 paper.again_s = min(paper.again_s, board.now_s + later_s)
     return kept
 
 
 def _urgent_by(board: Board, task: Task) -> str | None:
-    """The rule by which it goes before all others; None if its promise cannot be kept now."""
+    """Return the rule by which a task goes before all others; None if that cannot be kept now."""
     if board.patience_ends_s(task) <= board.now_s and board.may_age(task):
         return "F7"
     promised = board.slack_ends_s(task) <= board.now_s
@@ -410,14 +419,16 @@ def _urgent_by(board: Board, task: Task) -> str | None:
 
 
 def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
-    """When enough devices are expected to be free: by ends, or with `turns` by ends of turns."""
+    """Return when enough devices are expected: at ends of tasks, or with `turns` at ends of
+    turns.
+    """
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.fitting(lane)
     have += sum(offer.suits for offer in elastic.offers(board, task, urgent=turns))
     ends = reclaim.turns_end(board, task) if turns else pool.ends
     for at_s, id, devices in ends:
         if lane.host is not None and not turns:
-            stay = board.stays[id]  # what it holds beyond its need is offered already
+            stay = board.stays[id]  # extra devices are counted above
             devices = max(0, sum(pool.suits(one, lane) for one in stay.devices) - stay.grown)
         have += devices
         if have >= lane.width:
@@ -435,7 +446,7 @@ def _part(paper: _Paper) -> None:
 
 
 def _share(paper: _Paper, kept: dict[str, _Kept]) -> None:
-    """Launch graphs beside those that run; where no more may share, in the place of one of them."""
+    """Launch graphs beside running graphs; on a full device one of those makes room."""
     board = paper.board
     for kind in [here.kind for here in sharing.places(board) if here.kind not in kept]:
         while (join := _who_joins(board, kind)) is not None:
@@ -462,7 +473,7 @@ def _join(paper: _Paper, join: sharing.Join) -> None:
 
 
 def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
-    """Let graphs that share move to other devices; False if none does."""
+    """Pause graphs that share so that they can move to other devices; False if none moves."""
     moves = False
     for here in sharing.places(paper.board):
         found = None if here.kind in kept else regroup.who_moves(here)
@@ -477,7 +488,7 @@ def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
 
 
 def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
-    """Launch who can be, least served first.  Who finds no seat shuts its lane for this round."""
+    """Launch tasks, least served first; a task without a device closes its lane for the round."""
     board, tree = paper.board, paper.board.tree
     open_, aside = _lanes(board, kept), list[Task]()
     while not board.short and (found := tree.first(open_)) is not None:
@@ -503,7 +514,7 @@ def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
 
 
 def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
-    """Those in which somebody could find a seat: a free one, or in the place of who had more."""
+    """Return the lanes in which a task could get a free device or replace a task that had more."""
     lanes, policy = board.tree.lanes, board.policy
     if not policy.turns or policy.backfill == "strict":
         return {lane: None for lane in lanes if not _nothing_free(board, lane)}
@@ -517,12 +528,12 @@ def _lanes(board: Board, kept: dict[str, _Kept]) -> dict[Lane, None]:
 
 
 def _with_twins(lanes: Iterable[Lane]) -> dict[Lane, None]:
-    """Each with the other lane for the same need: a launch may bring its siblings there (F8)."""
+    """Add to each lane its counterpart (fresh or not): a launch may move siblings there (F8)."""
     return {twin: None for lane in lanes for twin in both_of(lane)}
 
 
 def _could_gain(board: Board, lane: Lane) -> bool:
-    """May who goes first in a lane take the place of anybody?"""
+    """True if the first task of a lane may be able to replace another task."""
     found = board.tree.first((lane,))
     if found is None:
         return False
@@ -533,9 +544,9 @@ def _could_gain(board: Board, lane: Lane) -> bool:
 def _find_no_seat(
     board: Board, kept: dict[str, _Kept], open_: dict[Lane, None], task: Task
 ) -> None:
-    """The first of its kind that does not fit decides what the others behind it may do."""
+    """Close the lanes of a kind that must wait behind the first task that does not fit."""
     backfill = board.policy.backfill
-    # Where tasks take turns a gang makes room for itself, at the latest when its patience ends.
+    # With turns a gang makes room for itself, at the latest when its patience ends.
     easy = backfill == "easy" and not board.policy.turns
     if task.width > 1 and easy and task.kind not in kept:
         kept[task.kind] = _keep(board, task, turns=False)
@@ -553,13 +564,13 @@ def _nothing_free(board: Board, lane: Lane) -> bool:
 
 
 def _free(board: Board, lane: Lane) -> int:
-    """So many devices at most would do, with those that others hold beyond their need."""
+    """Count the devices that suit a lane at most, including extra devices of elastic tasks."""
     pool = board.pools.get(lane.kind)
     return 0 if pool is None else pool.fitting(board.bound(lane)) + pool.grown
 
 
 def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
-    """Rule F7, EASY: how many of the devices that would do for the gang it will still hold then."""
+    """Rule F7, EASY: count the devices, suitable for the gang, that the task holds too long."""
     ends_s = NEVER if task.expected_s is None else board.now_s + task.expected_s
     if ends_s <= kept.at_s:
         return 0
@@ -571,7 +582,7 @@ def _takes(board: Board, task: Task, lane: Lane, kept: _Kept) -> int:
 
 
 def _launch_free(paper: _Paper, task: Task, rule: str) -> bool:
-    """Launch it on free devices, or such as others hold beyond their need; False if too few."""
+    """Launch a task on free devices or on extra devices of elastic tasks; False if too few."""
     board = paper.board
     pool = board.pools.get(task.kind)
     if pool is None:
@@ -635,8 +646,9 @@ def _launch(
 
 
 def _make_room(paper: _Paper, task: Task, rule: str, *, within: Branch | None = None) -> bool:
-    """Launch it in the place of those who had more, or borrowed; False if too few give way, on
-    whichever host.
+    """Launch a task in the place of tasks that had more or borrowed; False if too few give way.
+
+    For a one-host task every host with enough devices is tried.
     """
     if _make_room_there(paper, task, rule, within):
         return True
@@ -656,7 +668,7 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
         return False
     if task.graph and rule not in ("F7", "F9") and sharing.has_a_place(board, task):
         return False
-    lane = board.lane(task)  # as long as nobody gives way it finds its devices on that host
+    lane = board.lane(task)  # without victims the task would find its devices on this host
     urgent = rule in ("F7", "F9")
     offered = elastic.offers(board, task, urgent=urgent) if board.grown else []
     counts = Counter(offer.stay.id for offer in offered if offer.suits) if offered else {}
@@ -700,16 +712,19 @@ def _make_room_there(paper: _Paper, task: Task, rule: str, within: Branch | None
 
 
 def _give_back(paper: _Paper, back: list[elastic.Resize], task: Task, rule: str) -> None:
-    """Rules F5, F6: the cheapest way to give way is to go on with fewer devices."""
+    """Rules F5, F6: shrink elastic tasks first, because that is the cheapest way to make room."""
     told = "Gave devices that it can do without to tasks that need them."
     for resize in back:
-        paper.left_over = True  # a device may do for another, or a limit have room
+        paper.left_over = True  # a device may suit another task, or a limit may have room
         by = rule if rule in ("F7", "F9") else "F5" if resize.lent else "F6/F8"
         _make_smaller(paper, resize.stay.task, resize.devices, by, told, task.id)
 
 
 def _take_turns(paper: _Paper) -> None:
-    """Rules F6 and F8 below the top: those of one branch, whose turn nobody else could take."""
+    """Rules F6 and F8 below the top: let tasks of one branch replace each other.
+
+    This step gives the turns that no other branch could take.
+    """
     board = paper.board
     if not board.policy.turns or not board.tree.lanes:
         return
@@ -729,7 +744,9 @@ def _take_turns(paper: _Paper) -> None:
 
 
 def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
-    """Who grows is charged for what it takes from now on, whenever its device is done with it."""
+    """Give elastic tasks more devices; they are charged from now on, even before a device is
+    ready.
+    """
     board = paper.board
     told = "Nobody waits who could take these devices: it uses them until somebody does."
     for resize in elastic.growth(board, kept):
@@ -753,7 +770,7 @@ def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
 
 
 def _look_again_s(board: Board, urgent: dict[str, _Kept], again_s: float) -> float | None:
-    """The first instant at which something may change because time passes."""
+    """Return the first time at which the passing of time may change something; None if never."""
     later = (kept.at_s for kept in urgent.values() if kept.at_s > board.now_s)
     at_s = min(board.next_s(), again_s, *later)
     if board.elastic:

@@ -1,25 +1,25 @@
-"""Devices beyond what a task needs: who gets them, and who gives them back (rules F5, F8).
+"""Give elastic tasks devices beyond their need, and take them back (rules F5, F8).
 
-An elastic task is seated with what it needs (`Task.width`), like any other.  Free devices that
-nobody in line could take are lent to those that can use more; who waits may have them back at once.
-So this always holds.
+An elastic task is seated with what it needs (`Task.width`), like any other task.  Free devices that
+no waiting task could take are lent to tasks that can use more.  Waiting tasks get lent devices back
+at once.  So the following always holds.
 
-* What a task holds beyond its need counts as free for all who wait, whoever is better served: it
-  gives devices back, and goes on with the rest, before anybody is paused.  One thing is kept: a
-  branch that is within its guarantee with them gives them only to who is within its own, and less
-  served.
-* Growing is nobody's claim: nobody is paused for it, no limit is exceeded by it, and whether a task
-  has room, borrows or lends is decided by what tasks need.  So who pauses whom does not depend on
-  it.
-* Where ranks are conducted by their task's *home*, the first device that it took, it never gives
-  its home back, and grows onto devices of that host first, and of others only if it may live
-  `across_hosts` (`Policy.homebound`).
-* It is calm: nobody grows before a while, and a turn, has passed since it was seated or resized, so
-  that resizing costs no more of the time than taking turns does.
+* Devices that a task holds beyond its need count as free for all waiting tasks, however well served
+those are.  The elastic task gives devices back and continues with the rest, before any task is
+paused.  There is one exception: a branch that is within its guarantee with these devices gives them
+only to a branch that is within its own guarantee and less served.
+* Growing is no claim: no task is paused for it, and no limit is exceeded.  What tasks need decides
+alone whether a task has room, borrows or lends.  So growing does not change which task pauses
+which.
+* If ranks are led by their task's coordinator host (`Policy.homebound`), the task never gives back
+the first device that it took, which is on that host.  It grows onto devices of that host first, and
+onto other hosts only if it may live `across_hosts`.
+* Growing is slow: a task grows only after `grow_after_s` and a turn have passed since it was seated
+or resized.  So resizing costs no more of the time than taking turns does.
 
-Why there is no cycle: a task gives devices back only to one that is seated with them, and grows
-only onto what nobody in line could take, so that each move adds to the running tasks, or leaves
-them as they are and adds to what they hold (docs/fair_share.md).
+Why there is no cycle: a task gives devices back only to a task that is seated with them, and grows
+only onto devices that no waiting task could take.  So each move adds to the running tasks, or
+leaves them as they are and adds to what they hold (docs/fair_share.md).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from app.core.reclaim import above, below, sides
 
 
 class Offer(NamedTuple):
-    """A device that a stay may be made to give back, now or when it has been resized.
+    """A device that a stay may be made to give back, now or once its resize has ended.
 
-    `suits`: could who waits run on it?  `lent`: no branch is within its guarantee with it.
+    `suits`: the waiting task could run on the device.  `lent`: no branch of the stay needs the
+    device for its guarantee.
     """
 
     stay: Stay
@@ -55,7 +56,7 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """A stay that goes on with other `devices`; of those that it had it `leaves` some."""
+    """A stay that continues with other `devices`; `leaves` are those that it gives up."""
 
     stay: Stay
     devices: tuple[str, ...]
@@ -67,10 +68,12 @@ class Resize:
 
 
 def offers(board: Board, task: Task, *, urgent: bool = False) -> list[Offer]:
-    """What `task` may have of those who hold more than they need, what to take first in front.
+    """Return what `task` may take from tasks that hold more than they need, in the order to take
+    it.
 
-    First what is lent, then, for who is within a guarantee, what is not.  Of each the most
-    over-served gives first, then the lowest priority, the latest started.
+    Lent devices come first.  For a task within a guarantee, devices that are not lent follow.  In
+    both groups the most over-served branch gives first, then the lowest priority, then the latest
+    start.
     """
     if not board.grown:
         return []
@@ -87,7 +90,7 @@ def offers(board: Board, task: Task, *, urgent: bool = False) -> list[Offer]:
 
 
 class _Claim:
-    """One who waits, and what it would take of those who hold more than they need."""
+    """A waiting task, and what it may take from tasks that hold more than they need."""
 
     def __init__(self, board: Board, task: Task, *, urgent: bool) -> None:
         self.board, self.task, self.urgent = board, task, urgent
@@ -98,11 +101,13 @@ class _Claim:
         self.all_kinds = any(ALL in branch.limit for branch in above(self.leaf))
 
     def concerns(self, stay: Stay) -> bool:
-        """Do its devices help: are they of that kind, or could they count for a limit of all?"""
+        """True if the stay's devices are of the task's kind or may count for a limit on all
+        kinds.
+        """
         return stay.lane.kind == self.task.kind or self.all_kinds
 
     def place(self, stay: Stay) -> tuple[int, int, int, float, str]:
-        """The most over-served first, as in `core.reclaim`."""
+        """Sort key: the most over-served stay first, as in `core.reclaim`."""
         score, kind = self.board.tree.score, stay.lane.kind
         theirs = sides(self.leaf, stay.leaf)[1]
         task = stay.task
@@ -110,7 +115,7 @@ class _Claim:
         return (*scores, task.priority, -(task.started_s or 0.0), task.id)
 
     def devices(self, stay: Stay) -> list[str]:
-        """What a stay could give, those first that it took last; of these first what suits."""
+        """Return the devices that a stay could give: suitable ones first, then the latest taken."""
         latest = stay.devices[self.board.policy.homebound :][::-1]
         return sorted(latest, key=lambda id: not self.suits(stay, id))
 
@@ -119,7 +124,9 @@ class _Claim:
         return same and self.pool is not None and self.pool.suits(id, self.lane)
 
     def taken(self, stay: Stay, devices: Sequence[str], *, lent: bool) -> Iterator[Offer]:
-        """Of these devices as many as may be taken, by what was taken already."""
+        """Yield offers for as many of these devices as may be taken after what was taken
+        already.
+        """
         mine, theirs = sides(self.leaf, stay.leaf)
         branches = [] if mine is theirs else list(below(stay.leaf, theirs))
         kind = stay.lane.kind
@@ -132,14 +139,16 @@ class _Claim:
             yield Offer(stay, id, self.suits(stay, id), lent)
 
     def _lends(self, branch: Branch, kind: str) -> bool:
-        """Does it hold more than it is guaranteed, without what was taken already?"""
+        """True if the branch, less what was taken already, holds more than its guarantee."""
         if not branch.guarantee:
             return True
         holds = branch.held[kind] + branch.grown.get(kind, 0) - self.gone[branch]
         return holds > branch.guarantee.get(kind, 0)
 
     def _owed(self, mine: Branch, theirs: Branch) -> bool:
-        """Is who waits within its guarantee, and theirs better served, even after the next turn?"""
+        """True if `mine` is within its guarantee and `theirs` is better served after the next
+        turn.
+        """
         score, kind = self.board.tree.score, self.task.kind
         if mine.borrows(self.lane):
             return False
@@ -149,9 +158,9 @@ class _Claim:
 def given_back(
     board: Board, task: Task, offered: Sequence[Offer], paused: Sequence[Stay] = ()
 ) -> list[Resize] | None:
-    """Who gives back what, so that `task` fits beside all others; None if it is too little now.
+    """Return the resizes that make `task` fit beside all others; None if they free too little now.
 
-    `paused` are those that let go of all they hold.  No device is given that could be left out.
+    `paused` are stays that release all they hold.  No device is given back needlessly.
     """
     lacks = _Lacks(board, task, paused)
     chosen = list[Offer]()
@@ -171,7 +180,7 @@ def given_back(
 
 
 class _Lacks:
-    """How many devices a task still lacks, and how many those below its limits hold too many."""
+    """The devices that a task still lacks, and those that its limits are exceeded by."""
 
     def __init__(self, board: Board, task: Task, paused: Sequence[Stay]) -> None:
         here, leaf, pool = board.lane(task), board.leaf(task), board.pools.get(task.kind)
@@ -237,18 +246,18 @@ def _by_stay(chosen: Iterable[Offer]) -> list[Resize]:
 
 
 def calm_s(policy: Policy, task: Task) -> float:
-    """How long it is left as it is after it was seated or resized."""
+    """Return how long a task is left unchanged after it was seated or resized, in s."""
     return max(policy.grow_after_s, slice_us(policy, task) / 1e6)
 
 
 def grows_s(board: Board, task: Task) -> float:
-    """From when on a task that runs may grow."""
+    """Return when a running task may grow."""
     since_s = task.held_since_s
     return NEVER if since_s is None else since_s + calm_s(board.policy, task)
 
 
 def next_growth_s(board: Board) -> float:
-    """When the next one may that could use a device that is free; NEVER if none will."""
+    """Return when the next task may grow onto a device that is free; NEVER if none will."""
     instants = (
         grows_s(board, stay.task)
         for stay in board.elastic.values()
@@ -258,9 +267,10 @@ def next_growth_s(board: Board) -> float:
 
 
 def growth(board: Board, kept: Collection[str]) -> list[Resize]:
-    """Who takes which free devices that nobody in line could; not of a kind in `kept` (F7).
+    """Return which tasks grow onto free devices that no waiting task could take.
 
-    One device after the other goes to who would be least served with it.
+    Kinds in `kept` (F7) are left out.  Devices go one by one to the task that is least served with
+    one more.
     """
     ready = [
         stay
@@ -291,14 +301,16 @@ def _wants(stay: Stay) -> bool:
 
 
 def _nobodys(board: Board, kind: str) -> list[str]:
-    """Empty devices, the smallest first, but those that somebody can go on only from."""
+    """Return the empty devices, smallest first, to which no waiting task is pinned."""
     pool, pinned = board.pools[kind], set(board.pinned())
     free = [id for id, leaving in pool.free.items() if not leaving and id not in pinned]
     return sorted(free, key=lambda id: (pool.open[id], id))
 
 
 def _could_sit(board: Board, kind: str) -> Task | None:
-    """Somebody in line who could take what is free of a kind, and was not let; None if nobody."""
+    """Return a waiting task that could take the free devices but was held back; None without
+    any.
+    """
     pool = board.pools[kind]
     for here in sorted(board.tree.lanes, key=lambda here: (here.width, here.memory_bytes)):
         found = board.tree.first((here,)) if here.kind == kind else None
@@ -311,7 +323,7 @@ def _could_sit(board: Board, kind: str) -> Task | None:
 
 
 class _Shares:
-    """What is given away in this round, by branch."""
+    """What growing tasks are given in this round, by branch."""
 
     def __init__(self, board: Board) -> None:
         self.board = board
@@ -319,13 +331,13 @@ class _Shares:
         self.fees: Counter[Branch] = Counter()
 
     def divide(self, stays: Sequence[Stay], free: list[str]) -> dict[str, list[str]]:
-        """Devices by task; `free` are given in their order."""
+        """Return the devices given to each task; `free` devices are given in their order."""
         given: dict[str, list[str]] = {}
         line = [(self._place(stay), stay) for stay in stays]
         heapify(line)
         while line and free:
             place, stay = line[0]
-            if (now := self._place(stay)) != place:  # a place only ever becomes a later one
+            if (now := self._place(stay)) != place:  # places only ever become later
                 heapreplace(line, (now, stay))
                 continue
             mine = given.get(stay.id, [])
@@ -339,7 +351,9 @@ class _Shares:
         return given
 
     def _next(self, stay: Stay, mine: Sequence[str], free: Sequence[str]) -> str | None:
-        """The first that it may have; of its home's host, if there is one."""
+        """Return the first free device that the task may have, on its coordinator host if
+        possible.
+        """
         found = None
         for id in free:
             if self._may(stay, len(mine), id):
@@ -349,7 +363,7 @@ class _Shares:
         return found
 
     def _may(self, stay: Stay, more: int, id: str) -> bool:
-        """Can it use one more, this one, and is there room within all limits (F4)?"""
+        """True if the task can use this device as one more and all limits leave room (F4)."""
         if len(stay.devices) + more >= stay.task.width_max:
             return False
         if self.board.pools[stay.lane.kind].open[id] < stay.lane.memory_bytes:
@@ -378,7 +392,7 @@ class _Shares:
                 self.given[branch, k] += 1
 
     def _place(self, stay: Stay) -> tuple[object, ...]:
-        """Rule F3, from the top down: who is within its guarantee with one more, who has less."""
+        """Sort key of rule F3 from the top down, with one more device for the task."""
         kind, task, score = stay.lane.kind, stay.task, self.board.tree.score
         path = list(above(stay.leaf))[-2::-1]
         levels = tuple(

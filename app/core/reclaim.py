@@ -1,38 +1,41 @@
-"""Who gives way: rules F4 to F6 and F9, for one who waits and finds no free device.
+"""Choose the tasks that give way to a waiting task without a free device (rules F4 to F6, F9).
 
-Two tasks are compared where their branches part: the sides are two siblings, `mine` above who waits
-and `theirs` above who runs.
+Two tasks are compared where their branches part.  The compared sides are two siblings: `mine`,
+above the waiting task, and `theirs`, above the running task.
 
-* F5: if mine stays within its guarantee with the devices it gains, theirs gives back what it
-  borrowed.
-* F6, F8: else theirs gives way if it is strictly better served than mine will be once the next turn
-  is charged to it.  Nobody is asked for devices within a guarantee, unless by one within its own.
-* F4: who has no room within a limit takes the place only of those below that limit, and of so
-  many that it is kept.  F7, F9: who waited too long need not be less served; all else holds too.
-* F8: of one user's tasks, as urgent, one that has held its devices for a minute (and a slice) gives
-  way to one that is fresh (`Board.is_fresh`), and to an older one.  Two levels of foreground-
-  background scheduling, as Tiresias has them (NSDI 2019), and first come, first served within each:
-  a short task does not wait for a long one, and many long ones do not all end late.
-* Nobody gives way before a full slice, nor a task whose tier (F9) or patience (F7) protects it;
-  and nobody at all where elastic tasks hold enough beyond what they need (`core.elastic`).
+* F5: if `mine` stays within its guarantee with the devices that it gains, `theirs` gives back what
+it borrowed.
+* F6, F8: otherwise `theirs` gives way if it is strictly better served than `mine` will be once the
+next turn is charged.  Devices within a guarantee are taken only for a branch within its own.
+* F4: if a limit leaves no room for the task, only tasks below that limit give way, and so many that
+the limit is kept.  F7, F9: for a task that waited too long, victims need not be better served; all
+other conditions hold.
+* F8: among equally urgent tasks of one user, a task that has held its devices for a minute (and a
+slice) gives way to a fresh task (`Board.is_fresh`) and to an older one.  These are two levels of
+foreground-background scheduling, as in Tiresias (NSDI 2019), with first come, first served in each
+level: a short task does not wait for a long one, and many long tasks do not all end late.
+* No task gives way before a full slice, nor while its tier (F9) or patience (F7) protects it.  No
+task is paused if elastic tasks hold enough devices beyond their need (`core.elastic`).
 
-Why there is no cycle: to be asked, a task must have held its devices for a full slice since it was
-last launched.  So at one instant nobody is paused twice, and between two pauses of one task a slice
-passes.  Nor would there be any if a slice took no time, which would be felt as needless turns.
-Where nothing is guaranteed, a task's place is the scores of its branches from the top down, then
-its priority, whether it is fresh, and its age (a launch makes its siblings less fresh, and none
-more); a pause takes tasks away for one whose place is before all of theirs, so that of two
-sets of running tasks the later one always has the first task that the other lacks.  Guarantees put
-"does it borrow?" before each score, and that depends on who runs.  So two more rules keep F5 and F6
-from feeding each other: a gang that is lent in part goes whole to who is owed, but stays against
-who is only less served; and no branch comes by F6 to hold more on loan, such a gang counted whole,
-while one beside it goes before it and waits in vain, or was just told to pause.  And F5 asks nobody
-who would at once be owed its place again, as the less served (`who_comes_back`): what was left over
-by a pause may be lent to the branch that gained, and does not make all that it holds a loan.
+Why there is no cycle: a victim must have held its devices for a full slice since its last launch.
+So at one instant no task is paused twice, and between two pauses of one task a slice passes. There
+would be no cycle even if a slice took no time; such cycles would show as needless turns. Without
+guarantees, a task's place is the scores of its branches from the top down, then its priority, its
+freshness, and its age.  (A launch can make the task's siblings less fresh, and makes none fresher.)
+A pause removes tasks for one whose place is before all of theirs.  So of two sets of running tasks,
+the later set always has the first task that the other set lacks.
 
-Of those who may be asked the fewest are: no one can be left out.  First what is lent, if who waits
-is owed; then basic tasks, then standard ones; then the most over-served; then the lowest priority,
-the latest started.
+A guarantee puts "does it borrow?" before each score, and the answer depends on what runs.  Three
+more rules keep F5 and F6 from undoing each other.  A gang of which only a part is lent is given
+back whole to a branch within its guarantee, but stays against one that is only less served.  No
+branch comes by F6 to hold more on loan (such a gang counted whole) while a sibling that goes before
+it waits in vain or was just told to pause.  F5 does not take a task that would at once be owed its
+place again as the less served (`who_comes_back`): what a pause leaves over may be lent to the
+branch that gained, which does not make all that this branch holds a loan.
+
+As few tasks as possible are chosen: none of the victims can be left out.  The order is: lent
+devices, if the waiting task is owed them; basic tasks, then standard ones; the most over-served
+branches; the lowest priority; the latest start.
 """
 
 from __future__ import annotations
@@ -49,14 +52,15 @@ from app.core.fairshare import score as scored
 from app.core.island import TIERS, Task
 from app.core.lifecycle import State
 
-RESOLUTION_S = 0.001  # of the instants that are computed
-NOT_TO_BE_HAD = 1 << 30  # so many devices nobody has
+RESOLUTION_S = 0.001  # of the computed instants
+NOT_TO_BE_HAD = 1 << 30  # more devices than exist
 NOTHING: Mapping[str, int] = {}
-LOOK_AHEAD_PAIRS = 16  # of more (who waits, who runs) pairs the instant is not computed
+# with more pairs of a waiting task and a running leaf, no instant is computed
+LOOK_AHEAD_PAIRS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class Victim:  # A stay that is paused, and the rule that allows it: "F5" or "F6/F8".
     """A stay that is paused, and the rule by which: "F5" or "F6/F8"."""
 
     stay: Stay
@@ -64,14 +68,14 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _Side:  # A leaf with preemptible (`ripe`) stays, compared with the waiting task.
     """A leaf with ripe stays, and how it compares with who waits."""
 
     leaf: Branch
     theirs: Branch
-    owed: bool  # is who waits within its guarantee? then what was lent is given back
-    better: bool  # are they better served, even after the next turn?
-    scores: tuple[int, int]  # of theirs, and of the leaf
+    owed: bool  # is the waiting task's side within its guarantee?
+    better: bool  # is `theirs` better served, even after the next turn?
+    scores: tuple[int, int]  # of `theirs`, and of the leaf
 
 
 def victims(
@@ -82,11 +86,12 @@ def victims(
     urgent: bool = False,
     offered: Mapping[str, int] = NOTHING,
 ) -> list[Victim] | None:
-    """Who gives way to `task`; None if too few do.  `within`: only those below that branch.
+    """Return the stays that give way to `task`; None if they are too few.
 
-    Who is `urgent` (F7, F9) need not be less served.  If a limit (F4) leaves no room, only those
-    below it give way, and so many that it is kept.  `offered` is how many devices that it could use
-    others give back beyond what they need (`core.elastic`): they come before any pause.
+    `within` restricts the victims to one branch.  For an `urgent` task (F7, F9) victims need not be
+    better served.  If a limit (F4) leaves no room, only stays below the limit give way, and enough
+    of them to keep it.  `offered` counts by task the suitable extra devices that elastic tasks give
+    back (`core.elastic`); these are used before any pause.
     """
     if not board.ripe or (within is None and not urgent and hopeless(board, task)):
         return None
@@ -95,7 +100,7 @@ def victims(
         within = shut
     claim = _Claim(board, task, urgent=urgent, offered=offered)
     if claim.need <= 0 and claim.over <= 0:
-        return None  # there is room: what keeps it out is no one's doing
+        return None  # there is room: the task waits for another reason
     sides = [side for leaf in board.ripe if (side := claim.side(leaf, within)) is not None]
     if not sides or not claim.enough(sides):
         return None
@@ -112,9 +117,9 @@ def victims(
 
 
 def hopeless(board: Board, task: Task) -> bool:
-    """A quick look: is nobody at the top better served, and nothing owed to it?
+    """Quick check: True if no other top branch is better served and none owes the task a device.
 
-    Who is below the same branch at the top is asked when that branch's turns are taken.
+    Tasks below the task's own top branch are considered when that branch's turns are taken.
     """
     leaf, lane, kind = board.leaf(task), board.lane_in_line(task), task.kind
     top = leaf.top
@@ -130,7 +135,7 @@ def hopeless(board: Board, task: Task) -> bool:
     if best <= score:
         return True
     if len(board.priorities) > 1 or any(branch.children > 1 for branch in below(leaf, top)):
-        return False  # some of its own may help
+        return False  # tasks of the same top branch may give way
     if leaf in board.settled:
         return False
     pool = board.pools.get(kind)
@@ -139,7 +144,7 @@ def hopeless(board: Board, task: Task) -> bool:
 
 
 def nobody_can_gain(board: Board, head: Task) -> bool:
-    """If the least served of all gains nothing by anybody's leave, neither do the rest."""
+    """True if no stay gives way to `head`, the least served task, and so to none of the others."""
     top = board.leaf(head).top
     if board.guarantees or not board.ripe:
         return not board.ripe
@@ -148,7 +153,7 @@ def nobody_can_gain(board: Board, head: Task) -> bool:
 
 
 class _Claim:
-    """One who waits, and what it would take."""
+    """A waiting task and the devices that it needs from others."""
 
     def __init__(
         self, board: Board, task: Task, *, urgent: bool, offered: Mapping[str, int] = NOTHING
@@ -156,14 +161,14 @@ class _Claim:
         self.board, self.task, self.urgent, self.offered = board, task, urgent, offered
         self.lane, self.leaf = board.lane(task), board.leaf(task)
         self.pool = board.pools.get(task.kind)
-        self.need = self.over = 0  # so many devices; and so many within its limits
+        self.need = self.over = 0  # devices needed; devices to be released to keep the limits
         if self.pool is not None and self.pool.size(self.lane) >= self.lane.width:
             self.need = max(0, self.lane.width - self._free() - sum(offered.values()))
             self.over = _over(self.leaf, self.lane)
         self.turn_us = slice_us(board.policy, task)
         self.rate = board.rate(self.lane)
         self.taken: Counter[Branch] = Counter()
-        self.spared: set[str] = set()  # who would take what it gave back at once
+        self.spared: set[str] = set()  # stays that would at once take back what they gave
         self.fee = board.tree.faded(self.turn_us * self.rate)
         self._kept_tiers: tuple[str, ...] | None = None
 
@@ -174,7 +179,7 @@ class _Claim:
         return self.pool.fitting(self.lane)
 
     def side(self, leaf: Branch, within: Branch | None) -> _Side | None:
-        """How a leaf compares; None if nobody there gives way."""
+        """Compare a leaf with the waiting task; None if no stay of the leaf gives way."""
         if within is not None and leaf.path[: within.depth] != within.path:
             return None
         tree = self.board.tree
@@ -198,27 +203,29 @@ class _Claim:
         return any(self._outranks(stay) for stay in self.board.ripe[leaf].values())
 
     def _outranks(self, stay: Stay) -> bool:
-        """Return whether the waiting task goes before a running one of the same user."""
+        """True if the waiting task goes before a running one of the same user."""
         if stay.task.priority != self.task.priority:
             return stay.task.priority < self.task.priority
         settled = stay.id in self.board.settled.get(stay.leaf, ())
         return settled and goes_before(self.board, self.task, stay.task)
 
     def _lent(self, branch: Branch, width: int) -> bool:
-        """Does it hold so many more than it is guaranteed, without what was taken already?"""
+        """True if the branch, less what was taken, can give `width` devices and keep its
+        guarantee.
+        """
         kind = self.lane.kind
         if not branch.guarantee:
             return True
         return branch.held[kind] - self.taken[branch] - width >= branch.guarantee.get(kind, 0)
 
     def enough(self, sides: list[_Side]) -> bool:
-        """A quick look, before the stays are: could they give way to it at all?"""
+        """Quick check: could the preemptible stays of these sides give enough devices?"""
         ripe = self.board.ripe
         have = sum(len(stay.devices) for side in sides for stay in ripe[side.leaf].values())
         return have >= max(self.need, self.over)
 
     def where_its_image_lies(self, sides: list[_Side]) -> list[Victim] | None:
-        """Then nothing needs to be moved."""
+        """Return the victims on the device that holds the task's image: then nothing is moved."""
         on = self.task.image_on
         if on is None or self.lane.width > 1 or self.over > 1:
             return None
@@ -230,11 +237,11 @@ class _Claim:
         return None
 
     def chosen(self, sides: list[_Side]) -> list[Victim]:
-        """Enough of them, the ones to be asked first in front; empty if all are too few."""
+        """Return enough victims, in the order in which they are taken; an empty list if too few."""
         sides.sort(key=lambda side: (side.scores, side.leaf.path), reverse=True)
         need, over, chosen = self.need, self.over, dict[str, Victim]()
         self.taken.clear()
-        # What is only lent comes back before anybody gives way within a guarantee.
+        # Lent devices come back before a branch gives way within its guarantee.
         rules = ("F5", "F6/F8") if any(side.owed for side in sides) else ("F6/F8",)
         for by, tier in product(rules, TIERS):
             for side in sides:
@@ -282,7 +289,9 @@ class _Claim:
         return stay.task.state == State.running and not self._protected(stay)
 
     def gives_way(self, stay: Stay) -> bool:
-        """Would it, once its turn is over, after those who did?  Then it is taken."""
+        """True if the stay gives way after its turn and after those already taken; then it is
+        taken.
+        """
         side = self.side(stay.leaf, None)
         if side is None or self._protected(stay) or self._rule(side, stay) is None:
             return False
@@ -290,7 +299,7 @@ class _Claim:
         return True
 
     def turn_over_s(self, stay: Stay) -> float:
-        """When it has held its devices for as long as a turn of who waits."""
+        """Return when the stay has held its devices for as long as the waiting task's turn."""
         started_s = stay.task.started_s
         return NEVER if started_s is None else started_s + self.turn_us / 1e6
 
@@ -309,17 +318,19 @@ class _Claim:
             return False
         left_s = self.board.slack_s(task) - (self.turn_us + task.switch_us) / 1e6
         if not self.urgent:
-            # With no more than that it would be urgent at once.
+            # With no more slack the stay would be urgent at once.
             return left_s <= self.board.lead_s(task) + RESOLUTION_S
         promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
-        # Of two who are behind the one goes on who would be further behind.
+        # Of two tasks behind their promises, the one that would be further behind continues.
         return left_s <= (self.board.slack_s(self.task) if promised else 0.0)
 
     def _rule(self, side: _Side, stay: Stay) -> str | None:
-        """By which rule it gives way, after those who were taken; None if by none.
+        """Return the rule by which the stay gives way after those already taken; None if none
+        applies.
 
-        A gang that is lent in part is given back whole, but only to who is within a guarantee; and
-        if more is guaranteed than there is, only by the better served.
+        A gang that is lent in part is given back whole, but only to a branch within its guarantee.
+        If more devices are guaranteed than exist, only better served branches give back such a
+        gang.
         """
         if side.leaf is self.leaf:
             return "F6/F8"
@@ -329,7 +340,7 @@ class _Claim:
         return "F6/F8" if side.better and (side.owed or whole) else None
 
     def _guarantees_fit(self, side: Branch) -> bool:
-        """Are there as many devices as are guaranteed at its level?"""
+        """True if all guarantees at the branch's level fit into the devices."""
         promised = self.board.promised[_parent(side).path, self.lane.kind]
         return self.pool is not None and promised <= self.pool.size()
 
@@ -338,7 +349,7 @@ class _Claim:
             self.taken[branch] += stay.lane.width
 
     def gain(self, stay: Stay) -> int:
-        """How many devices that it could use it gains by a pause, beside what is offered."""
+        """Count the suitable devices that pausing the stay yields, beyond those offered anyway."""
         gain = self._gain(stay)
         return gain - self.offered.get(stay.id, 0) if self.offered else gain
 
@@ -351,8 +362,8 @@ class _Claim:
         return sum(self.pool.suits(id, lane) for id in stay.devices)
 
     def fewest(self, chosen: list[Victim]) -> list[Victim]:
-        """Without those who are not needed after all, the last to be asked first."""
-        groups = dict[tuple[str, ...], list[Victim]]()  # those who share a device as one
+        """Drop the victims that are not needed after all, last chosen first."""
+        groups = dict[tuple[str, ...], list[Victim]]()  # the stays that share a device count once
         for victim in chosen:
             groups.setdefault(victim.stay.devices, []).append(victim)
         firsts = [group[0].stay for group in groups.values()]
@@ -366,11 +377,11 @@ class _Claim:
         return [victim for group in groups.values() for victim in group]
 
     def who_comes_back(self, found: list[Victim]) -> set[str]:
-        """Of those who give back what is lent, who would be owed it when all of them are gone.
+        """Return the victims by F5 that would at once be owed their devices back.
 
-        A gang that is lent in part may leave its branch less than that one's guarantee.  Where that
-        is the less served, a narrower one of its own would at once have its place again.  Where
-        enough is lent without it, there is nobody like that: it would have been left out.
+        A gang that is lent in part may leave its branch below the branch's guarantee.  If that
+        branch is then the less served one, a narrower task of it would at once get its place back.
+        If enough is lent without such a gang, it would already have been left out.
         """
         if self.urgent or len(found) < 2:
             return set()
@@ -388,7 +399,10 @@ class _Claim:
         return back
 
     def _with_all_beside(self, first: Victim) -> list[Victim] | None:
-        """A device is free when all who share it have gone, so all of them must give way to it."""
+        """Add all stays that share a device with a victim; None if one of them does not give way.
+
+        A device is free only when all stays that share it have gone.
+        """
         found = [first]
         beside = self.board.beside.keys() & {*first.stay.devices}
         for stay in (stay for device in beside for stay in self.board.group(device)):
@@ -401,9 +415,9 @@ class _Claim:
         return found
 
     def outgrows(self, found: list[Victim]) -> bool:
-        """Would a branch come to borrow more, while beside it somebody waits who goes before it?
+        """True if a branch would borrow more although a sibling that goes before it waits in vain.
 
-        Who does was looked at before, and in vain: it would claim at once what was gained.
+        That sibling was tried before without success; it would at once claim what was gained.
         """
         by_f5 = all(victim.rule == "F5" for victim in found)
         if not self.board.guarantees or self.urgent or by_f5:
@@ -414,16 +428,16 @@ class _Claim:
         )
 
     def _lends_more(self, branch: Branch, found: list[Victim]) -> bool:
-        """Would a branch hold more on loan?  A gang that is lent in part is given back whole."""
+        """True if the branch would hold more on loan; a gang lent in part counts whole."""
         own, held = branch.guarantee.get(self.lane.kind, 0), branch.held[self.lane.kind]
         rest = held - sum(v.stay.lane.width for v in found if branch in above(v.stay.leaf))
         with_it = rest + self.lane.width
         return with_it > own and with_it - min(rest, own) > max(0, held - own)
 
     def _first_beside(self, branch: Branch) -> bool:
-        """Does anybody beside a branch that borrows go before it, who waits or was told to pause?
+        """True if a sibling goes before this borrowing branch and waits, or was told to pause.
 
-        Such a pause is for a turn among its own: a moment later it waits as well.
+        A stay that was told to pause for a turn within its own branch waits a moment later.
         """
         tree, kind, parent = self.board.tree, self.lane.kind, _parent(branch)
         pool, last = self.board.pools[kind], (True, tree.score(branch, kind=kind))
@@ -445,7 +459,7 @@ class _Claim:
         return False
 
     def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
-        """As `FairTree.keys`, of those beside a branch in whose line somebody will be at once."""
+        """Yield, like `FairTree.keys`, siblings of a branch whose pausing tasks will wait soon."""
         for id in sorted(set(self.board.leaving.values())):
             stay = self.board.stays[id]
             task, lane = stay.task, stay.lane
@@ -457,9 +471,10 @@ class _Claim:
 
 
 def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
-    """When stays end, or may be asked to give way to a task that is urgent: as `Pool.ends`.
+    """Return when stays end, or when they may give way to an urgent task; like `Pool.ends`.
 
-    Nobody is counted who may not be asked even then: devices would be kept for ever, in vain.
+    Stays that may not give way even then count only at their own end.  Otherwise devices would be
+    kept for ever in vain.
     """
     claim, found = _Claim(board, task, urgent=True), list[tuple[float, str, int]]()
     stays = [s for s in board.stays.values() if s.task.kind == task.kind and not s.leaving]
@@ -476,7 +491,7 @@ def turns_end(board: Board, task: Task) -> list[tuple[float, str, int]]:
 def _last_beside(
     board: Board, ends: list[tuple[float, str, int]]
 ) -> Iterator[tuple[float, str, int]]:
-    """Of those who share a device the last one frees it."""
+    """Yield for each shared device only the last end, which frees it."""
     last = dict[tuple[str, ...], tuple[float, str, int]]()
     for end in sorted(ends):
         last[board.stays[end[1]].devices] = end
@@ -484,20 +499,21 @@ def _last_beside(
 
 
 def shut_by(board: Board, task: Task) -> Branch | None:
-    """The lowest branch above a task whose limits leave no room for it; None if all do."""
+    """Return the lowest branch above a task whose limits leave no room for it; None if all do."""
     leaf, lane = board.leaf(task), board.lane_in_line(task)
     return next((branch for branch in above(leaf) if not branch.room(lane)), None)
 
 
 def _over(leaf: Branch, lane: Lane) -> int:
-    """How many devices those below its limits must let go before it stays within them (F4)."""
+    """Return how many devices tasks below the leaf's limits must release to keep them (F4)."""
     over = 0
     for branch in above(leaf):
         if branch.room(lane):
             continue
         most = branch.most_running
         if most is not None and branch.running > most - (most == 0):
-            return NOT_TO_BE_HAD  # one for one does not help: the limit was lowered
+            # replacing one task by another does not help: the limit was lowered
+            return NOT_TO_BE_HAD
         for kind in (lane.kind, ALL):
             over = max(over, branch.held[kind] + lane.width - branch.limit.get(kind, NOT_TO_BE_HAD))
         over = max(over, 1)
@@ -505,7 +521,7 @@ def _over(leaf: Branch, lane: Lane) -> int:
 
 
 def above(leaf: Branch) -> Iterator[Branch]:
-    """From a leaf up to the root, both included."""
+    """Yield the branches from a leaf up to the root, both included."""
     branch: Branch | None = leaf
     while branch is not None:
         yield branch
@@ -513,15 +529,15 @@ def above(leaf: Branch) -> Iterator[Branch]:
 
 
 def goes_before(board: Board, task: Task, settled: Task) -> bool:
-    """Rule F8: does who waits go before an equally urgent task of its user that had its minute?
+    """Rule F8: True if a waiting task goes before an equally urgent settled task of the same user.
 
-    A fresh task does, and of others the older.
+    A fresh task does; otherwise the older task goes first.
     """
     return board.is_fresh(task) or place_in_line(task) < place_in_line(settled)
 
 
 def sides(mine: Branch, theirs: Branch) -> tuple[Branch, Branch]:
-    """The two siblings at which two leaves part; twice the same one for one leaf."""
+    """Return the two siblings at which two leaves part; the same branch twice for one leaf."""
     while mine.depth > theirs.depth:
         mine = _parent(mine)
     while theirs.depth > mine.depth:
@@ -537,7 +553,7 @@ def _parent(branch: Branch) -> Branch:
 
 
 def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
-    """From a leaf up to `top`, both included."""
+    """Yield the branches from a leaf up to `top`, both included."""
     yield leaf
     while leaf is not top:
         leaf = _parent(leaf)
@@ -548,10 +564,11 @@ def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
 
 
 def next_turn_s(board: Board) -> float:
-    """When somebody in line may first take the place of a ripe stay; NEVER if time changes nothing.
+    """Return when a waiting task may first replace a preemptible stay; NEVER if time changes
+    nothing.
 
-    Scores cross because who holds devices uses more.  Of many pairs the instant is not computed:
-    then it is some eighths of the shortest slice from now.
+    Scores cross because running tasks use more.  With too many pairs to compute, the result is the
+    next step of an eighth of the shortest slice at which a task may gain.
     """
     claims, most = list[tuple[Task, Branch]](), LOOK_AHEAD_PAIRS / len(board.ripe)
     if most < 2:
@@ -571,7 +588,7 @@ def next_turn_s(board: Board) -> float:
 
 
 def _look_s(board: Board) -> float:
-    """The first eighth of the shortest slice from now at which anybody may gain."""
+    """Return the first eighth of the shortest slice from now at which a task may gain."""
     step_s = max(board.policy.slice_min_s / 8, RESOLUTION_S)
     moved, until_s = board.quiet
     if moved == board.tree.moved and until_s == NEVER:
@@ -582,10 +599,10 @@ def _look_s(board: Board) -> float:
 
 
 def nobody_gains_until_s(board: Board) -> float:
-    """When somebody in line may first gain by another's leave, if only time passes; never too late.
+    """Return when a waiting task may first replace another if only time passes; never too late.
 
-    It is now where that is not known: the scores at the top say all only where nothing is
-    guaranteed, and nobody takes turns below.
+    The result is now if that is unknown: the scores at the top decide alone only if there are no
+    guarantees and no turns are taken below the top.
     """
     tree = board.tree
     if board.guarantees or shared(board):
@@ -598,15 +615,15 @@ def nobody_gains_until_s(board: Board) -> float:
             lowest = min((claim for claim, mine in claims if mine is not top), default=None)
             if lowest is not None and lowest < score:
                 return board.now_s
-            if lowest is not None and top.rate:  # else its device says when it used more
+            if lowest is not None and top.rate:  # otherwise the device reports new usage later
                 least = min(least, unscored(lowest - score, top.weight) // top.rate)
     return tree.accrued_s(int(least)) if least < math.inf else NEVER
 
 
 def _claims(board: Board, kind: str) -> list[tuple[int, Branch]]:
-    """How well served those in line would be at least, after the shortest turn.
+    """Return the lowest scores that waiting top branches can have after the shortest turn.
 
-    Of each lane the two lowest scores stand for all; a turn weighs least on the heaviest.
+    The two lowest scores of each lane stand for all; a turn weighs least on the heaviest branch.
     """
     tree, found = board.tree, list[tuple[int, Branch]]()
     for lane in tree.lanes:
@@ -619,7 +636,10 @@ def _claims(board: Board, kind: str) -> list[tuple[int, Branch]]:
 
 
 def shared(board: Board) -> list[Branch]:
-    """Branches below the top of which some had a full turn and others wait, the deepest first."""
+    """Return the branches below the root where some tasks had a full turn and others wait.
+
+    The deepest branches come first.
+    """
     found: dict[Branch, None] = {}
     for leaf in board.ripe:
         if leaf.lines and (len(board.priorities) > 1 or _own_turn(board, leaf)):
@@ -633,7 +653,7 @@ def shared(board: Board) -> list[Branch]:
 
 
 def _own_turn(board: Board, leaf: Branch) -> bool:
-    """May one of a user's tasks in line go before one of its own that had its minute (F8)?"""
+    """True if a user's waiting task may go before one of the user's settled tasks (F8)."""
     settled = board.settled.get(leaf)
     if settled is None:
         return False
@@ -644,7 +664,7 @@ def _own_turn(board: Board, leaf: Branch) -> bool:
 
 
 def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
-    """When a leaf's stays may be asked by one claim, as far as scores and slices decide it."""
+    """Return when a claim may take a leaf's stays, as far as scores and slices decide."""
     mine, theirs = sides(claim.leaf, leaf)
     if mine is theirs:
         crossing_s = board.now_s
@@ -652,7 +672,7 @@ def _turn_s(board: Board, claim: _Claim, leaf: Branch) -> float:
         tree, kind = board.tree, claim.lane.kind
         crossing_s = tree.overtakes_s(theirs, mine, claim.turn_us * claim.rate, kind=kind)
         if tree.score(theirs, kind=kind) <= tree.score(mine, claim.fee, kind=kind):
-            crossing_s += RESOLUTION_S / 2  # it is to be higher, not equal
+            crossing_s += RESOLUTION_S / 2  # the score must be higher, not equal
     slices_s = (
         (stay.task.started_s or 0.0) + max(claim.turn_us, stay.turn_us) / 1e6
         for stay in board.ripe[leaf].values()
