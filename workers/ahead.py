@@ -1,13 +1,14 @@
-"""What is fetched of tasks before they are launched here: code, inputs, and images in host memory.
+"""Prefetches code, inputs and images for tasks that are expected here, before their launch.
 
-While a leg of a graph runs here, what the next one takes is fetched as it is made elsewhere.
+While a part of a graph runs here, the inputs of the next part are fetched as they are made
+elsewhere.
 
-While a task is being moved here its image is fetched round by round; each round lays only what
-changed over what is there.  When it stops, its last image is fetched while it is still being
-written (`checkpoint.follow`).  The Launch then takes the memory over, and fetches what it lacks.
+While a task is being moved here, its image is fetched in rounds; each round writes only changed
+chunks.  When the task stops, its last image is fetched while it is still being written
+(`checkpoint.follow`).  The Launch then takes over the slab and fetches what is missing.
 
-What lies ahead was verified when it came, and nobody else has the memory until a resident is born
-with it.  It is only ever a start: whatever is lost here is fetched again.
+Prefetched data was verified when it came, and no process has the slab until a resident is born with
+it.  Prefetching is only an optimization: what is lost here is fetched again.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
-AGAIN_S = 2.0  # after a fetch that failed
-REMEMBERED = 10_000  # inputs that were fetched
-LOOK_S = 0.05  # so often a store is asked for what is being written
+AGAIN_S = 2.0  # until the retry of a failed fetch
+REMEMBERED = 10_000  # limit of prefetched inputs with a remembered way
+LOOK_S = 0.05  # interval of looks into the store for an image being written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """An image that lies in `slab`; `fetched_us` is how long it took to come."""
+    """A prefetched image in `slab`; `fetched_us` is how long the fetch took."""
 
     slab: int
     found: Found
@@ -46,16 +47,16 @@ class Ahead:
 
 
 class Coming(threading.Thread):
-    """One task on its way here.  Nobody but this thread touches the memory until it has ended."""
+    """Prefetches one task.  Only this thread touches the slab until the thread has ended."""
 
     def __init__(
         self, entry: JSON, house: House, came: dict[str, str], happened: Callable[[], None]
     ) -> None:
-        """Into `came` is written by which way inputs came, by SHA-256."""
+        """Start the thread; `came` receives, by SHA-256, the ways of the inputs that it fetches."""
         super().__init__(name=f"ahead {entry['task']}", daemon=True)
         self.entry, self.house, self.came, self.happened = entry, house, came, happened
         self.ahead: Ahead | None = None
-        self._told = threading.Event()  # there is something else to do, or nothing more
+        self._told = threading.Event()  # there is new work, or no more work
         self._over = self._unwanted = self._followed = False
         self.start()
 
@@ -67,12 +68,14 @@ class Coming(threading.Thread):
             self._told.set()
 
     def drop(self) -> None:
-        """It does not come; what is here is given up as soon as it can be."""
+        """Give up: the task does not come here; free the data as soon as possible."""
         self._unwanted = self._over = True
         self._told.set()
 
     def taken(self) -> Ahead | None:
-        """It is launched here: the memory is the caller's, who waits for what is under way."""
+        """Hand the slab to the caller, as the task is launched here; waits for a fetch in
+        progress.
+        """
         self._over = True
         self._told.set()
         self.join()
@@ -94,7 +97,7 @@ class Coming(threading.Thread):
             os.close(self.ahead.slab)
 
     def _work(self) -> None:
-        """One thing that can be done now; or wait until there is one."""
+        """Do the next possible step, or wait until there is one."""
         self._told.clear()
         entry, image = self.entry, self.entry["image"]
         if image is None:
@@ -105,7 +108,7 @@ class Coming(threading.Thread):
         elif self.ahead is None or self.ahead.found.sha256 != image["sha256"]:
             self._fetch(entry)
         elif self.house.store.place.is_near:
-            self._wait(None)  # there it takes no time, and is seen only when all of it is there
+            self._wait(None)  # a near store is fast, and shows an image only when it is complete
         else:
             self._follow(entry)
 
@@ -114,7 +117,7 @@ class Coming(threading.Thread):
             self._told.wait(seconds)
 
     def _get_ready(self, entry: JSON) -> None:
-        """Its code and its inputs, on the disk of this host."""
+        """Fetch its code and its inputs to the disk of this host."""
         transfer.unpack(entry["bundle"], self.house)
         for source in entry["inputs"]:
             if source["size_bytes"] <= self.house.cache.limit_bytes:
@@ -135,7 +138,7 @@ class Coming(threading.Thread):
         self._replace(fetched)
 
     def _follow(self, entry: JSON) -> None:
-        """Wait for the image of the pause, and fetch it while it is being written."""
+        """Wait for the image of the task's pause, and fetch it while it is being written."""
 
         def look_again() -> bool:
             self._told.wait(LOOK_S)
@@ -156,7 +159,7 @@ class Coming(threading.Thread):
         self._followed = self._replace(followed)
 
     def _replace(self, by: Callable[[int, Found | None], Found | None]) -> bool:
-        """Lay another image over the one that is here; if that fails nothing is here any more."""
+        """Read another image over the present one; if that fails no image remains."""
         began_s, before = time.monotonic(), self.ahead
         held = slab.made(self.house.host_memory_bytes) if before is None else before.slab
         try:
@@ -176,7 +179,7 @@ class Coming(threading.Thread):
 def fetch(
     launch: Launch, house: House, came: dict[str, str], taken: Callable[[], Ahead | None]
 ) -> Fetched:
-    """All that a launch names; of its image only what does not lie here already."""
+    """Fetch all that a launch names; of its image only the part that was not prefetched."""
     here = taken()
     if here is not None and not launch.images:
         os.close(here.slab)
@@ -187,22 +190,22 @@ def fetch(
 
 
 class Lookout:
-    """All tasks that are expected here; used by the supervisor's thread alone."""
+    """Prefetches all tasks that are expected here.  Only the supervisor's thread uses it."""
 
     def __init__(self, house: House, happened: Callable[[], None]) -> None:
-        """`happened` is called from other threads, when an image has come."""
+        """Set up; `happened` is called from other threads when an image has come."""
         self.house, self.happened = house, happened
         self.coming: dict[str, Coming] = {}
         self.came: dict[str, str] = {}  # inputs that no launch has taken yet: SHA-256 -> way
 
     @property
     def held_bytes(self) -> int:
-        """The host memory that it takes."""
+        """The host memory of all prefetched images."""
         found = [coming.ahead for coming in self.coming.values()]
         return sum(ahead.found.layout.end for ahead in found if ahead is not None)
 
     def expect(self, entries: Iterable[JSON], *, here: Iterable[str]) -> None:
-        """These and no others; those who are `here` are launched already, and need nothing."""
+        """Prefetch exactly these tasks; tasks that are already `here` need nothing."""
         launched = set(here)
         while len(self.came) > REMEMBERED:
             del self.came[next(iter(self.came))]
@@ -216,12 +219,12 @@ class Lookout:
                 self.coming[task] = Coming(entry, self.house, self.came, self.happened)
 
     def launched(self, task: str) -> Callable[[], Ahead | None]:
-        """Gives up what lies ahead of a task, to a thread that may wait for it."""
+        """Return a function that hands over a task's prefetched image and may wait for it."""
         coming = self.coming.pop(task, None)
         return (lambda: None) if coming is None else coming.taken
 
     def view(self) -> list[JSON]:
-        """What is here, as `Alive.ahead` says it."""
+        """Return the prefetched images in the form of `Alive.ahead`."""
         held = [(task, coming.ahead) for task, coming in self.coming.items()]
         return [
             {

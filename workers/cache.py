@@ -1,14 +1,16 @@
-"""Inputs and outputs on the disk of this host, by their hash: what one task fetched or made the
-next finds here, and other hosts are given it (`workers.giving`).
+"""Caches inputs and outputs on the disk of this host, by their hash.
 
-All device workers of a host share the folder, and none waits for another.  An entry is a folder of
-its own, named by the SHA-256 of the file in it, and gets that name when the file is whole and
-checked; when it was used last is the time of that folder.  Those used longest ago go first.
-Whoever has the file open keeps it.
+A task finds here what another task fetched or made, and other hosts get blocks from here
+(`workers.giving`).
 
-Where the store is a folder of the same file system, an entry is only another name of its file.
-What came from another host, or goes to a store elsewhere, is not flushed to disk, as a task would
-wait for that: such a file is named after the boot of this machine, and counts until the next one.
+All device workers of a host share the folder, and none waits for another.  An entry is a folder
+named by the SHA-256 of its file.  It gets that name when the file is complete and checked.  The
+folder's modification time is the time of last use; the least recently used entries are removed
+first.  A process that has the file open keeps it.
+
+If the store is a folder of the same file system, an entry is only another link to its file.  A file
+from another host, or on its way to a store elsewhere, is not flushed to disk, as a task would wait
+for that.  Such a file is named after the boot of this machine, and is valid until the next boot.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ from app.store import Store, blob
 
 log = logging.getLogger(__name__)
 
-LEFT_S = 3600.0  # a draft that is older belongs to nobody any more
+LEFT_S = 3600.0  # an older draft was left by a dead process
 BODY = "body"
 _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A file at its beginning, read only; `is_fetched` if the store was read for it."""
+    """A read-only file at its beginning; `is_fetched` if it was read from the store."""
 
     fd: int
     is_fetched: bool
@@ -46,19 +48,19 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Of up to `limit_bytes`; 0: nothing is kept, and everything read from the store each time."""
+    """The cache, of up to `limit_bytes`; 0: it keeps nothing, and every read goes to the store."""
 
     folder: Path
     limit_bytes: int
 
     def opened(self, sha256: str, store: Store) -> Opened:
-        """Raises app.store.Damaged, or OSError if the store does not answer."""
+        """Open a block; raises app.store.Damaged, or OSError if the store does not answer."""
         if (fd := self.held(sha256)) is not None:
             return Opened(fd=fd, is_fetched=False)
         return Opened(fd=self._fetched(sha256, store), is_fetched=True)
 
     def held(self, sha256: str) -> int | None:
-        """The file at its beginning, read only, if it is here; it counts as used."""
+        """Return the cached file, read-only and at its beginning, or None; it counts as used."""
         entry = self.folder / sha256
         fd = _open(entry / BODY)
         fd = _open(entry / _unflushed()) if fd is None else fd
@@ -67,11 +69,11 @@ class Cache:
         try:
             os.utime(entry)
         except FileNotFoundError:
-            log.debug("%s was let go of just now", sha256)  # and is open here all the same
+            log.debug("%s was let go of just now", sha256)  # and is still open here
         return fd
 
     def stored(self, pieces: Iterable[Bytes], size_bytes: int, store: Store) -> tuple[str, int]:
-        """Put the pieces into the store, as that does, and keep them here too if they can be."""
+        """Put the pieces into the store as `Store.put` does, and keep them here too if possible."""
         if size_bytes > self.limit_bytes:
             return store.put(pieces)
         if self._is_beside(store):
@@ -87,14 +89,14 @@ class Cache:
         return sha256, size_bytes
 
     def _is_beside(self, store: Store) -> bool:
-        """An entry can be another name of the store's file."""
+        """True if an entry can be another link to the store's file."""
         if not isinstance(store.place, Folder):
             return False
         try:
             make_private(self.folder)
             return self.folder.stat().st_dev == store.place.root.stat().st_dev
         except OSError:
-            return False  # if that matters, it is told when something is written there
+            return False  # reported when something is written there
 
     def _fetched(self, sha256: str, store: Store) -> int:
         with store.open(sha256) as file:
@@ -105,7 +107,7 @@ class Cache:
             return os.dup(file.fileno())
 
     def take_in(self, sha256: str, fd: int) -> None:
-        """A file that hashes to that, if it is not too large; closes it.  Raises OSError."""
+        """Add a file with this hash, unless it is too large; closes it.  Raises OSError."""
         with os.fdopen(fd, "rb") as file:
             if os.fstat(fd).st_size <= self.limit_bytes:
                 self._take_in(sha256, file)
@@ -120,7 +122,7 @@ class Cache:
             shutil.rmtree(draft, ignore_errors=True)
 
     def enter(self, draft: Path, sha256: str) -> None:
-        """The folder becomes an entry, unless another device brought the same meanwhile."""
+        """Make the folder an entry, unless another device has added the same entry meanwhile."""
         entry = self.folder / sha256
         try:
             draft.rename(entry)
@@ -128,12 +130,12 @@ class Cache:
             if (fd := self.held(sha256)) is not None:
                 os.close(fd)
                 return
-            self._let_go(entry)  # what is there is of an earlier boot
+            self._let_go(entry)  # the present entry is of an earlier boot
             draft.rename(entry)
         self._make_room()
 
     def _make_room(self) -> None:
-        """Let go of what was used longest ago, and of what a killed worker left."""
+        """Remove the least recently used entries, and drafts that a killed worker left."""
         sizes = _sizes(self.folder)
         over = sum(sizes.values()) - self.limit_bytes
         for used_s, entry in _by_use(sizes if over > 0 else filter(_is_draft, sizes)):
@@ -147,14 +149,14 @@ class Cache:
         try:
             entry.rename(gone)
         except FileNotFoundError:
-            return  # another device did
+            return  # another device removed it
         shutil.rmtree(gone, ignore_errors=True)
 
 
 class Draft:
-    """A file of the cache's disk that is being filled; it goes away unless it is kept.
+    """A file on the cache's disk that is being written; it is removed unless `keep` is called.
 
-    Where the disk does not take it `failed` says why, and what was written is lost.
+    If the disk does not take it, `failed` says why, and the written data is lost.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -191,13 +193,15 @@ class Draft:
             yield piece
 
     def opened(self) -> int:
-        """The file at its beginning, read only; raises OSError."""
+        """Return a descriptor of the file, read-only and at its beginning; raises OSError."""
         if self.failed is not None:
             raise self.failed
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def keep(self, sha256: str) -> None:
-        """It is whole and hashes to that; raises OSError.  What is too large is not kept."""
+        """Make the complete file an entry with this hash, unless it is too large; raises
+        OSError.
+        """
         if self.failed is not None:
             raise self.failed
         if os.fstat(self._fd).st_size <= self._cache.limit_bytes:
@@ -213,7 +217,7 @@ def _only_told() -> Iterator[None]:
 
 
 def _let_pages_go(store: Store, sha256: str) -> None:
-    """It is durable there, and read here: its memory is better used for what is written next."""
+    """Drop the store's pages of a block: it is durable there and read from here."""
     if isinstance(store.place, Folder):
         with store.place.open(blob(sha256)) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -228,19 +232,22 @@ def _open(path: Path) -> int | None:
 
 @functools.cache
 def _unflushed() -> str:
-    """What the file of an entry is called that the next boot of this machine may find torn."""
+    """Return the file name of an entry that was not flushed, and may be torn after the next
+    boot.
+    """
     return f"{BODY}.{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def _lay_down(file: IO[bytes], path: Path) -> None:
-    """The file under another name, or a copy of it, durable."""
+    """Link the file at `path`, or copy it there durably."""
     fd = file.fileno()
     try:
-        # Only with a folder's descriptor, which it does not need, does Python follow the link.
+        # Python follows the symbolic link only if it gets a directory descriptor, though none is
+        # needed.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
         return
     except OSError:
-        pass  # it lies elsewhere, has no name at all, or is not ours to name
+        pass  # other file system, no name at all, or not permitted
     file.seek(0)
     how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(path, how, OWN_FILE), "wb") as copy:
@@ -250,11 +257,11 @@ def _lay_down(file: IO[bytes], path: Path) -> None:
 
 
 def _sizes(folder: Path) -> dict[os.DirEntry[str], int]:
-    """The entries and the drafts, and their bytes."""
+    """Return the entries and the drafts with their sizes in bytes."""
     found = dict[os.DirEntry[str], int]()
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # another device let go of it meanwhile
+            with suppress(FileNotFoundError):  # another device removed it meanwhile
                 look = _size.__wrapped__ if _is_draft(entry) else _size
                 found[entry] = look(entry.path, entry.inode())
     return found
@@ -262,7 +269,7 @@ def _sizes(folder: Path) -> dict[os.DirEntry[str], int]:
 
 @functools.lru_cache(maxsize=2**16)
 def _size(path: str, inode: int) -> int:
-    """Of all the files in a folder; an entry stays as it is, so it is looked into only once."""
+    """Return the size of all files in a folder; an entry never changes, so it is read only once."""
     with os.scandir(path) as files:
         return sum(file.stat().st_size for file in files)
 
@@ -272,7 +279,7 @@ def _is_draft(entry: os.DirEntry[str]) -> bool:
 
 
 def _by_use(entries: Iterable[os.DirEntry[str]]) -> list[tuple[float, os.DirEntry[str]]]:
-    """Those used longest ago first, and when that was."""
+    """Return (time of last use, entry), the least recently used first."""
     found = []
     for entry in entries:
         with suppress(FileNotFoundError):

@@ -184,7 +184,7 @@ class ControlGroups:
         self.missing = {k: v for k, v in self.missing.items() if k not in self.standing}
 
     def _bound(self, hierarchy: Hierarchy, parent: Path) -> list[str]:
-        """Write the device's limits; return those that could be written."""
+        """Write the limits of the device; return the limits that were accepted."""
         standing = []
         for name in hierarchy.limits:
             try:
@@ -287,7 +287,7 @@ def _own_group(hierarchy: Hierarchy) -> Path:
 
 
 def _prepare(hierarchy: Hierarchy) -> str:
-    """In version 2 pass the controllers on to child groups; return the line written for that.
+    """Pass the controllers on to child groups (version 2); return the line written for that.
 
     A group with processes of its own cannot pass them on.  Then this process moves into a group
     next to those of its residents.  Other processes stay, and the kernel refuses.
@@ -372,7 +372,7 @@ def _of_devices(nodes: tuple[Path, ...]) -> list[Line]:
 
 
 def _counts(group: Path) -> dict[str, int]:
-    """Return the event counts of one group, in our words, without those that a hierarchy lacks."""
+    """Return the event counts of one group, in our words; a hierarchy may lack some counts."""
     found: dict[str, int] = {}
     for name, words in (
         ("memory.events", {"oom_kill": "oom_kill", "max": "memory_refused"}),
@@ -425,7 +425,7 @@ def _try_to_join(group: Path) -> None:
 
 
 def _remove_all(parents: Iterable[Path]) -> set[Path]:
-    """Remove these groups and their children, for at most CLOSE_S; return those that remain."""
+    """Remove these groups and their children, for at most CLOSE_S; return what remains."""
     until_s, left = time.monotonic() + CLOSE_S, set(parents)
     while left and time.monotonic() < until_s:
         for parent in left:

@@ -1,25 +1,27 @@
-"""Blocks from host to host: what lies in this host's cache is given to device workers of others.
+"""Sends blocks from host to host: the device workers of other hosts get them from this host's
+cache.
 
-The store is where a block is durable; this only saves the way there and back.  A device worker has
-a secret as long as it lives, which its island learns from its facts.  A launch says of each input
-which workers may have it, and the key by which each of them gives that block
-(`app.signing.block_key`): whoever connects proves that it knows it, by the same handshake as the
-hosts of a gang (`workers.links`).  So a worker gets what it was launched to take, a stranger
-nothing, and a job has no network at all.
+A block is durable in the store; this only saves the way to the store and back.  A device worker has
+a secret for its lifetime, which its island learns from its reports.  A launch names for each input
+the workers that may have it, and the key of that block at each (`app.signing.block_key`).  A worker
+that connects proves that it knows the key, by the same handshake as the hosts of a gang
+(`workers.links`).  So a worker gets only the inputs of its launches, and a stranger gets nothing.
+A job has no network at all.
 
-    worker of the giver -> taker   how many bytes there are, 0 if it is not here any more; the bytes
+    giving worker -> taker   size in bytes, 0 if it is not here any more; the bytes
 
-What arrives is hashed on the way, and is no block unless the hash is right.  Whoever is gone, has
-it no more, is too slow or sends other bytes is passed over: then the store is read.
+The taker hashes the bytes as they arrive, and accepts a block only with the right hash.  A giver
+that is gone, lost the block, is too slow or sends other bytes is skipped: then the store is read.
 
-What a leg of a graph makes, and legs that run on other hosts wait for, goes **straight** to them
-while it is being stored (`Wanted`): one way instead of a flush, two notes and a fetch.
+An output of a part of a graph that parts on other hosts wait for goes **directly** to them while it
+is being stored (`Wanted`).  That is one transfer instead of a flush, two messages and a fetch.
 
-    worker of the maker -> worker of the taker   how many bytes; the bytes
+    worker of the producer -> worker of the taker   size in bytes; the bytes
 
-Nobody has written down yet what it is.  So the taker keeps its hash, and nothing that it makes of
-it counts before its island says the same (`workers.resident.Stay`).  Who cannot be reached or is
-slow is let go of: such a block comes as others do, and so does one that is too large.
+At that time the island has not recorded the hash yet.  So the taker keeps the hash of the bytes,
+and nothing made from them counts before the island confirms it (`workers.resident.Stay`).  A taker
+that is unreachable or slow is dropped: it gets the block in the usual way, as any block that is too
+large for direct transfer.
 """
 
 from __future__ import annotations
@@ -46,24 +48,25 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
-AT_ONCE = 4  # of those who take blocks; others wait for their turn, until they read the store
-STALL_S = 5.0  # so long nothing may come
-ROOM_BYTES, ROOMS = 64 << 20, 4  # so large a block, and so many at once, can go straight
-HOLDS_UP_S = 0.25  # so long it may hold up the storing of a block that it goes straight to others
-SILENT_S = 60.0  # so long nobody is asked who did not answer
-SLOWEST_BYTES_PER_S = 10**6  # from a host that is slower the block does not come any sooner
-STRAIGHT_BYTES_PER_S = 10**8  # as slow may a host be to which blocks go straight
-BURST_S = 0.005  # so much of its rate may be made up for, after a thread was late
-_PIECE = 256 << 10  # is sent at a time,
-_TAKEN = 1 << 20  # and so much taken, if it is there
+AT_ONCE = 4  # blocks sent at once; other takers wait, until they read the store
+STALL_S = 5.0  # limit without any byte
+ROOM_BYTES, ROOMS = 64 << 20, 4  # size limit, and number at once, of direct transfers
+HOLDS_UP_S = 0.25  # how long a direct transfer may delay storing the block
+SILENT_S = 60.0  # how long a host that did not answer is not asked
+SLOWEST_BYTES_PER_S = 10**6  # a slower host is no faster than the store
+STRAIGHT_BYTES_PER_S = 10**8  # least rate of a direct transfer
+BURST_S = 0.005  # how much delay of a thread may be caught up
+_PIECE = 256 << 10  # bytes per send
+_TAKEN = 1 << 20  # bytes per receive
 _SIZE = struct.Struct("!Q")
-_silent_until_s: dict[tuple[str | int, ...], float] = {}  # by place, of this process
+# place -> when to ask it again, for this process
+_silent_until_s: dict[tuple[str | int, ...], float] = {}
 
 
 class Giver:
-    """Gives blocks of the cache, so many bytes in a second to all together; 0: as fast as it goes.
+    """Sends blocks of the cache, at `bytes_per_s` over all takers; 0: without a limit.
 
-    All is called in any thread.
+    Any thread may call its methods.
     """
 
     def __init__(self, cache: Cache, bytes_per_s: int = 0) -> None:
@@ -82,8 +85,10 @@ class Giver:
     def sent_too(
         self, pieces: Iterable[memoryview], size: int, takers: Sequence[JSON]
     ) -> Iterator[memoryview]:
-        """The pieces of a block; if there are takers, and room for it, all of it at once, when they
-        were sent it: to hash and to write it takes longer.
+        """Yield the pieces of a block, and send them to the takers.
+
+        If there are takers and a free buffer, the whole block is yielded as one piece after it was
+        sent: hashing and writing it take longer.
         """
         with contextlib.ExitStack() as stack:
             room = stack.enter_context(self._rooms.of(size if takers else 0))
@@ -138,7 +143,7 @@ def _laid_down(pieces: Iterable[memoryview], room: memoryview) -> Iterator[memor
 
 
 class Rooms:
-    """Memory for some blocks at a time, which is used again: new memory is dear."""
+    """Lends buffers for a few blocks at a time and reuses them, as new memory is slow."""
 
     def __init__(self) -> None:
         self._free = [bytearray() for _ in range(ROOMS)]
@@ -146,7 +151,7 @@ class Rooms:
 
     @contextlib.contextmanager
     def of(self, size: int) -> Iterator[memoryview]:
-        """Room for so many bytes, or none."""
+        """Lend a buffer of this size, or an empty one if none is free."""
         with self._lock:
             memory = self._free.pop() if 0 < size <= ROOM_BYTES and self._free else None
         if memory is None:
@@ -162,15 +167,15 @@ class Rooms:
 
 
 class Pace:
-    """Of all who wait here no more go on than `bytes_per_s`; 0: nobody waits."""
+    """Limits the rate of all callers together to `bytes_per_s`; 0: no limit."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0  # from when on the next may go on
+        self._free_s = 0.0  # when the next caller may go on
         self._lock = threading.Lock()
 
     def wait(self, size: int) -> None:
-        """Until so many bytes may be sent."""
+        """Wait until this many bytes may be sent."""
         if not self._bytes_per_s:
             return
         with self._lock:
@@ -182,7 +187,7 @@ class Pace:
 
 
 class Line:
-    """To a taker, as long as it takes."""
+    """A connection to a taker; it is dropped when the taker fails or is too slow."""
 
     def __init__(self, taker: JSON) -> None:
         self.place: list[str | int] = taker["place"]
@@ -222,10 +227,10 @@ class Line:
 
 
 class Taker:
-    """Takes what others bring straight: `came` is called with the name of the input, its file,
-    read only and at its beginning, and its hash.
+    """Receives inputs that producers send directly.
 
-    The file has no name: its memory is free, and is used again, when the task lets go of it.
+    `came` is called with the name of the input, its file (read-only, at its beginning) and its
+    hash.  The file has no name: its memory is free for reuse when the task closes it.
     """
 
     def __init__(self, cache: Cache, secret: str, came: Callable[[str, int, str], None]) -> None:
@@ -255,11 +260,12 @@ class Taker:
 
 
 def taken(copies: Iterable[JSON], sha256: str, size: int, cache: Cache) -> int | None:
-    """A block of so many bytes, verified: its file, read only, at its beginning; it is kept in the
-    cache.  None if none of those who may have it gives it.
+    """Fetch a block of this size from another host; return its file, read-only and at its
+    beginning.
 
-    One who does not answer in time is waited for once: then the store is read, and nobody asks
-    there for a while.
+    The block is verified and kept in the cache.  None if no host of `copies` gives it.  The first
+    host that does not answer in time ends the search: then the store is read, and that host is not
+    asked for SILENT_S.
     """
     for copy in copies:
         place = tuple(copy["place"])
@@ -290,9 +296,9 @@ def _taken(copy: JSON, sha256: str, size: int, cache: Cache) -> int:
 
 
 def _received(sock: socket.socket, size: int, draft: Draft) -> str:
-    """The hash of what came.
+    """Receive the bytes into the draft; return their hash.
 
-    Each piece is hashed and written while the processor has it near, which costs no more than
+    Each piece is hashed and written while it is in the processor's cache, which costs no more than
     mapping the file and receiving into its new pages.
     """
     digest, left, piece = hashlib.sha256(), size, memoryview(bytearray(min(size, _TAKEN)))

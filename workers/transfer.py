@@ -1,7 +1,7 @@
-"""Bytes between the store and a resident: what a launch names, and what a resident keeps.
+"""Moves bytes between the store and a resident: what a launch names, and what a resident stores.
 
-It runs beside the supervisor's thread, as disks and hashes take their time.  A resident never sees
-the store: it gets open files; its images lie in its slab, and its outputs come over a socket.
+It runs outside the supervisor's thread, as disks and hashes take time.  A resident never sees the
+store: it gets open files; its images lie in its slab, and its outputs come over a socket.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """Everything that a launch names, verified: its code, open files of its inputs, its image.
+    """All that a launch names, verified: its code, open files of its inputs, its image.
 
-    The first file is its graph, if it runs one; the others are its inputs, by port.
+    If the launch runs a graph, the first file is the graph; the other files are its inputs, by
+    port.
 
-    The image lies in `slab`, which is empty where there is none.  Of the `input_bytes` so many were
-    `fetched_bytes`: read from the store, as they did not lie on this host, and no other gave them.
-    `ways` says of each input, by port, how it came: one of core.messages.WAYS.
+    The image lies in `slab`, which is empty without an image.  `input_bytes` is the size of all
+    inputs.  `fetched_bytes` of them were read from the store, as neither this host nor another had
+    them.  `ways` has for each port how the input came: one of core.messages.WAYS.
     """
 
     code: Path
@@ -64,7 +65,9 @@ class Fetched:
 
 
 class NotFetched(Exception):
-    """Something that a launch names is not to be had; `cause` is one of core.messages.CAUSES."""
+    """Raised when something that a launch names is not available; `cause` is one of
+    core.messages.CAUSES.
+    """
 
     def __init__(self, cause: str, message: str) -> None:
         self.cause, self.message = cause, message
@@ -72,7 +75,7 @@ class NotFetched(Exception):
 
 
 class OutOfStep(Exception):
-    """A resident did not give the bytes that it announced."""
+    """Raised when a resident did not send the bytes that it announced."""
 
 
 def fetch(
@@ -85,8 +88,8 @@ def fetch(
 ) -> Fetched:
     """Verify and open what the launch names; raises NotFetched.
 
-    Inputs that were fetched ahead `came` so, by SHA-256: whoever takes one first tells it.  `held`
-    is a slab in which the image `before` lies already; it is closed if anything fails.
+    `came` has, by SHA-256, how prefetched inputs came; the first launch that takes one reports it.
+    `held` is a slab that already has the image `before`; it is closed if anything fails.
     """
     if held is None:
         held = slab.made(house.host_memory_bytes)
@@ -111,7 +114,7 @@ def fetch(
 
 
 def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) -> JSON:
-    """Open the inputs, in the order of their ports; what they took, and how each came."""
+    """Open the inputs, in the order of their ports; return their sizes and how each came."""
     all_bytes = fetched_bytes = 0
     ways = dict[str, str]()
     with _as_cause("exception"):
@@ -125,9 +128,11 @@ def _inputs(launch: Launch, house: House, came: dict[str, str], fds: list[int]) 
 
 
 def opened(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
-    """An input, as a Launch names it, from this host, or another one, or else the store; and which
-    of them it was.  What was here before it was asked for `came` by one of them, by SHA-256:
-    whoever takes it first tells that.  Raises as the store does.
+    """Open an input that a Launch names; return its descriptor and its way.
+
+    It comes from this host, another host, or else the store.  For an input that was prefetched, the
+    way is taken from `came`, by SHA-256; the first task that takes the input reports it.  Raises
+    the store's errors.
     """
     sha256, copies = source["sha256"], source.get("copies", [])
     if (fd := house.cache.held(sha256)) is not None:
@@ -139,7 +144,7 @@ def opened(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
 
 
 def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[int, str]:
-    """The same for who waits for it, on its seat: what cannot be had is tried again a few times."""
+    """Open an input for a task that waits for it in the slot; on failure retry a few times."""
     for wait_s in AGAIN_AFTER_S:
         try:
             return opened(source, house, came)
@@ -150,11 +155,13 @@ def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[in
 
 
 def unpack(bundle: str, house: House) -> Path:
-    """The folder with the code of a bundle; raises NotFetched.  A command may do without: ""."""
+    """Return the folder with a bundle's code; raises NotFetched.  A command may have no bundle:
+    "".
+    """
     if not bundle:
         none = house.folder / "code" / "none"
         none.mkdir(exist_ok=True)
-        none.chmod(0o755)  # as a bundle's folder is: see `workers.unpack`
+        none.chmod(0o755)  # the mode of a bundle's folder: see `workers.unpack`
         return none
     code = house.folder / "code" / bundle
     with _as_cause("bundle"):
@@ -167,7 +174,7 @@ def unpack(bundle: str, house: House) -> Path:
 def fill(
     held: int, image: dict[str, Any], *, tenant: str, store: Store, before: Found | None
 ) -> Found:
-    """Lay a checkpoint, as a Launch names it, into the slab `held`; raises NotFetched."""
+    """Read a checkpoint that a Launch names into the slab `held`; raises NotFetched."""
     sha256, key = image["sha256"], image["key"]
     with _as_cause("image"):
         try:
@@ -177,14 +184,16 @@ def fill(
         except PermissionError as error:
             if error.errno != errno.EPERM:
                 raise
-            raise _too_large(held) from error  # it is sealed at its length
+            raise _too_large(held) from error  # the slab's length is sealed
     if found.layout.end > slab.limit_bytes(held):
         raise _too_large(held)
     return found
 
 
 def _indexed(held: int, image: dict[str, Any], found: Found) -> tuple[Saving, int]:
-    """How a resident will know the image, and how long the index behind it is."""
+    """Write the index behind the image; return the image's description and the size of the
+    index.
+    """
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
     size_bytes = found.manifest.size_bytes
@@ -204,7 +213,7 @@ def _as_cause(cause: str) -> Iterator[None]:
         yield
     except (Damaged, BadBundle, BadIndex) as error:
         raise NotFetched(cause, str(error)) from error
-    except OSError as error:  # the store is away: that says nothing about what lies in it
+    except OSError as error:  # the store is away; its content may be sound
         raise NotFetched("store", f"{type(error).__name__}: {error}") from error
 
 
@@ -218,9 +227,9 @@ def keep(
     house: House,
     awaited: bool = False,
 ) -> Written:
-    """Make the image durable that a resident says lies in its slab; raises OutOfStep, OSError.
+    """Store the image that a resident announced in its slab; raises OutOfStep, OSError.
 
-    If it is `awaited` on another device that one can fetch it while it is being written.
+    If it is `awaited` on another device, that device can fetch it while it is being written.
     """
     try:
         index = slab.read_index(held, index_bytes)
@@ -247,18 +256,18 @@ def keep(
 
 
 def store(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
-    """Keep an output that is `received`; how it is told of.  Raises OutOfStep, OSError."""
+    """Store an output from `received`; return its description.  Raises OutOfStep, OSError."""
     try:
         sha256, size_bytes = house.cache.stored(pieces, size, house.store)
     except OSError:
-        for _ in pieces:  # so that the next output begins where it should
+        for _ in pieces:  # so that the next output begins at its start
             pass
         raise
     return {"sha256": sha256, "size_bytes": size_bytes}
 
 
 def publish(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
-    """The same of one that is to be a datablock, with what is in it; it must be tensors."""
+    """Store an output that becomes a datablock; return also its summary.  It must hold tensors."""
     head = bytearray()
 
     def looked_at() -> Iterator[memoryview]:
@@ -274,8 +283,9 @@ def publish(pieces: Iterator[memoryview], size: int, house: House) -> JSON:
 
 
 def received(bulk: socket.socket, size: int, read: Callable[[], None]) -> Iterator[memoryview]:
-    """What a resident sends, piece by piece, each where the one before lay.  `read` is called
-    when all of it is.  Raises OutOfStep.
+    """Yield what a resident sends, piece by piece, each in the same buffer.
+
+    `read` is called when all of it has arrived.  Raises OutOfStep.
     """
     left, room = size, memoryview(bytearray(min(size, _PIECE)))
     while left:
