@@ -1,15 +1,16 @@
-"""An image made durable, and back: chunks that are not there yet, then the signed manifest.
+"""Makes an image durable and reads it back: missing chunks first, then the signed manifest.
 
-`write` reads an image out of the slab that a resident and its device worker share; `read` fills a
-slab for a resident that is about to be born.
+`write` reads an image from the slab that a resident and its device worker share.  `read` fills a
+slab for a resident that is about to start.
 
-What always holds:
-* a resident is not believed: what is hashed and kept are bytes that it cannot change any more;
-* the manifest comes last and is signed, so what it names is there, whole, and was written here;
-* what `read` fills in has been checked, byte for byte, against the manifest, and the manifest
+Invariants:
+* A resident is not trusted: only bytes that it can no longer change are hashed and stored.
+* The manifest comes last and is signed, so all chunks that it names exist, are complete, and were
+  written by this system.
+* All data that `read` fills in was checked byte for byte against the manifest, and the manifest
   against its address and its signature.
 
-Nothing here knows torch or opens a tenant's bytes.
+This module imports no torch and opens no tenant's bytes.
 """
 
 from __future__ import annotations
@@ -55,24 +56,29 @@ _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 
 
-GRAPH_ROOM_BYTES = 2**20  # of an image that was read, so much or a multiple is left for its graph
+GRAPH_ROOM_BYTES = 2**20  # space for the graph of a read image is a multiple of this
 
 
 class BadSlab(Exception):
-    """The slab, or what a resident says of it, cannot be made a checkpoint; says why."""
+    """Raised when the slab, or the resident's description of it, cannot become a checkpoint; says
+    why.
+    """
 
 
 class TooSlow(OSError):
-    """Writing took so long that what it relied on may have been collected meanwhile."""
+    """Raised when writing took so long that chunks it relied on may have been collected
+    meanwhile.
+    """
 
 
 class Known:
-    """The chunks of one resident's last checkpoint, by which the next one tells what changed.
+    """The chunks of a resident's last checkpoint, from which the next `write` finds the changed
+    ones.
 
-    One for each resident; `write` keeps it.  Not for two writes at once.
+    There is one for each resident, and `write` updates it.  Two writes at once must not share it.
 
-    Keys are quick hashes (XXH3) of the chunks' bytes.  A tenant who finds two chunks with the same
-    one deceives its own checkpoint, and nobody else's.
+    Keys are quick hashes (XXH3) of the chunks' bytes.  A tenant that makes two chunks with the same
+    hash damages only its own checkpoint.
     """
 
     def __init__(self) -> None:
@@ -81,7 +87,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """`at_s` is when the store surely had the chunk, by `_clock_s`."""
+    """A chunk in the store; `at_s` is when the store certainly had it, by `_clock_s`."""
 
     address: str
     at_s: float
@@ -89,7 +95,9 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """`size_bytes` are those of the image; by `new_bytes` the store grew."""
+    """A written checkpoint; `size_bytes` is the size of the image, `new_bytes` the growth of the
+    store.
+    """
 
     sha256: str
     size_bytes: int
@@ -99,9 +107,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """An image that lies in a slab, and the manifest that it came with.
+    """An image in a slab, and its manifest.
 
-    `fetched_bytes` are those that did not lie there before.
+    `fetched_bytes` is the size of the chunks that were not in the slab before.
     """
 
     sha256: str
@@ -124,21 +132,21 @@ def write(
     known: Known,
     draft: str = "",
 ) -> Written:
-    """Make the image that lies in `slab` durable; returns when it is.
+    """Make the image in `slab` durable; returns when it is.
 
-    `slab` is the descriptor of a memfd, sealed against shrinking (F_SEAL_SHRINK: else a resident
-    could end the device worker with a SIGBUS), of which `layout` lies inside
-    (`layout.from_json(..., limit_bytes=)`); nobody writes to it meanwhile, and if somebody does it
-    only spoils his own checkpoint.  `tensors` is the table of the resident's capture,
-    `{name: [storage, dtype, shape, stride, offset]}`; it is only for the export, and rows that make
-    no sense are left out.
+    `slab` is the descriptor of a memfd that is sealed against shrinking (F_SEAL_SHRINK): otherwise
+    a resident could end the device worker with a SIGBUS.  `layout` must lie inside it
+    (`layout.from_json(..., limit_bytes=)`).  No process writes to the slab meanwhile; a resident
+    that does spoils only its own checkpoint.  `tensors` is the table of the resident's capture,
+    `{name: [storage, dtype, shape, stride, offset]}`.  It is only for the export; invalid rows are
+    left out.
 
-    Under the name `draft` the manifest is there for a while before its chunks are, for whoever
-    waits for them (`follow`): so they cross the way to the store and that from there at once.
+    Under the name `draft` the manifest exists for a while before its chunks do, for a device that
+    waits for them (`follow`): so chunks go to the store and from the store at the same time.
 
-    Raises BadSlab for what the resident is to blame for, OSError for what the store is (disk full,
-    bucket away: its message says which); after either, nothing new is listed and the same image may
-    be written again.
+    Raises BadSlab for a fault of the resident, OSError for one of the store (disk full, bucket
+    away; the message says which).  After either, nothing new is listed and the same image may be
+    written again.
     """
     extents = (layout.graph, *layout.storages)
     parts = tuple(Part(size=e.size, device=e.device, pinned=e.pinned) for e in extents)
@@ -152,7 +160,8 @@ def write(
             rank = Rank(parts=parts, chunks=tuple(chunks), tensors=table)
             return Manifest(about=about, ranks=(rank,))
 
-        drafted = bool(draft) and not store.place.is_near  # near, they all come at once
+        # in a near store all chunks appear at once
+        drafted = bool(draft) and not store.place.is_near
         if drafted:
             chunks = _all_hands(store.place.hands, writer.announced, cuts)
             sealed = signer.sealed(manifests.encode(manifest_of(chunks)))
@@ -174,7 +183,7 @@ def write(
 
 
 class _Writer:
-    """One write: `keep` runs in several threads."""
+    """Does one write; `keep` runs in several threads."""
 
     def __init__(
         self,
@@ -191,13 +200,14 @@ class _Writer:
 
     def keep(self, cut: Cut) -> Chunk:
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
-        if len(spans) == 1:  # else it is small, and one copy is cheaper than to look twice
+        if len(spans) == 1:  # else it is small, and copying is cheaper than hashing twice
             quick = xxh3_128_digest(spans[0])
             if (seen := self._still_there(quick)) is not None:
                 self.seen[quick] = seen
                 return Chunk(address=seen.address, spans=cut)
         body = self._copied(spans)
-        quick = xxh3_128_digest(body)  # of what is kept, which may have changed under the first
+        # of the copy, as the slab may have changed since the first hash
+        quick = xxh3_128_digest(body)
         seen = self._still_there(quick)
         if seen is None:
             seen = _Seen(blake3(body).hexdigest(), _clock_s())
@@ -206,30 +216,30 @@ class _Writer:
         return Chunk(address=seen.address, spans=cut)
 
     def announced(self, cut: Cut) -> Chunk:
-        """The chunk that `keep` will keep, if nobody writes to the slab meanwhile."""
+        """Return the chunk that `keep` will store, if the slab does not change meanwhile."""
         spans = [self._span(span.part, span.offset, span.size) for span in cut]
         body = spans[0] if len(spans) == 1 else self._copied(spans)
         seen = self.known.seen.get(xxh3_128_digest(body))
         return Chunk(address=seen.address if seen else blake3(body).hexdigest(), spans=cut)
 
     def must_be_in_time(self) -> None:
-        """What was seen at first must surely have been there when the manifest came.
+        """Raise TooSlow if a chunk seen early may be gone by the time of the manifest.
 
-        Checked afterwards, so that nothing can come between: a manifest that is too late is not
-        told of, and is collected.
+        This is checked after the manifest is stored, so that nothing can happen in between.  A
+        manifest that is too late is not reported, and is collected.
         """
         oldest_s = min((seen.at_s for seen in self.seen.values()), default=_clock_s())
         if (took_s := _clock_s() - oldest_s) > self.store.grace_s / 2:
             raise TooSlow(f"the store took {took_s:.0f} s; at most {self.store.grace_s / 2:.0f} s")
 
     def _still_there(self, quick: bytes) -> _Seen | None:
-        """A chunk of the last checkpoint, if the store has it still."""
+        """Return a chunk of the last checkpoint if the store still has it."""
         seen = self.known.seen.get(quick)
         if seen is None:
             return None
         is_fresh = _clock_s() - seen.at_s < self.store.grace_s / 4
         if is_fresh and not self.store.place.is_near:
-            return seen  # it cannot have been collected yet, and asking is slow
+            return seen  # it cannot have been collected yet, and asking a remote store is slow
         now_s = _clock_s()
         return _Seen(seen.address, now_s) if self.writing.chunks.has(seen.address) else None
 
@@ -238,9 +248,9 @@ class _Writer:
         return self.memory[start : start + size]
 
     def _copied(self, spans: Iterable[memoryview]) -> memoryview:
-        """The spans' bytes in a buffer of this thread's own, which the resident cannot reach."""
+        """Return the spans' bytes in a buffer of this thread, which the resident cannot reach."""
         if not hasattr(self._mine, "buffer"):
-            # Whole pages, which may go to the disk past the page cache.
+            # Whole pages, so that they may go to the disk without the page cache.
             self._mine.buffer = memoryview(mmap.mmap(-1, LARGEST_CHUNK_BYTES))
         buffer: memoryview = self._mine.buffer
         end = 0
@@ -251,7 +261,7 @@ class _Writer:
 
 
 def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
-    """The slab from its beginning to the last of the extents, read-only."""
+    """Return the slab from its beginning to the end of the last extent, read-only."""
     size = max(extent.offset + extent.size for extent in extents)
     if not fcntl.fcntl(slab, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise BadSlab("a slab must be sealed against shrinking before it is read")
@@ -259,16 +269,18 @@ def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
         raise BadSlab(f"the slab has {length} bytes, and the image ends at {size}")
     if not size:
         return memoryview(b"")
-    # Not closed but dropped: an error may hold on to a piece of it for a while.
+    # The mapping is dropped, not closed: an error may hold a piece of it for a while.
     memory = mmap.mmap(slab, size, prot=mmap.PROT_READ)
-    for start, end in _runs(extents):  # a fault for each page takes longer than hashing
+    for start, end in _runs(extents):  # a page fault for each page takes longer than hashing
         with suppress(OSError):  # from Linux 5.14 on
             memory.madvise(_POPULATE_READ, start, end - start)
     return memoryview(memory)
 
 
 def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
-    """Stretches of whole pages in which they lie close together: between ranks lie gigabytes."""
+    """Yield runs of whole pages in which the extents lie close together; ranks are gigabytes
+    apart.
+    """
     start = end = 0
     for extent in sorted(extents, key=lambda extent: extent.offset):
         if extent.offset > end + _GAP_BYTES:
@@ -279,7 +291,7 @@ def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
 
 
 def _all_hands(hands: int, do: Callable[[_Item], _Made], items: Sequence[_Item]) -> list[_Made]:
-    """Do it for all, `hands` at once; after the first error no further one is begun."""
+    """Call `do` for all items, `hands` at once; after the first error no further call begins."""
     pool = ThreadPoolExecutor(min(hands, max(1, len(items))), "chunks")
     try:
         return list(pool.map(do, items))
@@ -288,7 +300,7 @@ def _all_hands(hands: int, do: Callable[[_Item], _Made], items: Sequence[_Item])
 
 
 def _clock_s() -> float:
-    """A clock that no one sets, and that goes on while the host is suspended."""
+    """Return a clock that is never set and that runs while the host is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -300,13 +312,12 @@ def read(
 ) -> Found:
     """Fill the memfd `into` with the checkpoint of that address; it is made long enough.
 
-    `key` is the public key (hexadecimal) of the host that wrote it, as the Launch order says it.
-    `before` is the image that was read into this memfd last, which nobody has touched since: what
-    is the same stays where it lies.  Without it the memfd is empty.  After an error what lies there
-    is no image.
+    `key` is the public key (hexadecimal) of the host that wrote it, as the Launch order has it.
+    `before` is the image that was read into this memfd last and not changed since: equal chunks
+    stay in place.  Without `before` the memfd is empty.  After an error the memfd holds no image.
 
-    Raises app.store.Damaged for a checkpoint that cannot be restored (it names what is lost, cut,
-    or changed): the one before it should be tried; and OSError while the store is away, which says
+    Raises app.store.Damaged for a checkpoint that cannot be restored (it names what is lost, cut or
+    changed): then try the checkpoint before it.  Raises OSError while the store is away, which says
     nothing about the checkpoint.
     """
     if before is not None and before.sha256 == sha256:
@@ -324,7 +335,7 @@ def read(
 
 
 def draft(task: str, epoch: int) -> str:
-    """The name under which an image of this epoch is told of before it is durable."""
+    """Return the name under which an image of this epoch is announced before it is durable."""
     return f"{INCOMING}/draft-{task}-{epoch}"
 
 
@@ -338,10 +349,10 @@ def follow(
     before: Found,
     wait: Callable[[], bool],
 ) -> Found | None:
-    """As `read`, of an image that is being written now.
+    """Read an image that is being written now, as `read` does.
 
-    `wait` waits a moment, and says whether to look again.  None if it said no before anything was
-    there; then what lies in `into` is as it was.  Raises Damaged if it said no later.
+    `wait` waits a moment and returns whether to look again.  Returns None if `wait` returned False
+    before anything was there; then `into` is unchanged.  Raises Damaged if it returned False later.
     """
     while True:
         try:
@@ -381,7 +392,9 @@ def _laid(
 
 
 def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
-    """With room behind the graph, so that the storages of the next image lie at the same places."""
+    """Lay out the image with space behind the graph, so that storages of the next image do not
+    move.
+    """
     room = -(-graph_bytes // GRAPH_ROOM_BYTES) * GRAPH_ROOM_BYTES
     layout = laid_out(room, storages)
     return replace(layout, graph=replace(layout.graph, size=graph_bytes))
@@ -409,11 +422,11 @@ def fill(
     *,
     hands: int,
 ) -> None:
-    """Lay chunks into a memfd, wherever `get` has their (checked) bytes from."""
+    """Write chunks into a memfd; `get` returns their checked bytes."""
     extents = (layout.graph, *layout.storages)
     if not layout.end:
         return
-    # All of its memory now, or an error: a page that is lacking later would be a SIGBUS.
+    # Allocate all memory now or fail: a page that is missing later would be a SIGBUS.
     os.posix_fallocate(into, 0, layout.end)
     memory = memoryview(mmap.mmap(into, layout.end, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
@@ -428,7 +441,7 @@ def fill(
 
 
 def _set_aside(store: Store, tenant: str, address: str, damaged: Damaged) -> None:
-    """Take a damaged chunk out of the way: whoever writes these bytes next puts them anew."""
+    """Move a damaged chunk away: the next write of these bytes stores them again."""
     log.error("%s; it is set aside, and written again when next it is met", damaged)
     with suppress(OSError):
         store.chunks(tenant).set_aside(address)

@@ -1,8 +1,8 @@
-"""Control: assigns what was submitted to islands, sends to webhooks, and keeps house.
+"""Runs control: it assigns submitted requests to islands, delivers webhooks, and cleans up.
 
     celery -A workers.control worker --pool threads -Q control
 
-Any number of these may run: who comes second waits, and every chore can be done twice.
+Several of these may run: locks in the database order them, and every chore may be done twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Control(Loop):
         self.sweeper = Sweeper()
         self.sweeping: threading.Thread | None = None
         self.sweep_due_s = 0.0
-        self.dark_since_s: dict[str, float] = {}  # by the monotonic clock
+        # island -> when it was first seen dark, by the monotonic clock
+        self.dark_since_s: dict[str, float] = {}
         self.dark_due_s = 0.0
 
     def nudge(self) -> None:
@@ -53,11 +54,12 @@ class Control(Loop):
         try:
             touched = self._take_over()
         except BaseException:
-            self.dark_since_s.clear()  # who could not look has seen nothing
+            self.dark_since_s.clear()  # a failed look saw no island
             raise
         with db.transaction() as session:
             touched |= assign.assign_new(session) | span.try_again(session)
-            # A wish (pause, cancel, ...) says only that there is one: every island looks.
+            # A nudge for a requested action (pause, cancel, ...) names no island, so every island
+            # looks.
             islands = set(session.scalars(select(Island.name))) if wished else touched
         for island in sorted(islands):
             outbox.hint(broker.ISLAND_NUDGE, broker.island_queue(island))
@@ -65,9 +67,10 @@ class Control(Loop):
         return 2 * settings().tick_s
 
     def _take_over(self) -> set[str]:
-        """What islands have not ended that were dark at every look for long enough goes elsewhere.
+        """Give the unfinished requests of lost islands to others; return the islands that changed.
 
-        Only what we have seen counts: after a pause of Postgres, or of ours, all look dark at once.
+        An island is lost if it was dark at every look for `island_lost_s`.  Only our own looks
+        count: after a pause of Postgres or of this process all islands look dark at once.
         """
         touched, now_s, lost_s = set[str](), time.monotonic(), settings().island_lost_s
         if not lost_s or now_s < self.dark_due_s:
@@ -79,7 +82,7 @@ class Control(Loop):
         for lost, since_s in self.dark_since_s.items():
             if now_s - since_s >= lost_s:
                 touched |= _taken_over(lost)
-                self.dark_since_s[lost] = now_s  # what nobody can take is looked at once more then
+                self.dark_since_s[lost] = now_s  # retry the rest after the same time
         return touched
 
     def _chores(self) -> None:
@@ -92,7 +95,9 @@ class Control(Loop):
         self._sweep()
 
     def _sweep(self) -> None:
-        """Collect what nothing names, in a thread of its own: listing a store takes its time."""
+        """Delete unreferenced data of the store in a separate thread: listing a store takes
+        time.
+        """
         if self.sweeping is not None and self.sweeping.is_alive():
             return
         if time.monotonic() < self.sweep_due_s:
@@ -103,7 +108,7 @@ class Control(Loop):
 
 
 def _taken_over(lost: str) -> set[str]:
-    """The islands that got what it has not ended, some requests at a time."""
+    """Move the island's unfinished requests, some at a time; return the islands that got them."""
     touched, after = set[str](), ""
     while after is not None:
         with db.transaction() as session:

@@ -1,8 +1,8 @@
-"""Where an image lies in a slab: the seam between who stages it and who makes it durable.
+"""Describes where an image lies in a slab: the interface between staging and checkpointing.
 
-A slab is one run of host memory that a resident and its device worker share.  The graph lies first,
-then every storage at a multiple of `ALIGNMENT`, in the order of capture; replicas that capture the
-same job therefore lay out the same bytes at the same places.
+A slab is one block of host memory that a resident and its device worker share.  The graph comes
+first.  The storages follow at multiples of `ALIGNMENT`, in the order of capture, so replicas that
+capture the same job have the same bytes at the same places.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-ALIGNMENT = 4096  # a page, so that what was written can be told storage by storage
+ALIGNMENT = 4096  # bytes; a page, so that writes can be attributed to single storages
 
 
 class BadLayout(Exception):
-    """A resident described an image that cannot lie in its slab; says which part."""
+    """Raised when a resident described an image that cannot lie in its slab; says which part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """`size` bytes at `offset`; `device` is "cpu" or "cuda": where the storage lay."""
+    """A range of `size` bytes at `offset`; `device` is where the storage lay: "cpu" or "cuda"."""
 
     offset: int
     size: int
@@ -31,19 +31,19 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Bytes of the graph at `graph`, of storage number i at `storages[i]`; none overlap."""
+    """The places of the graph and of each storage, by number; none overlap."""
 
     graph: Extent
     storages: tuple[Extent, ...]
 
     @property
     def end(self) -> int:
-        """How long a slab must be to hold it, in bytes."""
+        """The length that a slab needs to hold it, in bytes."""
         return max((_end(part) for part in (self.graph, *self.storages)), default=0)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the image itself, without the gaps."""
+        """The size of the image itself, without the gaps."""
         return self.graph.size + sum(part.size for part in self.storages)
 
     def as_json(self) -> JSON:
@@ -60,7 +60,7 @@ def laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
 
 
 def from_json(body: Any, *, limit_bytes: int) -> Layout:
-    """A layout that a resident sent, believed in nothing; raises BadLayout."""
+    """Return a layout that a resident sent, after checking all of it; raises BadLayout."""
     try:
         graph = _extent(body["graph"], limit_bytes)
         storages = tuple(_extent(part, limit_bytes) for part in body["storages"])

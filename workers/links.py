@@ -1,18 +1,19 @@
-"""Connections between device workers of several hosts: of a gang, or for a block.
+"""Connects device workers of several hosts: for the ranks of a gang, or to send a block.
 
-Its island makes a secret for each set of hosts that the gang is to live on, and tells it in the
-orders to each of them.  Whoever is to hold an outpost connects to the device worker of the home,
-and each proves that it knows the secret, which never crosses: so a worker whose order is stale, or
-a stranger, joins nothing.  The sockets go to the processes of the gang (`workers.outpost`).  What
-these say is not encrypted: between its hosts a deployment has a network of its own.
+The island makes a secret for each set of hosts that a gang runs on, and sends it in the orders to
+each host.  A device worker with remote ranks connects to the device worker of the coordinator host,
+and each proves that it knows the secret.  The secret itself never crosses the network.  So a worker
+with a stale order, or a stranger, joins nothing.  The sockets go to the processes of the gang
+(`workers.outpost`).  Their traffic is not encrypted: a deployment has a network of its own between
+its hosts.  In the handshake the side with remote ranks is "outpost", the coordinator host "home".
 
     outpost -> home   hello: which secret (its digest), which host, line or link, a challenge
     home -> outpost   a challenge, and its proof over both
     outpost -> home   its proof over both
 
-Whoever takes a block (`workers.giving`) comes by the same door: its hello goes on with the hash of
-the block, and the secret is the key of that block alone.  So does who brings one, with the name of
-the input that it is.
+A worker that takes a block (`workers.giving`) uses the same handshake.  Its hello continues with
+the hash of the block, and the secret is the key of that block alone.  A worker that brings a block
+does the same with the name of the input.
 """
 
 from __future__ import annotations
@@ -30,47 +31,50 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 HANDSHAKE_S = 5.0
-WAITING_LIMIT = 64  # connections that have not proved anything yet,
-WAITING_PER_ADDRESS = 16  # and of those of one address
-AGAIN_S = 0.1  # the order to home may come after that to an outpost
+WAITING_LIMIT = 64  # unauthenticated connections
+WAITING_PER_ADDRESS = 16  # unauthenticated connections of one address
+AGAIN_S = 0.1  # until a retry: the order may reach the coordinator host later
 WITHIN_S = 30.0
 
 SORTS = ("line", "link")
-BLOCK, INPUT = len(SORTS), len(SORTS) + 1  # in the place of a sort: taken from here, brought here
+# in place of a sort: a block is taken from here, or brought here
+BLOCK, INPUT = len(SORTS), len(SORTS) + 1
 _HASH_BYTES = hashlib.sha256().digest_size
 _HELLO = struct.Struct("!16sHB16s")
 _PROOF_BYTES = hashlib.sha256().digest_size
 _CHALLENGE_BYTES = 16
 
-Sockets = list[socket.socket]  # of each host but home, its line and its link
+Sockets = list[socket.socket]  # line and link of each host except the coordinator host
 Handshake = Generator[int, bytes, Callable[[], None]]
 Examination = Generator[int, bytes, None]
 
 
 @dataclass
 class Expected:
-    """The hosts of one gang; `then` is called when all have connected."""
+    """The hosts of one gang that are to connect; `then` is called when all have."""
 
     secret: bytes
-    hosts: int  # but home
+    hosts: int  # without the coordinator host
     then: Callable[[Sockets], None]
     joined: dict[tuple[int, str], socket.socket] = field(default_factory=dict)
 
 
 class Desk(Protocol):
-    """Who gives blocks or takes them; what is `named` is 32 bytes.  Called in a thread that nothing
-    may hold up.
+    """Sends or receives blocks; `named` is 32 bytes in hexadecimal.  No method may block its
+    thread.
     """
 
     def key(self, named: str) -> bytes: ...
 
     def serve(self, sock: socket.socket, named: str) -> None:
-        """Whoever has proved to know the key; the socket is the desk's from here on."""
+        """Serve a connection that has proved to know the key; the desk owns the socket from here
+        on.
+        """
 
 
 @dataclass(eq=False)
 class Visitor:
-    """A connection whose other end has not proved anything yet: `wanted` bytes of it come next."""
+    """An unauthenticated connection; the next `wanted` bytes of it are awaited."""
 
     sock: socket.socket
     address: str
@@ -82,10 +86,11 @@ class Visitor:
 
 
 class Links:
-    """Where other hosts connect to; `call` calls in the thread of whoever owns this.
+    """Listens for connections of other hosts; `call` runs a function in the owner's thread.
 
-    A thread of its own shakes hands with all visitors at once, and waits for none of them.  Each
-    has a deadline; where too many wait, the eldest silent one of the same address, or of all, goes.
+    One thread does the handshakes of all visitors at once, and waits for none of them.  Each
+    visitor has a deadline.  If too many wait, the eldest silent one of the same address, or of all,
+    is dropped.
     """
 
     def __init__(
@@ -143,19 +148,19 @@ class Links:
                         return
                     if key.fileobj is self._server:
                         self._accept(selector)
-                    elif key.data in self._visitors:  # else it gave way in this round
+                    elif key.data in self._visitors:  # else it was dropped in this round
                         self._hear(selector, key.data)
                 now_s = time.monotonic()
                 self._dismiss(selector, [v for v in self._visitors if now_s >= v.until_s])
 
     def _timeout_s(self) -> float | None:
-        eldest = next(iter(self._visitors), None)  # all have the same time
+        eldest = next(iter(self._visitors), None)  # all have the same time limit
         return None if eldest is None else max(0.0, eldest.until_s - time.monotonic())
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             sock, (address, *_) = self._server.accept()
-        except OSError:  # whoever it was has gone
+        except OSError:  # the visitor has gone
             return
         beside = [v for v in self._visitors if v.address == address]
         if len(beside) >= WAITING_PER_ADDRESS:
@@ -195,7 +200,9 @@ class Links:
             visitor.sock.close()
 
     def _handshake(self, sock: socket.socket) -> Handshake:
-        """Yields how many bytes come next; returns what to do with who has proved all."""
+        """Authenticate a visitor: yield the number of bytes awaited, return the function to call at
+        success.
+        """
         hello = yield _HELLO.size
         digest, host, sort, _ = _HELLO.unpack(hello)
         if desk := self._desks.get(sort):
@@ -217,7 +224,7 @@ class Links:
             return
         sock.setblocking(True)
         if (before := expected.joined.pop((host, sort), None)) is not None:
-            before.close()  # it tries again
+            before.close()  # the host tries again
         expected.joined[host, sort] = sock
         if len(expected.joined) == expected.hosts * len(SORTS):
             self._taken(digest)
@@ -230,7 +237,7 @@ def _eldest_silent(visitors: list[Visitor]) -> Visitor:
 
 
 def _listening(address: str) -> socket.socket:
-    """There alone, if that is an address of this host; else, as behind a translation, anywhere."""
+    """Listen on `address` if it is one of this host's; else, as behind NAT, on all addresses."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, 0), family=family, backlog=WAITING_LIMIT)
@@ -244,7 +251,7 @@ def _serve(sock: socket.socket, desk: Desk, named: str) -> None:
 
 
 def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> Examination:
-    """Both prove that they know the secret; raises OSError."""
+    """Exchange proofs that both sides know the secret; raises OSError."""
     challenge = os.urandom(_CHALLENGE_BYTES)
     sock.sendall(challenge + _proof(secret, b"home", hello, challenge))
     theirs = yield _PROOF_BYTES
@@ -253,9 +260,9 @@ def _examine(sock: socket.socket, secret: bytes, hello: bytes) -> Examination:
 
 
 def connect(home: list[str | int], secret: str, host: int, wanted: Callable[[], bool]) -> Sockets:
-    """The line and the link of an outpost; tried for a while, as long as they are `wanted`.
+    """Connect the line and the link of remote ranks; retry for WITHIN_S while they are `wanted`.
 
-    Raises OSError if there is no way.
+    Raises OSError if it fails.
     """
     until_s = time.monotonic() + WITHIN_S
     while True:
@@ -284,7 +291,7 @@ def _connected(home: tuple[str, int], secret: bytes, host: int) -> Sockets:
 def at_desk(
     desk: int, place: list[str | int], key: str, named: str, timeout_s: float = HANDSHAKE_S
 ) -> socket.socket:
-    """A connection by which that block comes, if it is there still, or goes; raises OSError."""
+    """Return a connection to take or bring the block `named`; raises OSError."""
     sock = socket.create_connection((str(place[0]), int(place[1])), timeout=timeout_s)
     try:
         _prove(sock, bytes.fromhex(key), 0, desk, bytes.fromhex(named))
@@ -313,8 +320,9 @@ def _proof(secret: bytes, who: bytes, hello: bytes, challenge: bytes) -> bytes:
 
 
 def wait_for(sock: socket.socket, stall_s: float) -> None:
-    """Whoever reads there waits for so long, and with MSG_WAITALL for all that it asks for, which
-    the timeouts of Python do not allow.
+    """Give the socket a receive timeout in the kernel.
+
+    With it MSG_WAITALL waits for all bytes, which Python's own timeouts do not allow.
     """
     sock.settimeout(None)
     whole_s = int(stall_s)
@@ -323,7 +331,7 @@ def wait_for(sock: socket.socket, stall_s: float) -> None:
 
 
 def read(sock: socket.socket, size: int) -> bytes:
-    """So many bytes; raises OSError."""
+    """Read exactly `size` bytes; raises OSError."""
     data = b""
     while len(data) < size:
         piece = sock.recv(size - len(data))

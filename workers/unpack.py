@@ -1,10 +1,11 @@
-"""A bundle as a folder: the tenant's code, unpacked where its resident may read it.
+"""Unpacks a bundle, the tenant's code, into a folder that its resident may read.
 
-A resident has a user of its own, so what is unpacked is open to everybody.  Nobody else gets there:
-the folders above it are the device worker's alone, and the resident is shown the folder itself.
+A resident has its own user, so all users may read the unpacked files.  No other user can reach
+them: the folders above belong to the device worker alone, and the sandbox shows the resident only
+the folder itself.
 
-Archives are not believed: only plain files and folders are taken, names must stay inside, and what
-counts is the bytes really read.  Nothing of a bundle is imported or run here.
+Archives are not trusted: only plain files and folders are taken, names must stay inside, and the
+bytes actually read are counted.  Nothing of a bundle is imported or run here.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ _PIECE = 1 << 20
 
 
 class BadBundle(Exception):
-    """The archive holds what may not be unpacked; the message says which entry and why."""
+    """Raised when an archive must not be unpacked; the message says which entry and why."""
 
 
 def unpacked(archive: Path, folder: Path) -> Path:
-    """`folder` with the archive's files, read-only.  It appears whole or not at all."""
+    """Unpack the archive into `folder`, read-only; return `folder`.  It appears complete or not at
+    all.
+    """
     if folder.is_dir():
         return folder
     make_private(folder.parent)
@@ -45,7 +48,7 @@ def unpacked(archive: Path, folder: Path) -> Path:
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
         if folder.is_dir():
-            return folder  # another one was quicker
+            return folder  # another thread or worker was faster
         raise
     return folder
 
@@ -68,7 +71,9 @@ def _unpack(archive: Path, into: Path) -> None:
 
 
 def _entries(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Every plain file of a zip or tar; raises BadBundle for anything that is no file or folder."""
+    """Yield all plain files of a zip or tar; raises BadBundle for anything but files and
+    folders.
+    """
     try:
         if zipfile.is_zipfile(archive):
             yield from _of_zip(archive)
