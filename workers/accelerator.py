@@ -1,4 +1,4 @@
-"""A thin face over torch's devices: the CPU always, CUDA where there is one."""
+"""Wraps torch's devices: the CPU always, CUDA if there is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Accelerator:
-    """`kind` is what the island calls the device: "cpu" or "cuda"."""
+    """A torch device; `kind` is the island's name for it: "cpu" or "cuda"."""
 
     def __init__(self, kind: str) -> None:
         if kind == "cuda" and not torch.cuda.is_available():
@@ -26,7 +26,7 @@ class Accelerator:
             torch.cuda.empty_cache()
 
     def held_bytes(self) -> int:
-        """Device memory that this process holds; 0 where that is host memory."""
+        """Return the device memory that this process holds; 0 if that is host memory."""
         return torch.cuda.memory_reserved(self.device) if self.kind == "cuda" else 0
 
     def random_state(self) -> list[torch.Tensor]:
@@ -38,7 +38,9 @@ class Accelerator:
 
 
 class Pinned:
-    """Host memory at `address` that a CUDA device reads and writes by itself, as far as asked."""
+    """Host memory at `address`, pinned as far as requested, which a CUDA device accesses by
+    itself.
+    """
 
     def __init__(self, address: int) -> None:
         self.address, self.size = address, 0
@@ -52,4 +54,4 @@ class Pinned:
         self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         failed = runtime.cudaHostRegister(self.address, self.size, 0)
         if int(failed) != 0:
-            self.size = 0  # then the copies are slower, and hold up the host
+            self.size = 0  # not pinned: copies are slower and block the host

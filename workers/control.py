@@ -69,8 +69,9 @@ class Control(Loop):
     def _take_over(self) -> set[str]:
         """Give the unfinished requests of lost islands to others; return the islands that changed.
 
-        An island is lost if it was dark at every look for `island_lost_s`.  Only our own looks
-        count: after a pause of Postgres or of this process all islands look dark at once.
+        An island is dark if it has unfinished tasks, but no leader and no live device
+        (`assign.dark`).  It is lost if it was dark at every look for `island_lost_s`.  Only our own
+        looks count: after a pause of Postgres or of this process all islands look dark at once.
         """
         touched, now_s, lost_s = set[str](), time.monotonic(), settings().island_lost_s
         if not lost_s or now_s < self.dark_due_s:

@@ -1,6 +1,6 @@
-"""Sends messages to webhooks, a thread for each one that is on its way.
+"""Sends messages to webhooks, each in a thread of its own.
 
-Lives in control.  Any number of these may run: who takes a message has a lease on it.
+It runs in control.  Several may run: a deliverer that takes a message has a lease on it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.settings import settings
 from app.webhooks import Taken
 from workers.loop import Loop
 
-SLOTS = 16  # messages on their way at once
+SLOTS = 16  # messages being sent at once
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ class Deliverer(Loop):
         finally:
             with self._lock:
                 self._busy -= 1
-            self.wake.set()  # there is room for another one
+            self.wake.set()  # a slot is free for another message
 
 
 def deliver(taken: Taken) -> None:
-    """Send it once, and write down what became of it."""
+    """Send the message once and record the result."""
     answer = posting.post(
         taken.url,
         taken.body,

@@ -1,8 +1,8 @@
-"""Messages of Celery as hints: called where they are read, and never acknowledged.
+"""Handles Celery messages as hints: in the thread that reads them, and without acknowledgement.
 
-A hint puts something into an inbox and is done, so it needs neither Celery's pool nor the request
-that Celery makes of a task.  One that is lost is said again by its owner, so nobody needs to keep
-it until it has been heard: Redis is asked once for each instead of four times.
+A hint only puts something into an inbox, so it needs neither Celery's pool nor the request object
+that Celery makes for a task.  Its owner sends a lost hint again, so Redis need not keep it until it
+was handled: that takes one Redis call for each hint instead of four.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class Hint(celery.Task):
 
 
 def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The function hears all hints of that name, in the thread that reads them: it must be quick.
+    """Return a decorator: the function gets all hints of this name, in the reading thread; be
+    quick.
 
-    It is called with the text of the message, or with nothing if that has none.  What it raises is
-    logged now and then, for nobody could do anything about it.
+    It is called with the text of the message, or without arguments if the message has none.  Its
+    errors are logged now and then, as no code could handle them.
     """
     broker.HEARD.add(name)
 
@@ -41,14 +42,14 @@ def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..
 
 
 def passed_on(task: celery.Task, app: Celery, consumer: object) -> Callable[..., None]:
-    """How Celery is told to handle a task's messages (its `Strategy`)."""
+    """Return the handler of a task's messages, as Celery's `Strategy`."""
 
     complaint = broker.Complaint(log, f"{task.name} was not heard")
 
     def pass_on(message: Any, *_: object) -> None:
         try:
             if not _is_stale(message.headers.get("expires")):
-                # Kombu gives an empty body as it is, whatever reads it: a nudge has no arguments.
+                # Kombu returns an empty body unparsed; a nudge has no arguments.
                 task.run(*(message.payload[0] if message.payload else ()))
         except Exception as error:
             complaint.say(repr(error), exc_info=True)

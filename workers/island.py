@@ -1,10 +1,10 @@
-"""One island's scheduler: look, decide, write down, send.
+"""Runs one island's scheduler: read the state, decide, write the plan, send orders.
 
     celery -A workers.island worker --pool threads -Q island.<name>
 
-Of several such workers one leads, by a lease in the island's row; the others stand by.  Every round
-locks that row first, so two schedulers never write at once, whoever believes to lead.  All of them
-sign with the island's one key.
+If several such workers run, one leads by a lease in the island's row and the others are standbys.
+Every round locks that row first, so two schedulers never write at once, even if both believe to
+lead.  All of them sign with the island's one key.
 """
 
 from __future__ import annotations
@@ -42,33 +42,36 @@ from workers.loop import Loop, keep
 
 log = logging.getLogger(__name__)
 
-BUSY_S = 0.05  # until a wish that is being written now has been written
-TOLD_TASKS = 5  # so many are named in the log when a round looks back
-RESEND_LOOKS = 4  # so often orders are looked for that are due again, in the time of one
+BUSY_S = 0.05  # retry after this, while a requested action is being written
+TOLD_TASKS = 5  # limit of tasks named in the log if a round asks for a time in the past
+RESEND_LOOKS = 4  # looks for orders to resend, per resend interval
 
 celery = broker.make_celery("island", settings().redis_url.get_secret_value(), settings().redis_tls)
 
 
 class Scheduler(Loop):
-    """The brain of `island`; `inbox` holds the heartbeats heard since the last round."""
+    """Schedules `island`; `inbox` holds the heartbeats received since the last round."""
 
     def __init__(self, island: str) -> None:
         super().__init__(f"island {island}")
         self.island, self.me = island, uuid.uuid4().hex
         self.inbox: queue.SimpleQueue[Alive] = queue.SimpleQueue()
         self.roster = Roster(island)
-        self.spoken: dict[str, tuple[str, int]] = {}  # by device: its newest process, and when
+        # device -> incarnation and time of its newest heartbeat
+        self.spoken: dict[str, tuple[str, int]] = {}
         self.nudged = threading.Event()
         self.follower = Follower(island)
         self.tally, self.leads = Tally(), False
-        self.began_s = 0.0  # by the monotonic clock: this round's transaction
-        self.due_s = 0.0  # by the monotonic clock: when time alone may change the plan
-        self.resend_s = 0.0  # by the monotonic clock: when to look for orders to be sent again
-        self.deaf_until_s = 0.0  # by the monotonic clock: silence says nothing about devices
+        self.began_s = 0.0  # start of this round's transaction, by the monotonic clock
+        self.due_s = 0.0  # when time alone may change the plan, by the monotonic clock
+        self.resend_s = 0.0  # when to look for orders to resend, by the monotonic clock
+        self.deaf_until_s = 0.0  # until when silence proves nothing, by the monotonic clock
 
     def receive(self, text: str) -> None:
-        """Hear a heartbeat as it came over Redis; raises BadSignature or BadMessage if it does not
-        count.  Called in the thread that reads from Redis.
+        """Queue a heartbeat that came over Redis; raises BadSignature or BadMessage if it is
+        invalid.
+
+        The thread that reads from Redis calls it.
         """
         alive = opened_heartbeat(text, hosts=self.roster.hosts)
         if objection := self.roster.objection(alive):
@@ -95,20 +98,22 @@ class Scheduler(Loop):
         except BaseException:
             self._not_written_down(heard)
             raise
-        # 4. Only what is committed is sent.
+        # 4. Send only what is committed.
         self._send(answers, due)
         if self.leads:
             self.tally.round(time.monotonic() - began_s)
         return max(0.0, self.due_s - time.monotonic())
 
     def _written_down(self, heard: list[Alive], look_now: bool) -> tuple[list[Answer], list[Order]]:
-        """One round.  If anything is wrong with it, it is made again, with care: what is heard of
-        each device, and the plan, in a savepoint of its own, so that nothing bad spoils the rest.
+        """Run one round.  If it fails, run it again carefully.
+
+        The careful round handles the heartbeat of each device and the plan in savepoints of their
+        own, so that a fault in one does not spoil the rest.
         """
         try:
             return self._round_in_one_transaction(heard, look_now, careful=False)
         except (OperationalError, InterfaceError):
-            raise  # the database went away
+            raise  # the database is away
         except Exception as error:
             log.warning("island %s: a round is made again, with care: %r", self.island, error)
             self.follower.forget()
@@ -118,18 +123,19 @@ class Scheduler(Loop):
         self, heard: list[Alive], look_now: bool, *, careful: bool
     ) -> tuple[list[Answer], list[Order]]:
         with db.transaction() as session:
-            # 1. Only one writes at a time.
+            # 1. Let only one scheduler write at a time.
             row, due = self._begin(session), list[Order]()
             self.roster.read(session)
-            # 2. What devices say is true.
+            # 2. Record the reports of devices.
             recorded = journal.record_all(session, heard, careful=careful) if heard else []
             changed = look_now or any(changed for _, changed in recorded)
-            if changed and db.is_awaited(session):  # others need not wait for our plan as well
+            # actions that wait for the commit need not wait for the plan
+            if changed and db.is_awaited(session):
                 due = self._settled(session)
                 db.commit(session)
                 session.expunge_all()
                 row = self._begin(session)
-            # 3. Who leads also decides, if anything moved.
+            # 3. The leader also plans, if anything changed.
             if changed:
                 plan = self._plan if careful else self._cycle
                 again_s = plan(session) if self.leads else settings().tick_s
@@ -139,7 +145,7 @@ class Scheduler(Loop):
             return [self._with_order(answer) for answer, _ in recorded], due
 
     def _begin(self, session: Session) -> Island:
-        """Nobody else writes until the commit; and who leads is known."""
+        """Lock the island's row until the commit, and find out whether this scheduler leads."""
         row, left_s = self._row(session)
         _check_key(row)
         self.began_s = time.monotonic()
@@ -149,12 +155,12 @@ class Scheduler(Loop):
         return row
 
     def _settled(self, session: Session) -> list[Order]:
-        """All is written down that the commit makes true; orders to be sent after it."""
+        """Write everything that this commit makes true; return the orders to send after it."""
         journal.settle(session)
         return self._due(session)
 
     def _due(self, session: Session) -> list[Order]:
-        """Orders to be sent: the new ones, and, looked for now and then, what was sent long ago."""
+        """Return orders to send: the new ones and, now and then, old unanswered ones."""
         new, resend_s = journal.ordered(session), settings().order_resend_s
         if time.monotonic() < self.resend_s:
             return new
@@ -162,11 +168,13 @@ class Scheduler(Loop):
         return [*outbox.take_unsent(session, _live(self.island), resend_s=resend_s), *new]
 
     def _with_order(self, answer: Answer) -> Answer:
-        """Devices obey the islands that their own one names.
+        """Add to an answer what the plan knows: peers, order of slots, shares, and whether others
+        wait.
 
-        Where a device has too little memory for all that live there, the last of them leaves;
-        where several share one, the least served of them goes next; where nobody waits for such a
-        device, who stands still there may stay.
+        A device obeys the islands that its own island names as peers.  If its memory is short, the
+        task last in `next` leaves first.  Tasks that share it take turns by `rota`, the least
+        served first.  If no task wants such a device, a task that waits for an input may keep its
+        slot.
         """
         board, answer = self.follower.board, replace(answer, peers=self.roster.peers)
         if board is None:
@@ -182,14 +190,16 @@ class Scheduler(Loop):
         self.nudged.set()
 
     def leave(self) -> None:
-        """Let the standby take over at once."""
+        """Give up the lease, so that a standby takes over at once."""
         with db.transaction() as session:
             row, _ = self._row(session)
             if row.leader == self.me:
                 row.leader_until = func.now()
 
     def _heard(self) -> list[Alive]:
-        """The newest heartbeat of every device process: it says all that those before it said."""
+        """Return the newest heartbeat of every device process; it repeats all that earlier ones
+        said.
+        """
         newest: dict[tuple[str, str], Alive] = {}
         while not self.inbox.empty():
             alive = self.inbox.get()
@@ -199,7 +209,7 @@ class Scheduler(Loop):
         return [newest[process] for process in sorted(newest)]
 
     def _row(self, session: Session) -> tuple[Island, float]:
-        """The island's row, locked, and how many seconds are left of its leader's lease."""
+        """Return the island's row, locked, and the seconds left of its leader's lease."""
         found = session.execute(_ROW, {"island": self.island}).one_or_none()
         if found is None:
             session.execute(insert(Island).values(name=self.island).on_conflict_do_nothing())
@@ -209,10 +219,10 @@ class Scheduler(Loop):
         return found[0], float(found[1])
 
     def _lead(self, session: Session, row: Island, left_s: float) -> bool:
-        """Take or renew the lease; False while another's is open.
+        """Take or renew the lease; False while another scheduler holds it.
 
-        A lease of ours that has ended was a pause in which nobody was heard, and in which control
-        may have given our tasks away: we begin anew.
+        If our own lease has ended, heartbeats were missed and control may have given our tasks
+        away: start again from the database.
         """
         if left_s > 0 and row.leader != self.me:
             return False
@@ -226,7 +236,7 @@ class Scheduler(Loop):
         return True
 
     def _plan(self, session: Session) -> float:
-        """In a savepoint: a plan that cannot be made or written down leaves what devices said."""
+        """Plan in a savepoint: if the plan fails, the recorded reports of devices remain."""
         try:
             with session.begin_nested():
                 return self._cycle(session)
@@ -239,7 +249,8 @@ class Scheduler(Loop):
 
     def _cycle(self, session: Session) -> float:
         journal.write_down(session)
-        # The transaction's clock stands still: whose turn ended while we wrote is seen at once.
+        # The transaction's clock stands still; add the time passed, to see turns that ended
+        # meanwhile.
         now_s = db.now_s(session) + time.monotonic() - self.began_s
         known, board = self.follower.board, self.follower.look(session, now_s=now_s)
         if board is not known:
@@ -263,8 +274,10 @@ class Scheduler(Loop):
         return self._wait_s(plan, board, now_s=now_s)
 
     def _wait_s(self, plan: Plan, board: Board, *, now_s: float) -> float:
-        """Until the next round, if nothing wakes it; a plan that is to be made again in the past
-        is a fault of the scheduler, and must not keep it busy for ever.
+        """Return the seconds until the next round, if nothing wakes the scheduler.
+
+        A plan that asks for a time in the past is a fault of the scheduler.  It must not keep the
+        scheduler busy for ever.
         """
         if plan.look_again_s is None:
             return settings().tick_s
@@ -281,7 +294,9 @@ class Scheduler(Loop):
         return min(settings().tick_s, plan.look_again_s - now_s)
 
     def _spare_the_silent(self, session: Session, board: Board) -> None:
-        """While Redis is away, and for one lease after it: devices must get through first."""
+        """Extend the leases of silent devices while Redis is away, and for one lease after it is
+        back.
+        """
         if all(board.alive(id) for id in (*board.seated, *board.leaving)):
             return
         if not outbox.reachable():
@@ -299,7 +314,10 @@ class Scheduler(Loop):
 
 
 def _check_key(row: Island) -> None:
-    """Devices are told one key of an island; what another one signs, they would not obey."""
+    """Record our key at first use; raise RuntimeError if the island has another key.
+
+    Devices obey only the one key of an island that they were told.
+    """
     ours = outbox.signer().public
     row.key = row.key or ours
     if row.key != ours:
@@ -312,7 +330,7 @@ def _check_key(row: Island) -> None:
 
 _LEFT_S = func.coalesce(func.extract("epoch", Island.leader_until - func.now()), 0)
 
-# Locked, with the seconds left of its leader's lease, what time it is, and the ledger's row.
+# The island's row, locked; seconds left of its leader's lease; the time; the ledger's row.
 _ROW = (
     select(Island, _LEFT_S, func.extract("epoch", func.now()), LedgerBase)
     .outerjoin(LedgerBase, true())
@@ -322,10 +340,10 @@ _ROW = (
 
 
 def _spare_leases(session: Session, island: str) -> None:
-    """Nobody could be heard, for a while or now: give every device one lease to be heard again.
+    """Extend the leases of devices with tasks by one lease, as no heartbeat could arrive.
 
     Without this, a pause of the control plane or of Redis would count every running task as lost.
-    Devices stop by themselves when they are not answered, so nothing runs twice meanwhile.
+    A device that gets no answer stops by itself, so nothing runs twice meanwhile.
     """
     until = func.now() + timedelta(seconds=settings().lease_s)
     parked = select(Task.id).where(Task.image_on == Device.id, ~Task.saved)

@@ -1,10 +1,10 @@
-"""Run one job alone and undisturbed: what its result must be, bit for bit, under Roundhouse.
+"""Run one job alone, without interruptions: Roundhouse must give the same result, bit for bit.
 
     python -m workers.job FOLDER module:Class [--params JSON] [--preset JSON]
     python -m workers.job FOLDER GRAPH.json ...
 
-The same code, the same preset and the same environment as in a resident, but no supervisor, no
-orders and no walls.  Prints one JSON object: {"steps", "result", "metrics", "preset"}.
+It uses the same code, preset and environment as a resident, but no supervisor, no orders and no
+sandbox.  Prints one JSON object: {"steps", "result", "metrics", "preset"}.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ JSON = dict[str, Any]
 def run_alone(
     folder: Path, entry: str, *, params: JSON, settings: JSON, kind: str = "cpu", steps: int = 0
 ) -> JSON:
-    """Run in this process, to the end or for `steps` steps; it must be fresh: presets stick.
+    """Run the job in this process, to its end or for `steps` steps.
 
-    `entry` is "module:Class", "module:function" or the path of a graph that takes no inputs.
+    The process must be fresh, as presets cannot be undone.  `entry` is "module:Class",
+    "module:function" or the path of a graph without inputs.
     """
     taken = preset.configure(settings)
     ctx = Context(device=Accelerator(kind).device, rank=0, world_size=1, params=params)
@@ -58,7 +59,7 @@ def run_alone(
 
 
 def _said(result: JSON) -> JSON:
-    """What JSON cannot say (an output, under Roundhouse) is named by its type."""
+    """Return the result, with the type's name for values that JSON cannot hold (outputs)."""
     said = {}
     for name, value in result.items():
         try:
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=0, help="stop after so many; 0: at the end")
     options = parser.parse_args(argv)
     if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-        # Some of it is read only when Python starts.
+        # Python reads some of these variables only at its start.
         again = [sys.executable, "-m", "workers.job", *(sys.argv[1:] if argv is None else argv)]
         os.execve(sys.executable, again, {**os.environ, **ENVIRONMENT})
     answer = run_alone(

@@ -1,8 +1,8 @@
-"""A Celery worker that owns one long-lived thread: the shape of control and island.
+"""Gives a Celery worker one long-lived thread; control and island are built on it.
 
-The thread is started by a *worker* bootstep, so it lives as long as the worker, whatever happens to
-the connection to Redis.  Hints only wake it; without any it looks by itself, at the latest after
-the time its last look asked for.  All database work happens in this thread, which gets no signals.
+A *worker* bootstep starts the thread, so it lives as long as the worker, whatever happens to the
+connection to Redis.  Hints only wake it.  Without hints it looks by itself, at the latest after the
+time that its last look returned.  All database work happens in this thread, which gets no signals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ BACK_OFF_S = 1.0
 
 
 class Loop(threading.Thread):
-    """Calls `look` when woken, and after the number of seconds it returned at the latest."""
+    """Calls `look` when woken, and at the latest after the seconds that the last `look`
+    returned.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -30,10 +32,10 @@ class Loop(threading.Thread):
 
     @abstractmethod
     def look(self) -> float:
-        """One round; returns after how many seconds to look again if nothing wakes us."""
+        """Run one round; return the seconds until the next one if nothing wakes the thread."""
 
     def leave(self) -> None:
-        """Called once, when the worker stops."""
+        """Clean up; called once, when the worker stops."""
 
     def run(self) -> None:
         while not self.stopping:
@@ -51,19 +53,19 @@ class Loop(threading.Thread):
         try:
             return self.look()
         except DBAPIError as error:
-            # Postgres is away or took back a connection; what was not committed is done again.
+            # Postgres is away or closed a connection; uncommitted work is done again.
             log.warning("%s: the database does not answer: %s", self.name, error.orig)
         except Exception:
-            # The round is rolled back and the next one starts from the truth again.
+            # The round is rolled back; the next one starts from the database again.
             log.exception("%s: a round failed after %.2f s", self.name, time.monotonic() - began)
         return BACK_OFF_S
 
 
 def keep(celery: Celery, loop: Loop) -> None:
-    """Let `loop` live and end with the worker of `celery`."""
+    """Start and stop `loop` with the worker of `celery`."""
 
     class Step(bootsteps.StartStopStep):
-        name = f"{__name__}.{loop.name}"  # steps of one name are one step to Celery
+        name = f"{__name__}.{loop.name}"  # Celery merges steps of equal name
         requires = {"celery.worker.components:Pool"}
 
         def start(self, parent: object) -> None:
