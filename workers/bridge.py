@@ -1,27 +1,30 @@
-"""What crosses hosts: a process beside the ranks of each host, for a gang that lives on several.
+"""The bridge: one process per host that joins the ranks of a gang that lives on several hosts.
 
     host 0                                          host 1
-    ground, ranks 0 1 2, bridge  <- one TCP connection ->  bridge, ranks 3 4, ground
+    arena, ranks 0 1 2, bridge  <- one TCP connection ->  bridge, ranks 3 4, arena
 
-Each host has a ground of its own, with room for all ranks.  A bridge does on its ground what the
-ranks of other hosts do on theirs, in the order in which they did it: what they bring to a call is
-put into the land, and they have come.  So a rank meets those of other hosts as it meets its
-neighbours, and needs no seat of theirs.
+Each host has a shared memory arena of its own, with room for all ranks. A bridge repeats in its
+arena what the ranks of other hosts do in theirs, in the same order: it puts their contributions to
+a call into the heap, and marks them as arrived. So a rank deals with remote ranks as with its
+neighbours, and needs no slot on their hosts.
 
-*Sums.*  The ranks of a host fold up the tree as far as all branches lie there.  What they hold then
-crosses once, and each bridge folds the rest along the same tree: the bits are those of one host.
+*Sums.* The ranks of a host fold up the tree as far as all branches lie there. Their sums then cross
+once, and each bridge folds the rest along the same tree. So the bits are those of one host.
 
-*Order.*  Host 0 is the gang's home; the others are connected to it alone, and it passes on what is
-for a third.  Changes of the store are made in the order in which home made them.
+*Order.* Host 0 is the gang's coordinator (`home` in code). The other hosts are connected only to
+it, and it forwards messages between them. All hosts apply changes of the store in the order in
+which the coordinator applied them.
 
-*Still.*  Ranks that wait for each other across hosts are found by home: all of each host wait, each
-host has heard all that it was sent, and said so after the last that it sent itself.
+*Deadlock.* The coordinator detects ranks that wait for each other across hosts. All ranks of each
+host must wait, and each host must have received everything sent to it. The host must have said so
+in a report that comes after everything else it sent.
 
-*The cut.*  A host that is asked for one lets none of its ranks begin a step, and says which step
-none has begun; home names the latest of these.
+*The cut.* A host that is called to a cut lets none of its ranks begin a step, and answers with a
+step that none has begun. The coordinator picks the latest of these steps.
 
-*Ends.*  The first failure anywhere is told to all ranks everywhere.  A connection that breaks is
-one; a bridge whose ranks have all ended says so, and goes when the others' have.
+*Ends.* The first failure anywhere is sent to all ranks everywhere. A broken connection is a
+failure. A bridge whose ranks have all ended says so, and exits when the other hosts' ranks have
+ended too.
 """
 
 from __future__ import annotations
@@ -46,20 +49,21 @@ from workers.keys import Change, Keys
 from workers.turns import GangFailed, State, Turns, Wait
 
 HOME = 0
-QUIET_S = 0.05  # so long nothing has happened before it is asked whether anything still can
+QUIET_S = 0.05  # seconds without any message before the bridge checks for a deadlock
 READ_BYTES = 1 << 18
-#: Of a peer that does not answer: asked after so long, so often, and given up by then.
+#: Seconds of silence between probes of a peer; their number; seconds until an unanswered peer is
+#: lost.
 KEEPALIVE_S, KEEPALIVES, UNANSWERED_S = 5, 3, 20
 
-Said = tuple[Any, ...]  # (what, ...): of plain values only
-_LENGTHS = struct.Struct("!IQ")  # of what is said, and of the bytes that follow it
+Said = tuple[Any, ...]  # (what, ...): a message of plain values only
+_LENGTHS = struct.Struct("!IQ")  # sizes of the message, and of the bytes that follow it
 _HEADER_LIMIT_BYTES = 2 * TOLD_LIMIT_BYTES
 _UNCOUNTED = ("still", "bye", "fail")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes that come are put: land, by its offset, or memory of our own."""
+    """The memory for received bytes: part of the heap, at `offset`, or private memory (-1)."""
 
     view: memoryview
     offset: int = -1
@@ -73,11 +77,12 @@ class Link:
 
     def __init__(self, host: int, sock: socket.socket) -> None:
         self.host, self.sock = host, sock
-        self.sent = self.heard = 0  # what may make ranks move
-        self.still: Said | None = None  # the last that it said of its ranks, if nothing came since
-        self.has_failed = False  # it told us so
-        self.has_ended = False  # all of its ranks, well
-        self.is_over = False  # nothing more will come
+        self.sent = self.heard = 0  # number of messages that may make ranks move
+        # its last "still" report, None if another message has come since
+        self.still: Said | None = None
+        self.has_failed = False  # True if the peer reported a failure
+        self.has_ended = False  # True if all its ranks have ended without failure
+        self.is_over = False  # True if nothing more will come
         self._out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
         self._in = bytearray()
         self._header: Said | None = None
@@ -90,7 +95,7 @@ class Link:
     def say(
         self, said: Said, body: memoryview | None = None, then: Callable[[], None] | None = None
     ) -> None:
-        """`body` must not change until `then` is called."""
+        """Queue a message; `body` must not change until `then` is called."""
         self.sent += said[0] not in _UNCOUNTED
         header = marshal.dumps(said)
         head = _LENGTHS.pack(len(header), len(body) if body else 0) + header
@@ -100,11 +105,11 @@ class Link:
 
     @property
     def is_waiting(self) -> bool:
-        """To be let write."""
+        """True if messages wait to be sent."""
         return bool(self._out)
 
     def flush(self) -> None:
-        """As much as is taken now; raises OSError."""
+        """Send as much as the socket takes now; raises OSError."""
         while self._out:
             piece, then = self._out[0]
             try:
@@ -119,17 +124,19 @@ class Link:
                 then()
 
     def finish(self) -> None:
-        """Nothing more will be said."""
+        """Close the sending side: nothing more will be said."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
 
     def drop(self) -> None:
-        """It is broken."""
+        """Mark the connection as broken and drop what was queued."""
         self.is_over = True
         self._out.clear()
 
     def receive(self, place: Callable[[Said, int], Place]) -> Iterator[tuple[Said, Place | None]]:
-        """What has come whole; `place` says where bytes that follow are to go.  Raises OSError."""
+        """Yield complete messages; `place` returns the memory for the bytes that follow. Raises
+        OSError.
+        """
         while True:
             if self._header is None:
                 if not (self._has_begun(place) or self._read()):
@@ -145,7 +152,7 @@ class Link:
                 yield said, body
 
     def _has_begun(self, place: Callable[[Said, int], Place]) -> bool:
-        """Whether a header has come whole."""
+        """True if a complete header has come; it is then stored in `_header`."""
         if len(self._in) < _LENGTHS.size:
             return False
         length, body = _LENGTHS.unpack_from(self._in)
@@ -183,7 +190,7 @@ class Link:
 
 
 def _must_answer(sock: socket.socket) -> None:
-    """A host that is gone without a word is noticed, too."""
+    """Turn on TCP keepalive, so that a host that vanishes silently is noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
@@ -197,33 +204,40 @@ def _must_answer(sock: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _Call:
-    """One call of such a group, until all have made it and all that was brought has gone out."""
+    """A call of a group that crosses hosts, until all have made it and all contributions are
+    sent.
+    """
 
     ticket: Ticket
     fold: str = ""
-    here: int = 0  # members of this host that have come,
-    there: int = 0  # and of others
-    unsent: int = 0  # pieces of the land that are on their way out
+    here: int = 0  # number of arrived members of this host
+    there: int = 0  # number of arrived members of other hosts
+    unsent: int = 0  # number of pieces of the heap that are still being sent
     sums: dict[int, int] = field(default_factory=dict)  # node -> the member that holds its sum
 
 
 @dataclass(slots=True)
 class _Crossing:
-    """A group with members here and elsewhere; of the gang, `key` is its name between bridges."""
+    """A group with members on this host and elsewhere; `key` is its name between bridges."""
 
     key: int
     group: Group
-    here: int  # so many members
+    here: int  # number of members on this host; `there` on other hosts
     there: int
     calls: dict[int, _Call] = field(default_factory=dict)
-    held: deque[tuple[Said, Place | None]] = field(default_factory=deque)  # until there is room
+    # messages that wait for a free call slot
+    held: deque[tuple[Said, Place | None]] = field(default_factory=deque)
     left_here: int = 0
     left_there: int = 0
-    unsent: int = 0  # of what was said of those that left
+    unsent: int = 0  # number of "close" messages that are still being sent
 
 
 class Bridge:
-    """One host's, of one gang.  `links`: from home to each other host, from those to home."""
+    """The bridge of one host for one gang.
+
+    `links` has a connection to each other host on the coordinator, and elsewhere only the one to
+    the coordinator.
+    """
 
     def __init__(self, ground: Ground, links: dict[int, socket.socket]) -> None:
         self.ground, self.host = ground, ground.host
@@ -233,14 +247,14 @@ class Bridge:
         self.links = {host: Link(host, sock) for host, sock in links.items()}
         self.crossings: dict[int, _Crossing] = {}  # by key
         self.by_index: dict[int, _Crossing] = {}
-        self.hosts: dict[int, set[int]] = {}  # of the members of any group, by key
+        self.hosts: dict[int, set[int]] = {}  # key of any group -> the hosts of its members
         self.is_ending = self.has_failed = self.has_told_still = False
-        self.cut: dict[int, int] | None = None  # home: what the hosts have answered so far
+        self.cut: dict[int, int] | None = None  # on the coordinator: the hosts' answers so far
         self.in_cut = False
-        self.must_hold = False  # asked for a cut, and not answered yet
+        self.must_hold = False  # True from a call to a cut until it is answered
 
     def run(self) -> None:
-        """Until the gang ends, well or not."""
+        """Run until the gang ends, well or not."""
         self.ground.bridge_comes()
         while not self.is_done:
             if not self._wait() and not self.has_failed:
@@ -264,7 +278,9 @@ class Bridge:
     # --- the loop ---
 
     def _wait(self) -> bool:
-        """Whether anything has come; else all ranks of this host have been still for a while."""
+        """Wait; False if nothing has come and all ranks of this host have been still for
+        QUIET_S.
+        """
         poll, bell = select.poll(), self.ground.handles.bells[self.ground.bridge]
         poll.register(bell, select.POLLIN)
         poll.register(self.ground.handles.outbox[1], select.POLLIN)
@@ -312,7 +328,7 @@ class Bridge:
         return [rank for rank, host in enumerate(self.ground.hosts) if host == link.host]
 
     def _look(self) -> None:
-        """What the ground says: a failure, a cut, room for what had to wait, an end."""
+        """Check the arena for a failure, a cut, room for held messages, and the end."""
         if not self.has_failed and (text := turns.failure(self.ground)):
             self._has_failed(text)
         if self.has_failed:
@@ -320,7 +336,7 @@ class Bridge:
         self.look_at_cut()
         self._try_again()
         if not self.is_ending and self._all_have_ended():
-            self._hear_ranks()  # what they told before they ended, and nothing comes after it
+            self._hear_ranks()  # the ranks' last messages; nothing comes after them
             self.is_ending = True
             for link in self.links.values():
                 link.say(("bye",))
@@ -333,13 +349,13 @@ class Bridge:
 
     def _all_have_ended(self) -> bool:
         if self.is_home and not all(link.has_ended for link in self.links.values()):
-            return False  # they may need us to pass something on
+            return False  # the other hosts may need us to forward messages
         return all(turns.state(self.ground, r) == State.DONE for r in self.ground.here())
 
     # --- what ranks of this host do ---
 
     def _hear_ranks(self) -> int:
-        """All that they have told; how much that was."""
+        """Handle all messages of this host's ranks; returns their number."""
         told = 0
         while True:
             try:
@@ -379,7 +395,7 @@ class Bridge:
         self._advance(crossing, call)
 
     def _send_sums(self, crossing: _Crossing, call: _Call) -> None:
-        """Of all that lies under a node here: its ranks have folded it."""
+        """Send the sums of all nodes that lie entirely on this host; its ranks have folded them."""
         number = call.ticket.number
         for node, host in branches(crossing.group.hosts).tops:
             if host == self.host:
@@ -410,14 +426,14 @@ class Bridge:
         body: memoryview | None = None,
         then: Callable[[], None] | None = None,
     ) -> int:
-        """To the hosts of the other members; to how many connections."""
+        """Send to the hosts of the other members; returns the number of connections used."""
         links = self._links_to(set(crossing.group.hosts))
         for link in links:
             link.say(said, body, then)
         return len(links)
 
     def _links_to(self, hosts: set[int]) -> list[Link]:
-        """Home passes on what is for a third."""
+        """Return the connections to use; the coordinator forwards messages between other hosts."""
         if self.is_home:
             return [self.links[host] for host in sorted(hosts - {self.host})]
         return [self.links[HOME]]
@@ -491,7 +507,8 @@ class Bridge:
     def _come(self, crossing: _Crossing, said: Said, body: Place | None) -> None:
         if crossing.held or not self._is_taken_in(crossing, said, body):
             crossing.held.append((said, body))
-            self.words[BRIDGE_WAITS] = 1  # and try once more: room may just have been made
+            # makes us try again: a call slot may just have become free
+            self.words[BRIDGE_WAITS] = 1
 
     def _try_again(self) -> None:
         if not self.words[BRIDGE_WAITS]:
@@ -502,7 +519,7 @@ class Bridge:
         self.words[BRIDGE_WAITS] = int(any(c.held for c in self.crossings.values()))
 
     def _is_taken_in(self, crossing: _Crossing, said: Said, body: Place | None) -> bool:
-        """Do what a member did on its host; False if there is no room for its call yet."""
+        """Do what a member did on its host; False if there is no call slot for its call yet."""
         match said:
             case ("post", _, number, me, text, fold, shapes):
                 return self._post(crossing, number, me, text, fold, shapes, body)
@@ -528,7 +545,7 @@ class Bridge:
     ) -> bool:
         ticket = self._ticket(crossing, number, me, text)
         if self.abroad.differs(ticket) and self.host != min(crossing.group.hosts):
-            return True  # one host says so, and all get its words
+            return True  # only the lowest host fails the gang, and all hosts get its text
         try:
             if not self.abroad.has_room(ticket):
                 return False
@@ -560,7 +577,9 @@ class Bridge:
         return call
 
     def _advance(self, crossing: _Crossing, call: _Call) -> None:
-        """Once all have come, and all that they brought has gone out: the call is over for us."""
+        """Finish the call on this host once all members have come and all contributions are
+        sent.
+        """
         if (call.here, call.there, call.unsent) != (crossing.here, crossing.there, 0):
             return
         if call.fold:
@@ -571,7 +590,7 @@ class Bridge:
         self.abroad.exchange.taken(call.ticket, crossing.there)
 
     def _try_to_close(self, crossing: _Crossing) -> None:
-        """When all members have left: what they brought before has come, and gone out."""
+        """Close the group once all members have left and all "close" messages are sent."""
         left = crossing.left_here, crossing.left_there, crossing.unsent
         if left == (crossing.here, crossing.there, 0):
             del self.crossings[crossing.key]
@@ -581,7 +600,7 @@ class Bridge:
     # --- the store ---
 
     def _change(self, rank: int, number: int, change: Change) -> None:
-        """At home: in the order in which this is called."""
+        """Apply a change on the coordinator, which defines the order, and send it to all hosts."""
         for link in self.links.values():
             link.say(("changed", rank, number, change))
         self._changed(rank, number, change)
@@ -589,15 +608,15 @@ class Bridge:
     def _changed(self, rank: int, number: int, change: Change) -> None:
         self.keys.change(change, (rank, number) if self.ground.is_here(rank) else None)
 
-    # --- whether anybody can still move ---
+    # --- deadlock detection ---
 
     def _is_quiet(self) -> None:
-        """All ranks of this host have waited for a while, and nothing came."""
+        """Report that all ranks of this host wait; called when nothing has come for QUIET_S."""
         self.has_told_still = True
         if self.is_ending or not turns.are_still(self.ground):
             return
         if self._hear_ranks():
-            return  # what they told before they waited: that may move others
+            return  # messages sent before the ranks waited: these may make others move
         here = self.ground.here()
         waits = {rank: turns.waits_for(self.ground, rank) for rank in here}
         if Wait.CUT in waits.values():
@@ -611,13 +630,13 @@ class Bridge:
             link.say(("still", link.heard, standing, any_waits, any_votes))
 
     def _judge(self, standing: dict[int, str], any_waits: bool, any_votes: bool) -> None:
-        """At home: whether the ranks of all hosts wait for each other, and what to do then."""
+        """Decide on the coordinator if the ranks of all hosts wait for each other; then act."""
         votes = [link for link in self.links.values() if link.still and link.still[4]]
         for link in self.links.values():
             if link.has_ended:
                 standing.update({r: f"rank {r} has ended" for r in self._ranks_of(link)})
             elif link.still is None or link.still[1] != link.sent:
-                return  # on its way, or about to hear something
+                return  # the host has something to receive, or its report is on its way
             else:
                 standing.update(link.still[2])
                 any_waits |= link.still[3]
@@ -650,7 +669,7 @@ class Bridge:
     def _name_cut(self) -> None:
         step = turns.unbegun(self.ground)
         if not step:
-            return  # nobody has come to a boundary here: the first who does calls us
+            return  # no rank has come to a boundary here: the first to come wakes us
         assert self.cut is not None
         step = max(step, *self.cut.values())
         self.cut = None
@@ -661,7 +680,7 @@ class Bridge:
         match said:
             case ("hold",):
                 self.must_hold = True
-                turns.end_cut(self.ground)  # of one whose end we were not told
+                turns.end_cut(self.ground)  # ends a cut that we were not told has ended
                 turns.call_to_cut(self.ground)
             case ("held", step) if self.cut is not None:
                 self.cut[link.host] = step
@@ -678,7 +697,7 @@ class Bridge:
 
 
 def main(ground: Ground, links: dict[int, socket.socket]) -> int:
-    """A bridge's process from first to last; its exit status."""
+    """Run a bridge's process; returns its exit status."""
     return run(Bridge(ground, links))
 
 

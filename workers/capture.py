@@ -1,22 +1,22 @@
-"""A job's whole object graph as bytes beside its storages, and back, without code by its tenant.
+"""Capture a job's whole object graph as bytes beside its storages, and restore it.
 
-`capture` is called at a safe point: it pickles the graph and names the storages that the graph
-refers to; their bytes stay where they are (`context_switch` moves them).  `rebuilt` makes the same
-objects around storages that lie ready.
+`capture` is called at a safe point. It pickles the graph and lists the storages to which the graph
+refers; their bytes stay where they are (`context_switch` moves them). `rebuilt` makes equal objects
+around storages that are already filled.
 
-What always holds:
-* two objects that share memory before share it after (`tensors`);
+Invariants:
+* two objects that share memory before a restore share it after (`tensors`);
 * the state of the random number generators of torch, numpy and Python belongs to the graph;
-* what belongs to the process is found or made again in the next one (`handles`), and the files of
-  the working folder are the job's (`folder`);
-* what a job was lent (datablocks) is referred to by name, as long as nothing was written to it;
+* objects of the process are found or made again in the next process (`handles`), and the files of
+  the working folder belong to the job (`folder`);
+* data lent to a job (datablocks) is referred to by name, as long as it was never written to;
 * what cannot be captured (a generator, a socket, a live autograd graph, ...) is refused with its
-  path, and nothing is captured half.
+  path, and nothing is captured in part.
 
 State outside the job's object (module globals, class attributes) is not captured.
 
-A graph is two pickles: the world, and a header that is read first because what it says must be true
-before objects are made; the last eight bytes say where the header begins.
+A graph is two pickles: the world, and a header. The header is read first, because it describes what
+must be set up before objects are made. The last eight bytes say where the header begins.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _TRAILER_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """`graph` is the pickled object graph; it refers to `storages` by number.
+    """A captured job: `graph` is the pickled object graph, which refers to `storages` by number.
 
-    `tensors` says where each lies that a person would look for, so that it can be read without
-    unpickling: name -> [storage, dtype, shape, stride, offset], the last two in elements.
+    `tensors` lists the tensors and arrays by name, so that they can be read without unpickling:
+    name -> [storage, dtype, shape, stride, offset], the last two in elements.
     """
 
     graph: memoryview
@@ -72,15 +72,16 @@ def capture(
     root: str = "job",
     whole: bool = True,
 ) -> Captured:
-    """The graph of `job`, and the random state with which it goes on; raises Uncapturable.
+    """Capture `job`, and the random state with which it goes on; raises Uncapturable.
 
-    Not `whole`: a value on its way to another task, without working folder and process groups, nor
-    the random state.
+    If `whole` is false, `job` is a value that goes to another task: it has no working folder,
+    process groups or random state.
     """
     world = {"job": job, **(_world(accelerator) if whole else {})}
     graph, pickler = _pickled(world, around, root, whole=whole)
     if pickler.weak:
-        # Those that weak references point to come first, and so each is known when one is met.
+        # Pickle the targets of weak references first, so that each is known when a reference is
+        # met.
         _must_be_held(pickler, job, root)
         targets = [target for _, target in pickler.weak]
         graph, pickler = _pickled(
@@ -90,7 +91,7 @@ def capture(
 
 
 def _world(accelerator: Accelerator) -> dict[str, Any]:
-    """What a job goes on with beside its own objects."""
+    """Return the process state with which a job goes on, beside its own objects."""
     return {
         "torch": torch.get_rng_state(),
         "accelerator": accelerator.random_state(),
@@ -132,22 +133,22 @@ def _pickled(
 
 
 class Broken(Exception):
-    """Something in the graph does not pickle, for whatever reason."""
+    """Something in the graph does not pickle, for any reason."""
 
 
 def _dump(pickler: Capture, world: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # itertools, from Python 3.12 on
+            warnings.simplefilter("ignore", DeprecationWarning)  # from itertools, since Python 3.12
             pickler.dump(world)
     except Refused:
         raise
-    except Exception as error:  # whatever a tenant's __reduce__ or __getstate__ may raise
+    except Exception as error:  # any exception of a tenant's __reduce__ or __getstate__
         raise Broken(str(error)) from error
 
 
 def _must_be_held(pickler: Capture, job: object, root: str) -> None:
-    """What only a weak reference leads to would be gone after a restore."""
+    """Refuse targets that only a weak reference reaches: they would be gone after a restore."""
     reached = pickler.memo.copy()
     for reference, target in pickler.weak:
         if id(target) not in reached:
@@ -169,9 +170,9 @@ Reducer = Callable[["Capture", Any], Any]
 
 
 class Capture(cloudpickle.Pickler):
-    """Pickles a graph but leaves the bytes of storages out; they are in `storages`, by number.
+    """Pickles a graph without the bytes of storages, which are in `storages`, by number.
 
-    `weakly`: whether weak references are kept; else they are only noted, in `weak`.
+    `weakly`: True keeps weak references; False only records them in `weak`.
     """
 
     def __init__(self, out: io.BytesIO, around: Surroundings, *, weakly: bool = False) -> None:
@@ -179,11 +180,11 @@ class Capture(cloudpickle.Pickler):
         self.around, self.weakly = around, weakly
         self.numbers: dict[tuple[int, int], int] = {}
         self.storages: list[torch.UntypedStorage] = []
-        self.lent: list[Name] = []  # number -1, -2, ...: they are in no image
-        self.rows: dict[int, tensors.Row] = {}  # id -> where a tensor or an array lies
+        self.lent: list[Name] = []  # have the numbers -1, -2, ...; no image holds them
+        self.rows: dict[int, tensors.Row] = {}  # id -> location of a tensor or an array
         self.weak: list[tuple[object, object]] = []
         self.last: object = None
-        self.mapped: set[str] = set()  # paths of files that are changed through memory
+        self.mapped: set[str] = set()  # paths of files that are changed through a memory map
         self.stateful: dict[int, Any] = {}  # id of an iterator -> its StatefulDataLoader
         self.unhooked: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._names = {id(obj): name for name, obj in _named_here(around).items()}
@@ -204,7 +205,9 @@ class Capture(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def number(self, storage: torch.UntypedStorage) -> int:
-        """Of a storage, told apart by where it lies; one without bytes is only like itself."""
+        """Return a storage's number; storages are equal by address and size, empty ones by
+        identity.
+        """
         size = storage.nbytes()
         key = (storage.data_ptr(), size) if size else (-storage._cdata, 0)
         number = self.numbers.get(key)
@@ -220,7 +223,7 @@ class Capture(cloudpickle.Pickler):
         return len(self.storages) - 1
 
     def must_not_overlap(self) -> None:
-        """Two storages over the same memory would be torn apart by the restore."""
+        """Refuse two storages over the same memory, which a restore would separate."""
         for (before, size), later in itertools.pairwise(sorted(self.numbers)):
             if before + size > later[0] and size:
                 raise Refused(
@@ -231,7 +234,9 @@ class Capture(cloudpickle.Pickler):
 
 
 def _reducer_of(kind: type) -> Reducer | None:
-    """The first in the list whose class it is; None where pickle knows the way itself."""
+    """Return the reducer of the first listed class that matches; None where pickle needs no
+    help.
+    """
     if kind in (torch.Tensor, torch.nn.Parameter):
         return tensors.reduce_plain
     for cls, reduce in _REDUCERS:
@@ -246,19 +251,19 @@ _HOOK_TABLES = frozenset(
 
 
 def _reduce_module(capture: Capture, module: torch.nn.Module) -> Any:
-    """Of a module's many tables of hooks only those that hold any."""
+    """Reduce a module; of its many tables of hooks only those with content are written."""
     cls = type(module)
     if parametrize.is_parametrized(module) and cls.__module__ == parametrize.__name__:
         names = tuple(module.parametrizations)  # type: ignore[arg-type]
         return make_parametrized, (cls.__mro__[1], names), vars(module), None, None, set_module
     state = vars(module)
-    if cls.__module__ == "torch._dynamo.eval_frame":  # torch's own way forgets its hooks
+    if cls.__module__ == "torch._dynamo.eval_frame":  # torch's own way loses the hooks
         hooks = {name: state[name] for name in _HOOK_TABLES if state.get(name)}
         return cls, (module._orig_mod, module.dynamo_ctx), hooks, None, None, set_module
     if cls.__getstate__ is not torch.nn.Module.__getstate__ or _reduces_itself(cls):
         return NotImplemented
     empty = tuple([name for name in _HOOK_TABLES if not state.get(name, True)])
-    empty = capture.unhooked.setdefault(empty, empty)  # written once
+    empty = capture.unhooked.setdefault(empty, empty)  # so that each combination is pickled once
     held = {name: part for name, part in state.items() if name not in _HOOK_TABLES or part}
     return make_module, (cls, empty), held
 
@@ -267,7 +272,7 @@ def _reduce_optimizer(capture: Capture, optimizer: torch.optim.Optimizer) -> Any
     cls = type(optimizer)
     if cls.__getstate__ is not torch.optim.Optimizer.__getstate__ or _reduces_itself(cls):
         return NotImplemented
-    # The stock state leaves out hooks and whatever else was put on the instance.
+    # The stock state leaves out hooks and other attributes of the instance.
     state = dict(vars(optimizer))
     if scheduled := hasattr(state.get("step"), "_wrapped_by_lr_sched"):
         del state["step"]
@@ -313,7 +318,9 @@ def _advice(what: str) -> str:
 
 
 def _named_here(around: Surroundings) -> dict[str, object]:
-    """What images say by name: the surroundings, and this process's own sources of randomness."""
+    """Return what images refer to by name: the surroundings and this process's random
+    generators.
+    """
     on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return {
         **around.named,
@@ -330,10 +337,10 @@ def _named_here(around: Surroundings) -> dict[str, object]:
 def rebuilt(
     graph: memoryview, storages: list[torch.UntypedStorage], *, around: Surroundings
 ) -> dict[str, Any]:
-    """What was captured, around `storages`: the job under "job", and the random states.
+    """Restore what was captured around `storages`: the job under "job", and the random states.
 
-    The working folder's files are written first.  Only ever inside the tenant's walls: unpickling
-    runs code.
+    The working folder's files are written first. Call it only inside the tenant's sandbox:
+    unpickling runs code.
     """
     begins = int.from_bytes(graph[-_TRAILER_BYTES:], "big")
     header = pickle.loads(graph[begins:])
@@ -368,14 +375,14 @@ def whats_named(name: str) -> object:
 
 @known
 def make_module(cls: Any, empty: tuple[str, ...]) -> object:
-    module = object.__new__(cls)  # FSDP's classes have a __new__ that builds one anew
+    module = object.__new__(cls)  # FSDP's classes have a __new__ that would build a new module
     vars(module).update((name, OrderedDict()) for name in empty)
     return module
 
 
 @known
 def make_parametrized(cls: Any, names: tuple[str, ...]) -> object:
-    """A module whose class was made for it, with a property for each computed parameter."""
+    """Make a module with a class of its own that has a property for each computed parameter."""
     module = object.__new__(cls)
     parametrize._inject_new_class(module)
     for name in names:

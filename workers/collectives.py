@@ -1,22 +1,23 @@
-"""`torch.distributed` over a gang's meetings: the process group `splice`, its store, its waits.
+"""The process group `splice` of `torch.distributed` over a gang's exchange, with its store and
+waits.
 
     collectives.install(exchange)
     dist.init_process_group("splice", store=SharedStore(...), rank=..., world_size=...)
 
-Every collective is posted when it is called and has a number in its group; `wait()` waits for that
-one and no other.  Results are put together in rank order (`exchange`).  The ranks are processes
-that take turns (`turns`): whatever blocks gives the seat away first, a store key and a sleep among
-them.
+Every collective is posted when it is called and has a number in its group; its `wait()` waits for
+this call only. Results are combined in rank order (`exchange`). The ranks are processes that take
+turns (`turns`): a call that would block, such as a wait for a store key or a sleep, first gives the
+slot away.
 
-Inside a backward pass whoever asks for a future gets one that is not done yet: the pass goes on,
-and a callback at its end completes them all, so that a rank gives its seat away once and not once
-per bucket.  Anywhere else nothing would run such a callback: there a future is completed when it is
-asked for.
+A future that is requested inside a backward pass may be incomplete: the pass goes on, and a
+callback at its end completes all such futures. So a rank gives its slot away once, and not once per
+bucket. Outside a backward pass no such callback would run: a future is completed when it is
+requested.
 
-DDP's reducer is lent the sum where it lies: it reads what its future holds and copies it to the
-gradients, so writing it over the bucket first would be for nobody.
+DDP's reducer gets the sum as a view of the shared heap. It reads its future's value and copies it
+to the gradients, so copying the sum into the bucket first would be wasted.
 
-Calls that are not here say so at once: see `_refuse`.
+Unsupported calls raise at once: see `_refuse`.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ Tensors = list[torch.Tensor]
 
 BACKEND = "splice"
 
-_here: Exchange  # one rank, one process
-_store: SharedStore  # C++ holds it too, but would find no methods once Python has let it go
+_here: Exchange  # the exchange of this process's rank
+_store: SharedStore  # C++ holds it too, but its methods would be lost once Python had freed it
 
 
 # --- a call under way -----------------------------------------------------------------------------
 
 
 class Pending(Work):
-    """A call that was posted.  `finish` copies what came into the caller's tensors."""
+    """A posted call. `finish` copies the result into the caller's tensors."""
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class Pending(Work):
         super().__init__()
         self.group, self.tickets, self.finish, self.value = group, tickets, finish, value
         self.timeout_s = timeout_s
-        self.overwrites: Tensors = []  # what the result will be written over
+        self.overwrites: Tensors = []  # tensors that the result will overwrite
         self.future: torch.futures.Future[Any] | None = None
-        self.is_for_future = False  # the caller reads the future, not the tensors it gave
+        self.is_for_future = False  # the caller reads the future, not the tensors that it passed
         self.done = False
-        self.source = -1  # of a message from any rank: whose it was
+        self.source = -1  # for a message from any rank: its sender
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit_s = timeout.total_seconds() if timeout else 0
@@ -85,9 +86,10 @@ class Pending(Work):
         self._finish()
 
     def lend(self) -> Callable[[], None]:
-        """Complete the future with the sum where it lies in the land; returns what takes it back.
+        """Complete the future with the sum in the shared heap; return a function that takes the sum
+        back.
 
-        Who has not looked at it by then finds it in the tensors that the call was made with.
+        A caller that has not read the future by then finds the sum in the tensors of its call.
         """
         [ticket] = self.tickets
         _in_words(ticket, self.timeout_s)
@@ -99,7 +101,8 @@ class Pending(Work):
 
         @torch.no_grad()
         def take_back() -> None:
-            if [uses(total) for total in sums] == before:  # a pass that another one will finish
+            # still unread: a later backward pass will read it
+            if [uses(total) for total in sums] == before:
                 self.finish()
                 for total, tensor in zip(sums, self.value, strict=True):
                     total.set_(tensor.view(-1))
@@ -108,7 +111,9 @@ class Pending(Work):
         return take_back
 
     def try_to_complete(self) -> bool:
-        """Unless it is about to be lent."""
+        """Complete the call if its results have come, unless its sum is about to be lent
+        (`lend`).
+        """
         if self.is_for_future and self.future is not None:
             return self.done
         if not self.done and all(ticket.ready() for ticket in self.tickets):
@@ -170,7 +175,9 @@ def _in_words(ticket: Ticket, timeout_s: float) -> None:
 
 
 def _untraced(cls: type) -> type:
-    """Compilers must not look into a group's methods: a graph ends before each of them."""
+    """Class decorator that keeps compilers out of a group's methods; a graph ends before each of
+    them.
+    """
     for name, member in list(vars(cls).items()):
         if callable(member) and not name.startswith("__"):
             setattr(cls, name, torch._dynamo.disable(member))
@@ -179,7 +186,7 @@ def _untraced(cls: type) -> type:
 
 @_untraced
 class SpliceGroup(dist.ProcessGroup):
-    """One `torch.distributed` group.  Each method is a collective as c10d calls it."""
+    """A `torch.distributed` group. Each method is a collective as c10d calls it."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
@@ -226,17 +233,21 @@ class SpliceGroup(dist.ProcessGroup):
         return pending
 
     def _overwritten(self) -> list[Spared]:
-        """A collective in flight owns its tensors: what they held has been posted."""
+        """Return the tensors that calls in flight will overwrite; their contents have been
+        posted.
+        """
         calls = [pending for pending in self.under_way if not pending.done]
         return [(tensor, None) for pending in calls for tensor in pending.overwrites]
 
     def _complete_what_came(self) -> None:
-        """Results that nobody waits for arrive too, whenever this group is called."""
+        """Complete finished calls in order, so that results arrive even if the caller never waits
+        for them.
+        """
         while self.under_way and self.under_way[0].try_to_complete():
             self.under_way.popleft()
 
     def put_off(self, pending: Pending) -> bool:
-        """Whether the end of the backward pass that runs now will complete it."""
+        """Leave the call to the end of the running backward pass; False if no pass is running."""
         if torch._C._current_autograd_node() is None:
             return False
         if not self.late:
@@ -306,7 +317,7 @@ class SpliceGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sums(self, name: str, outputs: Tensors, parts: Tensors, opts: Any) -> Pending:
-        """`parts`: for each output one part per member."""
+        """Reduce-scatter; `parts` has one part per member for each output."""
         op = _op(opts)
         fold, scale = _fold_of(op, self.size())
 
@@ -345,9 +356,9 @@ class SpliceGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> Pending:
-        """Here `outputs` has one list per rank, each with one tensor per input."""
+        """Gather lists: `outputs` has one list per rank, each with one tensor per input."""
         turned = [list(row) for row in zip(*outputs, strict=True)]
-        if len(outputs) != self.size():  # the other order is in use, too
+        if len(outputs) != self.size():  # some callers use the transposed order
             turned = outputs
         return self._gather_all("all_gather", turned, inputs, outputs, opts)
 
@@ -378,7 +389,7 @@ class SpliceGroup(dist.ProcessGroup):
     def _gather_all(
         self, name: str, outputs: list[Tensors], inputs: Tensors, value: Any, opts: Any
     ) -> Pending:
-        """`outputs`: for each input one tensor per member."""
+        """Gather from all members; `outputs` has one tensor per member for each input."""
 
         def finish(ticket: Ticket) -> None:
             for member in range(self.size()):
@@ -439,7 +450,9 @@ class SpliceGroup(dist.ProcessGroup):
         return self.issue("barrier()", None, lambda ticket: None, None, opts=opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Raises RuntimeError on every rank that came, naming those that did not come in time."""
+        """Wait for all ranks; raises RuntimeError on every waiting rank and names the missing
+        ranks.
+        """
         limit_s = timeout.total_seconds() if timeout is not None else self.timeout_s
         ticket = self.exchange.post(self.group, "monitored_barrier()")
         try:
@@ -453,7 +466,9 @@ class SpliceGroup(dist.ProcessGroup):
     # --- from one to one ---
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Pending:
-        """Done when the bytes have left the tensor; the receiver takes them when it comes."""
+        """Post a message; the call is done once the bytes are copied, the receiver takes them
+        later.
+        """
         if dst == self.me:
             self.to_myself.setdefault(tag, deque()).append(tensors[0].clone())
             return self._done(tensors)
@@ -478,7 +493,9 @@ class SpliceGroup(dist.ProcessGroup):
         return self.issue(text, None, finish, tensors, group=channel, needs=0)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
-        """Of those that have sent, the lowest rank.  Which have depends on timing, as always."""
+        """Receive from the lowest rank that has sent; which ranks have sent depends on timing, as
+        in stock.
+        """
         others = [member for member in range(self.size()) if member != self.me]
         channels = {src: self._channel(src, self.me, tag) for src in others}
         turns = self.exchange.turns
@@ -486,7 +503,7 @@ class SpliceGroup(dist.ProcessGroup):
         def has_come() -> bool:
             return any(map(self.exchange.has_come, channels.values()))
 
-        while not has_come():  # a message of another tag wakes us too
+        while not has_come():  # a message with another tag also wakes us
             text = f"recv(from any rank, tag {tag})"
             turns.wait(
                 Wait.MESSAGE, turns.rank, until=has_come, text=text, timeout_s=self.timeout_s
@@ -523,7 +540,7 @@ class SpliceGroup(dist.ProcessGroup):
 
         return Pending(self, [t for c in calls for t in c.tickets], finish, None, self.timeout_s)
 
-    # --- what c10d wants to know ---
+    # --- queries of c10d ---
 
     def rank(self) -> int:
         return self.me
@@ -531,7 +548,7 @@ class SpliceGroup(dist.ProcessGroup):
     def size(self) -> int:
         return len(self.ranks)
 
-    getRank, getSize = rank, size  # what C++ asks for
+    getRank, getSize = rank, size  # names that C++ calls
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -569,7 +586,7 @@ class SpliceGroup(dist.ProcessGroup):
         self._close()
 
     def _close(self) -> None:
-        """Asked twice where c10d both aborts and shuts down."""
+        """Close the group. c10d may call this twice, since it both aborts and shuts down."""
         if self.closed:
             return
         self.closed = True
@@ -590,9 +607,11 @@ class SpliceGroup(dist.ProcessGroup):
 
 
 def _engine_calls() -> bool:
-    """Whether a backward pass itself, in C++, has called the group's method that asks this.
+    """True if a backward pass in C++ has directly called the group's method from which this is
+    called.
 
-    Only DDP's reducer does.  A hook in Python, which may look at its tensors, would stand between.
+    Only DDP's reducer does so. A hook in Python, which may look at its tensors, would have a frame
+    in between.
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _OURS:
@@ -605,7 +624,7 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def _seconds(opts: Any, default_s: float) -> float:
-    """A call's own time limit, if it has one."""
+    """Return a call's own time limit in seconds, or the default."""
     timeout = getattr(opts, "timeout", None)
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
     unset = dist.distributed_c10d.default_pg_timeout.total_seconds()
@@ -633,7 +652,7 @@ def _take(tensor: torch.Tensor, row: torch.Tensor, ticket: Ticket, rank: int) ->
 
 
 def _split(tensor: torch.Tensor, sizes: list[int], ranks: int) -> Tensors:
-    """By rows of the first dimension; without `sizes` into equal parts."""
+    """Split by rows of the first dimension; without `sizes` into equal parts."""
     if not sizes and tensor.shape[0] % ranks:
         raise ValueError(f"{tensor.shape[0]} rows cannot be dealt out to {ranks} ranks")
     return list(tensor.split(list(sizes) or tensor.shape[0] // ranks or 1)) or [tensor] * ranks
@@ -656,7 +675,7 @@ def _op(opts: Any) -> Any:
 
 
 def _name(op: Any) -> str:
-    """An op's name.  It compares equal where it neither hashes equal nor is found by `in`."""
+    """Return an op's name. Ops need `==`: equal ops differ in hash and are not found by `in`."""
     return next(name for name, known in _NAMES.items() if op == known)
 
 
@@ -674,13 +693,13 @@ _NAMES = {
 
 
 def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """How two contributions become one, by name, and what is done to the last of them."""
+    """Return the fold's name in FOLDS, and the function to apply to the folded result."""
     name = _name(op)
     if name not in FOLDS:
         raise NotImplementedError(
             f"the process group 'splice' has no reduction by {name}: scale, then use ReduceOp.SUM"
         )
-    if name == "mean":  # as DDP does it: times 1/N, which is not the same bits as divided by N
+    if name == "mean":  # times 1/N as in DDP, which gives other bits than dividing by N
         return name, lambda total: total.mul(1.0 / size).to(total.dtype)
     return name, lambda total: total
 
@@ -689,13 +708,15 @@ def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Te
 
 
 class SharedStore(dist.Store):
-    """Keys and values of a gang, in its shared memory; who waits for a key gives its seat away."""
+    """Keys and values of a gang in its shared memory; a rank that waits for a key gives its slot
+    away.
+    """
 
     def __init__(self, turns: Turns, timeout_s: float) -> None:
         super().__init__()
         self.turns, self.timeout_s = turns, timeout_s
         self.keys = Keys(turns)
-        self.asked = 0  # changes that were made by way of other hosts
+        self.asked = 0  # number of changes made through the bridge
 
     def set(self, key: str, value: Any) -> None:
         self._change(("set", key, _bytes(value)))
@@ -719,9 +740,9 @@ class SharedStore(dist.Store):
         return sorted(self.keys.read())
 
     def clone(self) -> SharedStore:
-        return self  # it has no connection of its own
+        return self  # there is no connection to duplicate
 
-    deleteKey, getNumKeys = delete_key, num_keys  # C++, a PrefixStore for one, calls them so
+    deleteKey, getNumKeys = delete_key, num_keys  # names that C++ calls, for example in PrefixStore
 
     def check(self, keys: list[str]) -> bool:
         content = self.keys.read()
@@ -750,7 +771,7 @@ class SharedStore(dist.Store):
         limit_s = self.timeout_s if limit_s is None else limit_s
         end_s = time.monotonic() + limit_s
         try:
-            while not until():  # every change wakes all who wait, whatever they wait for
+            while not until():  # every change wakes every rank that waits for the store
                 left_s = max(0.0, end_s - time.monotonic())
                 self.turns.wait(Wait.STORE, until=until, text=text, timeout_s=left_s)
         except TimeoutError as error:
@@ -764,7 +785,7 @@ class SharedStore(dist.Store):
         return timedelta(seconds=self.timeout_s)
 
     def _change(self, change: Change) -> Any:
-        """Here and now; where the gang is on several hosts, in an order that all of them see."""
+        """Make a change at once; in a gang over several hosts, in an order that all hosts share."""
         if not self.turns.ground.is_bridged:
             return self.keys.change(change)
         self.asked += 1
@@ -782,7 +803,9 @@ def _bytes(value: Any) -> bytes:
 
 
 def install(exchange: Exchange) -> None:
-    """Make this process a rank: `splice` is a backend, and what blocks gives its seat away."""
+    """Make this process a rank: register the backend `splice`, and let blocking calls give the slot
+    away.
+    """
     global _here
     _here = exchange
     if BACKEND.upper() not in dist.Backend._plugins:
@@ -801,7 +824,7 @@ def install(exchange: Exchange) -> None:
 
 
 def start(turns: Turns, timeout_s: float) -> None:
-    """The default group: what `init_process_group` means in a gang."""
+    """Create the default group, as `init_process_group` would; a job of a gang finds it ready."""
     global _store
     _store = SharedStore(turns, timeout_s)
     dist.init_process_group(
@@ -818,7 +841,7 @@ def _make_group(options: Any, _: Any) -> SpliceGroup:
 
 
 def _monitored_barrier(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The stock one asks for gloo by name."""
+    """Wrap `monitored_barrier`: the stock function requires gloo."""
 
     @wraps(stock)
     def monitored_barrier(
@@ -833,18 +856,22 @@ def _monitored_barrier(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever backend is asked for: gloo or NCCL would wait without giving the seat away."""
+    """Wrap `new_group` to ignore the requested backend: gloo or NCCL would wait without giving up
+    the slot.
+    """
 
     @wraps(stock)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **more: Any) -> Any:
-        more.pop("pg_options", None)  # of another backend
+        more.pop("pg_options", None)  # options of another backend
         return stock(ranks, timeout, BACKEND, **more)
 
     return new_group
 
 
 def _init_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The default group is there already; code that makes its own, as under torchrun, finds it."""
+    """Wrap `init_process_group` to keep the existing default group; code for torchrun calls it
+    again.
+    """
 
     @wraps(stock)
     def init_process_group(*arguments: Any, **named: Any) -> None:
@@ -855,7 +882,7 @@ def _init_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sleep_without_a_seat(turns: Turns) -> None:
-    """In the rank's own thread and process; others of its threads hold no seat to give away."""
+    """Let `time.sleep` give the slot away in the rank's main thread; other threads hold no slot."""
     stock, process = time.sleep, os.getpid()
 
     def sleep(seconds: float) -> None:

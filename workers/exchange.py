@@ -1,25 +1,26 @@
-"""Meetings: what the ranks of a group bring is put together in rank order, and everybody takes it.
+"""Exchange: combine what the ranks of a group contribute, in rank order, and give it to all
+members.
 
-A call has a group and a number in it.  Each member posts its contribution at once, without waiting,
-into shared host memory; the last one's arrival completes the call.  Two kinds:
+A call is identified by its group and its number in the group. Each member posts its contribution at
+once, without waiting, into shared host memory; the last arrival completes the call. Two kinds:
 
-* *kept*: every contribution stays until all have taken what they need of it (gathering, scattering,
-  broadcasting);
-* *folded*: contributions are combined pairwise as they come, along a binary tree over the members'
-  ranks: ((0+1)+(2+3))+4.  The tree depends on the size of the group and on nothing else, so the
-  bits depend neither on how many seats there are nor on who comes first.  Ranks of one seat are
-  neighbours in the tree, so what a device has to send to another is their sum, mostly one.
+* *kept*: every contribution stays until all members have taken what they need of it (gathering,
+  scattering, broadcasting);
+* *folded*: contributions are combined pairwise as they arrive, along a binary tree over the
+  members' ranks: ((0+1)+(2+3))+4. The tree depends only on the size of the group. So the bits
+  depend neither on the number of slots nor on the order of arrival. Ranks of one slot are
+  neighbours in the tree, so a device mostly sends one sum to another device.
 
-What always holds:
-* the members of a group make the same calls in the same order; where two differ the gang fails, and
-  the error names both ranks and both calls;
-* who is ahead by DEPTH calls waits for the slowest;
-* no contribution changes once it is posted, and none is freed before all have taken it.
+Invariants:
+* the members of a group make the same calls in the same order. Where two members differ the gang
+  fails, and the error names both ranks and both calls;
+* a member that is DEPTH calls ahead waits for the slowest member;
+* no contribution changes once it is posted, and none is freed before all members have taken it.
 
-`Exchange`, `Group` and `Ticket` are all that `collectives` and `squash` know of how bytes travel.
-Where members of a group live on other hosts, a rank folds as far up the tree as the branches lie
-on its own host, and tells this host's bridge of each call (`workers.bridge`); the bridge sends what
-was brought, brings what comes, and folds the rest of the way.
+`Exchange`, `Group` and `Ticket` are the only transport interface of `collectives` and `squash`.
+Where members of a group live on several hosts, a rank folds as far up the tree as the branches lie
+on its own host, and tells this host's bridge of each call (`workers.bridge`). The bridge sends the
+contributions of this host, receives those of other hosts, and folds the rest of the way.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ import torch
 from workers.ground import DEPTH, GROUPS, SLOT_WORDS, Ground, aligned, rounded
 from workers.turns import ABOUT, NUMBER, Turns, Wait, are_still, fail, waits_for
 
-EVERYBODY, NOBODY = -1, -2  # whose contribution a member waits for, where it is not one member's
+EVERYBODY, NOBODY = -1, -2  # the awaited member, where it isn't a single one
 
 _NAME, _SIZE, _CLOSED = 0, 1, 2  # words of a group
 _MEMBERS = 16
 _CALL, _SIGNATURE, _ARRIVED, _TAKEN, _DONE, _GIVEN_UP, _FIRST, _OUTCOME, _OUTCOME_BYTES = range(9)
 _TEXT = 16
-BRIDGE_WAITS = 10  # a word of the head: the bridge is to be called when a call is over
+BRIDGE_WAITS = 10  # word of the head; 1 if the bridge must be woken when a call is over
 _POSTED, _OFFSET, _BYTES, _MERGED = range(4)
 
-UNUSED_TAKES = 64  # memory that so many contributions did not need goes back to the host
+# number of takes after which unused memory goes back to the host @50#: Functions (into, from) by
+# name that combine two contributions by changing `into`.
+UNUSED_TAKES = 64
 GIVE_BACK_BYTES = 1 << 20
 
 #: How two contributions become one, by name: (into, from) changes `into`.
@@ -62,9 +65,10 @@ FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 @cache
 def ascent(size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each leaf the (sibling, parent) pairs on its way to the root of the folding tree.
+    """Return for each leaf the (sibling, parent) pairs on its way to the root of the folding tree.
 
-    Leaves are 0..size-1; the left branch of a node holds the largest power of two of its leaves.
+    Leaves are 0..size-1. The left branch of a node holds the largest power of two of its leaves
+    that is smaller than their number.
     """
     ways: list[list[tuple[int, int]]] = [[] for _ in range(size)]
     fresh = iter(range(size, 2 * size))
@@ -85,7 +89,7 @@ def ascent(size: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 @cache
 def leaves(size: int) -> tuple[tuple[int, ...], ...]:
-    """For each node of the folding tree, which leaves lie under it, in order."""
+    """Return for each node of the folding tree the leaves under it, in order."""
     found: list[list[int]] = [[leaf] for leaf in range(size)] + [[] for _ in range(size - 1)]
     for leaf, way in enumerate(ascent(size)):
         for _, parent in way:
@@ -95,16 +99,19 @@ def leaves(size: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The folding tree of a group whose members live on `hosts`, as each host climbs it."""
+    """The folding tree of a group over several hosts, split by host."""
 
-    ways: tuple[tuple[tuple[int, int], ...], ...]  # as `ascent`, up to where other hosts' come in
-    tops: tuple[tuple[int, int], ...]  # (node, host): all that is under it lives there, and no more
-    joins: tuple[tuple[int, int, int], ...]  # (left, right, parent) above these, children first
+    # for each leaf as in `ascent`, up to the highest node with leaves of one host only
+    ways: tuple[tuple[tuple[int, int], ...], ...]
+    # (node, host): the highest nodes with all leaves on that host
+    tops: tuple[tuple[int, int], ...]
+    # (left, right, parent) of the nodes above `tops`, children first
+    joins: tuple[tuple[int, int, int], ...]
 
 
 @cache
 def branches(hosts: tuple[int, ...]) -> Branches:
-    """`hosts`: of each member of the group."""
+    """Split the folding tree by host; `hosts` has the host of each member of the group."""
     size = len(hosts)
     under = [{hosts[leaf] for leaf in node} for node in leaves(size)]
     ways, tops, joins = [], set(), set()
@@ -125,14 +132,14 @@ def branches(hosts: tuple[int, ...]) -> Branches:
 
 @dataclass(slots=True)
 class Group:
-    """Members of a group, by their ranks in the gang; `me` is this rank's place among them."""
+    """A group's members, by their ranks in the gang; `me` is this rank's index among them."""
 
     name: str
     index: int
     members: tuple[int, ...]
     me: int
-    hosts: tuple[int, ...] = ()  # of each member, where they are not all of this one
-    calls: int = 0  # made by this member so far
+    hosts: tuple[int, ...] = ()  # of each member; empty if all members live on this host
+    calls: int = 0  # number of calls that this member has made
 
     @property
     def size(self) -> int:
@@ -140,7 +147,9 @@ class Group:
 
     @property
     def way(self) -> tuple[tuple[int, int], ...]:
-        """This member's way up the folding tree, as far as all that it meets lies on its host."""
+        """This member's way up the folding tree, as far as all leaves under it live on this
+        host.
+        """
         if self.hosts:
             return branches(self.hosts).ways[self.me]
         return ascent(self.size)[self.me]
@@ -148,7 +157,7 @@ class Group:
 
 @dataclass(slots=True)
 class Ticket:
-    """One member's view of one call."""
+    """A member's view of one call."""
 
     exchange: Exchange
     group: Group
@@ -166,7 +175,7 @@ class Ticket:
         return self.needs == NOBODY or bool(words[self.exchange.member(self, self.needs)])
 
     def wait(self, timeout_s: float) -> None:
-        """Until what this member needs has been posted.  Raises GangFailed, TimeoutError."""
+        """Wait until what this member needs has been posted. Raises GangFailed, TimeoutError."""
         self.exchange.turns.wait(
             Wait.CALL,
             self.group.index,
@@ -182,7 +191,7 @@ class Ticket:
         return f"{self.text}, call {self.number + 1} of group {self.group.name!r}"
 
     def row(self, member: int) -> list[torch.Tensor]:
-        """A kept contribution, as bytes: one tensor per part."""
+        """Return a kept contribution as bytes: one tensor per part."""
         ground = self.exchange.ground
         at = self.exchange.member(self, member)
         offset, length = ground.words[at + _OFFSET], ground.words[at + _BYTES]
@@ -197,9 +206,10 @@ class Ticket:
         return rows
 
     def sums(self, *, apart: bool = False) -> list[torch.Tensor]:
-        """What was folded, as flat tensors of the parts' types; `apart`: as storages of their own.
+        """Return the folded result as flat tensors of the parts' types.
 
-        They lie in the land, are everybody's, and are gone with `take`.
+        The tensors lie in the shared heap, are shared by all members, and are invalid after `take`.
+        With `apart` each tensor has a storage of its own.
         """
         way = ascent(self.group.size)[0]
         words = self.exchange.ground.words
@@ -207,14 +217,14 @@ class Ticket:
         return self.exchange.parts_of(self, holder, apart=apart)
 
     def take(self) -> None:
-        """This member needs the call's memory no longer."""
+        """Declare that this member no longer needs the call's memory."""
         if not self.taken:
             self.taken = True
             self.exchange.taken(self)
 
 
 class Exchange:
-    """One rank's side of all meetings."""
+    """A rank's side of all calls."""
 
     def __init__(self, turns: Turns, *, timeout_s: float) -> None:
         self.turns, self.ground, self.timeout_s = turns, turns.ground, timeout_s
@@ -225,7 +235,7 @@ class Exchange:
     # --- groups ---
 
     def open(self, name: str, members: Sequence[int]) -> Group:
-        """The group of this name; every member opens it, in any order."""
+        """Return the group of this name; every member opens it, in any order."""
         index = self.index(name, members)
         me = members.index(self.turns.rank)
         hosts = self.hosts_of(members)
@@ -234,19 +244,19 @@ class Exchange:
         return Group(name=name, index=index, members=tuple(members), me=me, hosts=hosts)
 
     def hosts_of(self, members: Sequence[int]) -> tuple[int, ...]:
-        """As `Group.hosts`."""
+        """Return the value for `Group.hosts`."""
         if all(map(self.ground.is_here, members)):
             return ()
         return tuple(self.ground.hosts[member] for member in members)
 
     def close(self, group: Group) -> None:
-        """The last member to leave makes room for another group."""
+        """Leave the group; the last member to leave frees its place for another group."""
         self.left(group.index, group.size)
         if group.hosts:
             self.ground.tell_bridge(("close", group.index))
 
     def left(self, index: int, size: int, members: int = 1) -> None:
-        """So many `members` of a group of `size` use it no longer."""
+        """Count `members` that have left a group of `size`; clear the group once all have left."""
         with self.ground.locked():
             at = self.ground.group(index)
             self.ground.words[at + _CLOSED] += members
@@ -282,11 +292,11 @@ class Exchange:
         fold: str = "",
         needs: int = EVERYBODY,
     ) -> Ticket:
-        """Make the group's next call.  `parts` are flat; they are copied before this returns.
+        """Make the group's next call. `parts` are flat; they are copied before this returns.
 
-        `fold` is one of FOLDS; without it what is brought is kept.
+        `fold` is one of FOLDS; without it the contribution is kept.
 
-        `text` is the call in words, and must be the same on all members.
+        `text` describes the call, and must be the same on all members.
         """
         ticket = self._enter(group, text, needs)
         self.posted += 1
@@ -304,7 +314,9 @@ class Exchange:
         return ticket
 
     def call(self, rank: int) -> None:
-        """Wake a rank that waits for a message from anybody; of another host its bridge does it."""
+        """Wake a rank that waits for a message from any rank; on another host its bridge does
+        this.
+        """
         if self.ground.is_here(rank):
             with self.turns.board():
                 self.turns.ready(Wait.MESSAGE, rank)
@@ -316,11 +328,11 @@ class Exchange:
         bring: Callable[[bytes | None], bytes],
         decide: Callable[[list[bytes]], bytes],
     ) -> bytes | None:
-        """All members bring bytes; the last one decides, and all get its decision.
+        """Let all members bring bytes; the last member decides, and all get its decision.
 
-        `bring` is given what the first one brought, or None if we are the first.  Returns None if
-        the meeting was given up because nothing else could move, or because members meant different
-        things: a vote, unlike a collective, may fail without harm.
+        `bring` gets what the first member brought, or None if we are the first. Returns None if the
+        vote was given up, because nothing else could move or because the members' texts differ.
+        Unlike a collective, a vote may fail without harm.
         """
         ticket = self._enter(group, text, EVERYBODY, vote=True)
         words, slot = self.ground.words, ticket.slot
@@ -399,7 +411,10 @@ class Exchange:
         return bool(unused or over)
 
     def claimed(self, ticket: Ticket, vote: bool) -> bool:
-        """Be the first in this call's slot, or find that we mean what the first one meant."""
+        """Claim the call slot, or check that our call equals that of the first member.
+
+        Returns False while the call slot is still in use by an earlier call.
+        """
         words, slot, signature = self.ground.words, ticket.slot, _number(ticket.text)
         with self.turns.board():
             if vote and words[slot + _CALL] > ticket.number + 1:
@@ -431,7 +446,7 @@ class Exchange:
         self.turns.check()
 
     def arrive(self, ticket: Ticket) -> None:
-        """Under the lock: we have come, and whoever waited for that may go on."""
+        """Record our arrival and wake the ranks that waited for it; call under the lock."""
         words, slot, group = self.ground.words, ticket.slot, ticket.group
         words[self.member(ticket, group.me) + _POSTED] = 1
         words[slot + _ARRIVED] += 1
@@ -444,9 +459,9 @@ class Exchange:
             self.turns.ready(Wait.CALL, group.index, ticket.number, group.me)
 
     def has_come(self, channel: Group) -> bool:
-        """Whether the first member has made the call that this member makes next."""
+        """True if the first member has made the call that this member makes next."""
         words, slot = self.ground.words, self.ground.slot(channel.index, channel.calls)
-        is_made = words[slot + _CALL] == channel.calls + 1  # else what stands there is of another
+        is_made = words[slot + _CALL] == channel.calls + 1  # else the call slot holds another call
         return is_made and bool(words[slot + SLOT_WORDS + _POSTED])
 
     def taken(self, ticket: Ticket, members: int = 1) -> None:
@@ -467,7 +482,7 @@ class Exchange:
         return ticket.slot + SLOT_WORDS + 4 * self.ground.ranks + node
 
     def parts_of(self, ticket: Ticket, member: int, *, apart: bool = False) -> list[torch.Tensor]:
-        """The typed parts of a folded contribution, where they lie in the land."""
+        """Return the typed parts of a folded contribution, as views of the shared heap."""
         start, parts = self.ground.words[self.member(ticket, member) + _OFFSET], []
         place = self.ground.apart if apart else self.ground.at
         for count, dtype in ticket.shapes:
@@ -495,13 +510,15 @@ class Exchange:
         return offset
 
     def _fold(self, ticket: Ticket, parts: Sequence[torch.Tensor], fold: str) -> None:
-        """Up the tree as far as the other branches have come; what we then hold waits there.
+        """Fold up the tree as far as the other branches have come, and leave our sum there.
 
-        Only who comes second to a node combines there, so no two ever write to the same sum.
+        Only the member that comes second to a node combines there, so no two ever write to the same
+        sum.
         """
         words, me = self.ground.words, ticket.group.me
         way = ticket.group.way
-        at, holder = me, -1  # the node that we are at, and the member in whose land its sum lies
+        # current node; the member with the sum in its memory, -1 if not yet copied
+        at, holder = me, -1
         for sibling, parent in (*way, (-1, -1)):
             other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
             if other < 0:
@@ -520,7 +537,9 @@ class Exchange:
         return ticket.group.me
 
     def _leave_at(self, ticket: Ticket, at: int, holder: int, sibling: int, parent: int) -> int:
-        """Put our sum down at its node, unless the other branch has just come: then its holder."""
+        """Leave our sum at its node, unless the other branch has just come; returns that sum's
+        holder, or -1.
+        """
         words = self.ground.words
         with self.ground.locked():
             other = words[self.node(ticket, sibling)] - 1 if parent >= 0 else -1
@@ -531,7 +550,7 @@ class Exchange:
     def combine(
         self, ticket: Ticket, parts: Sequence[torch.Tensor], ours: int, theirs: int, fold: str
     ) -> int:
-        """Our sum and theirs become one; returns in whose land it lies."""
+        """Fold our sum into theirs; returns the member with the result in its memory."""
         into = self.parts_of(ticket, theirs)
         mine = parts if ours < 0 else self.parts_of(ticket, ours)
         for target, part in zip(into, mine, strict=True):
@@ -541,7 +560,7 @@ class Exchange:
         return theirs
 
     def _lacking(self, index: int, number: int) -> list[int]:
-        """The ranks that have not made a call that somebody waits in."""
+        """Return the ranks that have not made a call in which a rank waits."""
         words, slot, at = (
             self.ground.words,
             self.ground.slot(index, number),
@@ -560,45 +579,53 @@ class Exchange:
 
 
 class Abroad:
-    """One host's side of what members of its groups do on others: done for them by the bridge."""
+    """A host's stand-in for group members on other hosts; its bridge makes their calls here."""
 
     def __init__(self, turns: Turns) -> None:
         self.exchange = Exchange(turns, timeout_s=0.0)
         self.turns, self.ground = turns, turns.ground
 
     def ticket(self, group: Group, number: int, text: str) -> Ticket:
-        """The call of the member `group.me`."""
+        """Return the ticket of the member `group.me` for this call."""
         slot = self.ground.slot(group.index, number)
         return Ticket(self.exchange, group, number, slot, text, EVERYBODY)
 
     def brought(self, ticket: Ticket) -> memoryview:
-        """What this member keeps there for all, or holds of a sum, where it lies."""
+        """Return this member's kept contribution, or the sum that it holds, as a view of the shared
+        heap.
+        """
         at = self.exchange.member(ticket, ticket.group.me)
         offset, size = self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES]
         return self.ground.view(offset, size)
 
     def holder(self, ticket: Ticket, node: int) -> int:
-        """The member in whose land the sum of this node lies."""
+        """Return the member with the sum of this node in its memory."""
         return self.ground.words[self.exchange.node(ticket, node)] - 1
 
     def has_room(self, ticket: Ticket) -> bool:
-        """Whether the call can be made now; then it is, or it differs from what others called."""
+        """True if the call slot could be claimed; fails the gang if the call differs from that of
+        others.
+        """
         return self.exchange.claimed(ticket, vote=False)
 
     def differs(self, ticket: Ticket) -> bool:
         words, slot = self.ground.words, ticket.slot
-        with self.ground.locked():  # a member of this host may just be claiming it
+        with self.ground.locked():  # a member of this host may be claiming it now
             known = words[slot + _CALL] == ticket.number + 1
             return known and words[slot + _SIGNATURE] != _number(ticket.text)
 
     def bring(self, ticket: Ticket, piece: tuple[int, int]) -> None:
-        """Land that holds what the member brought becomes its contribution."""
+        """Make heap memory that holds the member's contribution its contribution to the call."""
         at = self.exchange.member(ticket, ticket.group.me)
         self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES] = piece
         self.exchange.arena.hold(ticket, *piece)
 
     def come(self, ticket: Ticket, *, folded: bool) -> None:
-        """The member has made its call.  Of a sum the others hear when all of it is there."""
+        """Record that the member has made its call.
+
+        If the call is folded, only the member is marked as posted: `join` counts arrivals when the
+        whole sum is there.
+        """
         with self.turns.board():
             if folded:
                 self.ground.words[self.exchange.member(ticket, ticket.group.me) + _POSTED] = 1
@@ -608,7 +635,9 @@ class Abroad:
                 self.turns.ready(Wait.MESSAGE, ticket.group.members[1])
 
     def join(self, ticket: Ticket, sums: dict[int, int], fold: str, members: int) -> None:
-        """Fold what the hosts have brought, up to the root; then so many `members` have come."""
+        """Fold the hosts' sums up to the root, then count `members` as arrived and complete the
+        call.
+        """
         words, group = self.ground.words, ticket.group
         for left, right, parent in branches(group.hosts).joins:
             sums[parent] = self.exchange.combine(ticket, (), sums[right], sums[left], fold)
@@ -619,7 +648,9 @@ class Abroad:
             self.turns.ready(Wait.CALL, group.index, ticket.number)
 
     def give_up_votes(self) -> None:
-        """Nothing else can move, here or elsewhere."""
+        """Give up the votes of this host's waiting ranks; nothing can move, here or on other
+        hosts.
+        """
         words = self.ground.words
         with self.turns.board():
             for rank in self.ground.here() if are_still(self.ground) else ():
@@ -629,10 +660,10 @@ class Abroad:
 
 
 class _Arena:
-    """This rank's own land for contributions: the same memory again and again.
+    """This rank's own heap memory for contributions, which is reused.
 
     A piece is free again when all members have taken the call that it belongs to, or when it was
-    folded into another's.
+    folded into another member's sum.
     """
 
     def __init__(self, ground: Ground) -> None:
@@ -640,7 +671,7 @@ class _Arena:
         self.in_use: deque[tuple[Ticket, int, int]] = deque()
         self.free: dict[
             int, list[tuple[int, int]]
-        ] = {}  # size -> (offset, the take it was freed at)
+        ] = {}  # size -> (offset, `takes` when it was freed)
         self.takes = 0
 
     def take(self, ticket: Ticket, size_bytes: int) -> int:
@@ -649,7 +680,9 @@ class _Arena:
         return offset
 
     def piece(self, size_bytes: int) -> int:
-        """The offset of land that is free, until it is said by `hold` what for."""
+        """Return the offset of free memory of this size; the caller assigns it to a call by
+        `hold`.
+        """
         self.takes += 1
         self._reclaim()
         if self.takes % UNUSED_TAKES == 0:
@@ -692,16 +725,16 @@ class _Arena:
 
 @cache
 def _type_name(dtype: torch.dtype) -> str:
-    """One object for each type: what is told of thousands of tensors names it once."""
+    """Return the dtype's name; cached, so that thousands of tensors share one string object."""
     return str(dtype).removeprefix("torch.")
 
 
 def group_key(name: str, members: Sequence[int]) -> int:
-    """What a group is found by, on every host."""
+    """Return the key of a group, which is the same on every host."""
     return _number(f"{name} {list(members)}")
 
 
 def _number(text: str) -> int:
-    """A text as a word that is not 0."""
+    """Hash a text to a 64-bit word that is not 0."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1

@@ -1,11 +1,11 @@
 """The files of a job's working folder, and the files that it has open.
 
-The working folder belongs to the job: what lies in it travels as blocks beside the storages, so
-that what did not change is not stored again, and a restored job finds it as it was: a log that was
-appended to later is cut back, a file that came later is gone.
+The working folder belongs to the job. Its files travel as blocks beside the storages, so unchanged
+files are not stored again. A restored job finds the folder as it was: a log that was appended to
+later is cut back, and a file that came later is gone.
 
-A file that is open is opened again at its position: for reading wherever it lies, for writing only
-in the working folder.  Sockets, pipes and files without a name are nobody's to restore.
+An open file is opened again at its position: for reading anywhere, for writing only in the working
+folder. Sockets, pipes and files without a name cannot be restored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 FILES_LIMIT = 10_000
 SETTLED_NS = (
-    100_000_000  # the clock of a file system ticks coarsely: so long a file may change unseen
+    # file system clocks tick coarsely: this long a change may leave the file's time as it is
+    100_000_000
 )
 
 # --- the working folder ---------------------------------------------------------------------------
@@ -48,14 +49,14 @@ Entry = tuple[str, int, int, int | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a file held when it was last read, and what it was told apart by then."""
+    """The bytes of a file when it was last read, and the status that identified this version."""
 
     seen: tuple[int, ...]
     bytes: torch.UntypedStorage
 
 
 def listing(capture: Capture) -> list[Entry]:
-    """What is in the working folder; the bytes of its files join the storages.  Raises Refused."""
+    """List the working folder; the bytes of its files become storages. Raises Refused."""
     around = capture.around
     if around.scratch is None:
         return []
@@ -72,9 +73,9 @@ def listing(capture: Capture) -> list[Entry]:
             elif found.is_symlink():
                 target = os.readlink(found.path)
             elif not found.is_dir():
-                continue  # a socket or a pipe: whoever needs it makes it again
+                continue  # a socket or a pipe: the process that needs it makes it again
         except FileNotFoundError:
-            continue  # gone meanwhile: a loading process tidies up
+            continue  # gone meanwhile, for example because a loading process tidies up
         except OSError as error:
             what = f"a file that cannot be read ({error.strerror})"
             raise Refused(f"working folder/{path}", what, "Let its owner read it.") from error
@@ -84,7 +85,7 @@ def listing(capture: Capture) -> list[Entry]:
 
 
 def _below(folder: Path) -> list[os.DirEntry[str]]:
-    """Parents before what lies in them, the same order everywhere."""
+    """List a folder's content: parents before children, in the same order on every host."""
     found = list[os.DirEntry[str]]()
     with os.scandir(folder) as inside:
         for entry in sorted(inside, key=lambda entry: entry.name):
@@ -131,8 +132,8 @@ def restore(
 ) -> None:
     """Make the working folder what it was.
 
-    The ranks of a host have one folder: the first of them does it, and may open files in it, while
-    the others wait.
+    The ranks of a host share one folder: the first rank restores it, and may open files in it,
+    while the others wait.
     """
     if around.scratch is None:
         return
@@ -153,7 +154,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _is_restored(entries: list[Entry], storages: list[torch.UntypedStorage], folder: Path) -> bool:
-    """All that was there is, and nothing else."""
+    """True if the folder holds exactly the entries."""
     there = [os.path.relpath(found.path, folder) for found in _below(folder)]
     if there != [path for path, *_ in entries]:
         return False
@@ -169,7 +170,7 @@ def _is_as(entry: Entry, storages: list[torch.UntypedStorage], path: Path) -> bo
         return False
     if number is None or not path.is_file():
         return number is None and path.is_dir()
-    # Who writes to a file that is mapped leaves its time of change alone.
+    # Writing to a mapped file does not change its time of change, so compare the bytes.
     return path.read_bytes() == _view(storages[number])
 
 
@@ -186,7 +187,8 @@ def _fill(entries: list[Entry], storages: list[torch.UntypedStorage], scratch: P
             with path.open("wb", buffering=0) as file:
                 write_all(file, _view(storages[number]))
             date(path, mode, changed_ns)
-    for folder in reversed(folders):  # a time of change only lasts when nothing is put in after
+    # a folder's time of change lasts only if nothing is added afterwards
+    for folder in reversed(folders):
         date(*folder)
 
 
@@ -199,14 +201,16 @@ def _empty(folder: Path) -> None:
 
 
 def write_all(file: io.FileIO, data: memoryview) -> None:
-    """A raw file may take less than it is given."""
+    """Write all data; a raw file may take less than it is given."""
     at = 0
     while at < len(data):
         at += file.write(data[at:])
 
 
 def date(path: Path, mode: int, changed_ns: int) -> None:
-    """As it was: what is done to a file afterwards changes its time again."""
+    """Set mode and time of change; do it last, because later changes to a file set its time
+    again.
+    """
     path.chmod(mode)
     os.utime(path, ns=(changed_ns, changed_ns))
 
@@ -215,7 +219,7 @@ def date(path: Path, mode: int, changed_ns: int) -> None:
 
 
 def _place(capture: Capture, file: Any, name: Any, *, written: bool) -> tuple[str, str]:
-    """(in which folder, path there) of an open file; raises Refused."""
+    """Return (which folder, path there) of an open file; raises Refused."""
     if not isinstance(name, str):
         raise Refused(file, "an open file without a name", "Open it by its path.")
     path, around = Path(name).absolute(), capture.around
@@ -283,7 +287,7 @@ def _reduce_packed(capture: Capture, file: Any) -> Any:
 
 
 def mapped(array: Any) -> Any:
-    """The memory map that an array looks into, if there is one."""
+    """Return the memory map that an array views, or None."""
     root = array
     while isinstance(root.base, numpy.ndarray):
         root = root.base
@@ -291,7 +295,7 @@ def mapped(array: Any) -> Any:
 
 
 def reduce_mapped(capture: Capture, array: Any, root: Any) -> Any:
-    """A map of a file is made again; what it shows is the file's."""
+    """Reduce an array over a memory map, which is opened again; its bytes are in the file."""
     if array is root:
         written = root.mode != "r"
         place = _place(capture, root, str(root.filename), written=written)
@@ -337,7 +341,7 @@ def make_packed(cls: Any, inner: Any, position: int) -> Any:
     inner.seek(0)
     file = cls(fileobj=inner) if cls is gzip.GzipFile else cls(inner)
     if isinstance(file, gzip.GzipFile):
-        file.myfileobj = inner  # and so is closed with it
+        file.myfileobj = inner  # so that the inner file is closed with it
     else:
         file._closefp = True
     file.seek(position)

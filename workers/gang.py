@@ -1,19 +1,18 @@
-"""N ranks behind one resident: a conductor, and a process for each rank.
+"""A gang: N ranks behind one resident, as a conductor process and a process for each rank.
 
     supervisor  <- wire ->  conductor (the resident)  <- wires ->  rank 0 ... rank N-1
 
-To its supervisor a gang is a resident like any other.  The conductor hands on what is ordered and
-says one thing where all ranks have said it; it runs no code of the tenant's.  A rank is an
-`executor` with the same stages, whose default process group is there before its code is loaded; the
-ranks take turns (`workers.turns`) on the resident's seat, and on as many others of this host as are
-lent to it: whose devices these are is the scheduler's affair.
+For its supervisor a gang is a resident like any other. The conductor forwards orders to the ranks,
+and reports once when all ranks have reported; it runs no tenant code. A rank is an `executor` with
+the same stages. Its default process group exists before its code is loaded. The ranks take turns
+(`workers.turns`) on the resident's slot and on the further slots of this host that the gang holds.
+The scheduler decides which devices these are.
 
-*The cut.*  Before anything is ordered of ranks that step, all are brought to stand before the same
-step: the first to see the wish names one that none has begun, and each stops there.  So an image
-shows all ranks after the same step, and no collective is under way.  Who is late is named in the
-job's log.
+*The cut.* Before ranks that step get an order, all are stopped before the same step: the first rank
+to see the call picks a step that none has begun, and each rank stops there. So an image shows all
+ranks after the same step, and no collective is in flight. The job's log names ranks that are late.
 
-*The image.*  Each rank stages into a part of the slab of its own.  To the supervisor it is one
+*The image.* Each rank stages into its own part of the slab. For the supervisor the parts are one
 image: its graph says how many storages belong to which rank, and each rank's graph is a storage.
 """
 
@@ -47,11 +46,11 @@ if TYPE_CHECKING:
 
 JSON = dict[str, Any]
 
-HEAD_BYTES = 2**20  # of the slab: what says which storage is whose
+HEAD_BYTES = 2**20  # at the start of the slab: the table of how many storages each rank has
 COLLECTIVE_S = 1800.0  # as long as torch waits for a collective
-LATE_S = 30.0  # to come to a cut, before it is said who is late
+LATE_S = 30.0  # after a call to a cut, until the log names late ranks
 LOOK_S = 0.05
-#: What all ranks have to say before it is said for the gang; images, in the same round.
+#: Reports that the gang makes only when all ranks have made them; for images, in one round.
 TOGETHER = ("prepared", "paused", "saving")
 
 
@@ -59,9 +58,9 @@ TOGETHER = ("prepared", "paused", "saving")
 
 
 class Member:
-    """One rank's hold on its gang, in its own process.
+    """A rank's hold on its gang, in its own process.
 
-    Not `collective`: ranks that are the executors of a graph have no process group.
+    `collective` is False for ranks that are the executors of a graph: they have no process group.
     """
 
     def __init__(self, handles: Handles, rank: int, *, collective: bool = True) -> None:
@@ -73,7 +72,7 @@ class Member:
         self._is_away = False
 
     def begin(self) -> None:
-        """From here on it takes turns, and the default process group is there."""
+        """Wait for the first turn; afterwards the default process group exists."""
         if self.collective:
             self.rank.begin()
         else:
@@ -84,7 +83,7 @@ class Member:
 
     @contextmanager
     def away(self, text: str) -> Iterator[None]:
-        """While it waits for an order the others run; one such wait may lie within another."""
+        """Let the others run while this rank waits for an order; such waits may be nested."""
         if self._is_away:
             yield
             return
@@ -97,9 +96,10 @@ class Member:
 
     @contextmanager
     def between(self, step: int, at_cut: Callable[[], None]) -> Iterator[None]:
-        """The safe point before step `step`; `at_cut` returns when it is known why all stand there.
+        """The safe point before step `step`; if a cut lies there, give the turn away and run
+        `at_cut`.
 
-        Within it this rank gives its turn away where it stands at a cut.
+        `at_cut` returns once the ranks know why all of them stand there.
         """
         self.rank.boundary(step)
         own = self.rank.turns
@@ -118,7 +118,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The part of the slab that a rank stages into; its index lies behind its image."""
+    """The part of the slab into which a rank stages; its index lies behind its image."""
 
     start: int
     limit_bytes: int
@@ -135,7 +135,9 @@ class Region:
 
 
 def joined(slab: Slab, indices: list[JSON], regions: list[Region]) -> JSON:
-    """One index for the images of all ranks; whose each storage is, is written into the slab."""
+    """Join the images of all ranks under one index; write each rank's storage count into the
+    slab.
+    """
     extents: list[JSON] = []
     tensors: JSON = {}
     counts = []
@@ -154,7 +156,7 @@ def joined(slab: Slab, indices: list[JSON], regions: list[Region]) -> JSON:
 
 
 def parted(slab: Slab, layout: Layout, rank: int) -> Layout:
-    """Where in a gang's image that of one rank lies."""
+    """Return the layout of one rank's image within a gang's image."""
     graph = slab.view(layout.graph.offset, layout.graph.size)
     counts = json.loads(bytes(graph))["extents"]
     begin = sum(counts[:rank])
@@ -167,17 +169,18 @@ def parted(slab: Slab, layout: Layout, rank: int) -> Layout:
 
 @dataclass
 class RankProcess:
-    """A rank, as its conductor knows it.  One of another host has no process here."""
+    """A rank as its conductor knows it. A rank of another host has no process here."""
 
     number: int
     pid: int
     pidfd: int
     wire: Wire
     region: Region
-    part: Slab  # its region
-    said: dict[str, JSON] = field(default_factory=dict)  # of TOGETHER, not yet said for the gang
+    part: Slab  # the slab at `region`
+    # reports of TOGETHER that the gang has not made yet
+    said: dict[str, JSON] = field(default_factory=dict)
     progress: JSON = field(default_factory=dict)
-    last: JSON | None = None  # its last word
+    last: JSON | None = None  # how the rank ended: its finished, failed or stopped message
     is_still: bool = False
     is_gone: bool = False
 
@@ -190,7 +193,7 @@ def fork(
     region: Region,
     not_theirs: tuple[int, ...] = (),
 ) -> RankProcess:
-    """`not_theirs`: descriptors of ours that no rank shall hold."""
+    """Fork a rank. `not_theirs`: descriptors of ours that no rank may hold."""
     wire, theirs = pair()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -206,7 +209,7 @@ def fork(
             _become(work, theirs, handles, rank, region)
             status = live(work)
         except BaseException:
-            traceback.print_exc()  # into the job's log
+            traceback.print_exc()  # goes to the job's log
         finally:
             os._exit(status)
     theirs.close()
@@ -214,10 +217,10 @@ def fork(
 
 
 def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region: Region) -> None:
-    """This process is a rank from here on: its own wire, its own part of the slab."""
+    """Turn this process into a rank, with its own wire and its own part of the slab."""
     work.wire, work.watch = Wire(sock), None
-    # The conductor's mapping was not forked along; `execute` holds on to it until we end: dropping
-    # it would unmap what lies at its addresses here.
+    # The conductor's mapping is not inherited here; the caller `execute` keeps that Slab object
+    # until this process ends. Dropping the object would unmap whatever lies at its addresses here.
     work.whole, work.slab = Slab(work.slab.fd), region.slab(work.slab.fd)
     work.spec = {**work.spec, "rank": rank, "checkpoint_every_s": 0.0}
     if rank:
@@ -226,30 +229,32 @@ def _become(work: Work, sock: socket.socket, handles: Handles, rank: int, region
 
 
 class Conductor:
-    """What the ranks are told, and what is said for them."""
+    """The process that forwards orders to the ranks of a gang and reports for them."""
 
     board: Ground
 
     def __init__(self, work: Work) -> None:
         self.work = work
         self.ranks: list[RankProcess] = []
-        self.here: list[RankProcess] = []  # of these, those of this host
-        self.asked: dict[str, JSON] = {}  # of ranks that step: told when all stand at a cut
+        self.here: list[RankProcess] = []  # the ranks of this host
+        # orders for ranks that step, by name; forwarded when all stand at a cut
+        self.asked: dict[str, JSON] = {}
         self.asked_s = 0.0
-        self.wished = 0  # so many seats, and not told yet that they have them
+        self.wished = 0  # requested number of slots that is not reported yet as reached; 0 if none
         self.is_seated = False
-        self.is_saving = False  # from the order on until the image is kept
+        self.is_saving = False  # from the order until the image is kept
         self.saved_step = -1
-        self.index_bytes = 0  # of the image of that step
-        self.save_again = False  # was asked for while one was being kept
-        self.round = 0  # of images: those of one that was called off are of another
+        self.index_bytes = 0  # bytes of the index of the image of `saved_step`
+        self.save_again = False  # True if another image was ordered while one was being kept
+        # number of image attempts; reports of a cancelled attempt have another number
+        self.round = 0
         self.is_still = False
         self.saved_s = time.monotonic()
         self.poll = select.poll()
         self.poll.register(work.wire.fileno(), select.POLLIN)
 
     def take_up(self, board: Ground, ranks: list[RankProcess]) -> None:
-        """These are the gang from now on."""
+        """Adopt these ranks as the gang."""
         self.board, self.ranks, self.round = board, ranks, 0
         self.here = [rank for rank in ranks if rank.pid]
         for rank in self.here:
@@ -306,16 +311,17 @@ class Conductor:
                 self.tell(message, self.ranks)
 
     def go(self, seats: list[int]) -> None:
-        """These seats are theirs, and what they were lent besides, before, is not."""
+        """Let the ranks run on these slots, which replace all that the gang held before."""
         self.is_seated, self.wished = True, 0
         if not self.board.is_bridged:
             turns.reseat(self.board, seats[0])
         self.tell({"is": "go"}, self.ranks)
-        if not self.is_saving:  # some have begun the image of the pause, and others will not
+        # some ranks have begun the image of the pause, and others never will
+        if not self.is_saving:
             self._call_off_image()
 
     def ask(self, message: JSON) -> None:
-        """Of ranks that step: first they must stand at a cut."""
+        """Keep an order for ranks that step until they stand at a cut, and call them to one."""
         if message.get("leave"):
             self._stay(message)
             message = {"is": "pause"}
@@ -325,13 +331,13 @@ class Conductor:
         self.asked[message["is"]] = message
 
     def _stay(self, message: JSON) -> None:
-        """The memory of a gang stays where it is; that is what is answered."""
+        """Answer an offload order: the memory of a gang is not offloaded."""
         said = {"bytes": 0, "settled": True, "memory_bytes": self._memory_bytes()}
         self.work.say("away", turn=message["turn"], **said)
 
     def tell(self, message: JSON, ranks: list[RankProcess]) -> None:
         for rank in ranks:
-            with suppress(OSError):  # it is ending: its exit is heard
+            with suppress(OSError):  # the rank is ending; its exit is noticed elsewhere
                 rank.wire.send(message)
 
     # --- what ranks say ---
@@ -381,7 +387,7 @@ class Conductor:
             self.together(word, [rank.said.pop(word) for rank in self.ranks])
 
     def together(self, word: str, said: list[JSON]) -> None:
-        """What all ranks have said, for the gang."""
+        """Report for the gang what all ranks have reported."""
         match word:
             case "prepared":
                 capabilities = max((each["capabilities"] for each in said), key=_inexact)
@@ -400,16 +406,17 @@ class Conductor:
         return all(word in rank.said for rank in self.ranks)
 
     def _call_off_image(self) -> None:
-        """Where one part is lacking the others are no good."""
+        """Discard the parts of an unfinished image; they are useless unless all parts exist."""
         self.round += 1
         for rank in self.ranks:
             rank.said.pop("saving", None)
         self.tell({"is": "call_off", "round": self.round}, self.ranks)
 
     def _look_at_cut(self) -> None:
-        """If all stand before the same step they are told why, and to go on from there.
+        """Forward the kept orders once all ranks stand before the same step, and let the ranks go
+        on.
 
-        Once a rank has finished there is no step after which all are there: it is too late to
+        Once a rank has finished there is no step after which all ranks stand: it is too late to
         pause or save them.
         """
         here = [rank for rank in self.ranks if rank.last is None]
@@ -425,13 +432,13 @@ class Conductor:
         self.tell({"is": "on", "step": step}, here)
 
     def at_cut(self, step: int, asked: dict[str, JSON], here: list[RankProcess]) -> None:
-        """These stand after step `step`: tell them what is asked of them."""
+        """Forward these orders to ranks that stand after step `step`."""
         for message in asked.values():
             self.tell(message, here)
         self.is_saving |= "save" in asked and step != self.saved_step
 
     def write_index(self, said: list[JSON]) -> None:
-        """Of the image whose parts lie in the slab."""
+        """Write the index of the image from the ranks' parts in the slab."""
         slab, regions = self.work.slab, [rank.region for rank in self.ranks]
         sizes = [each["index_bytes"] for each in said]
         parts = zip(self.ranks, sizes, strict=True)
@@ -458,7 +465,9 @@ class Conductor:
         self.work.say("progress", **{**_without_head(said), **own})
 
     def _look_whether_still(self) -> None:
-        """Nothing steps on this device: each stands still, or waits for one that does."""
+        """Report when nothing steps on this device: each rank is still, or waits for another
+        rank.
+        """
         waits = (turns.State.WAITING, turns.State.DONE)
         still = all(
             rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here
@@ -478,7 +487,7 @@ class Conductor:
             self._look_whether_still()
         due = every_s > 0 and now_s - self.saved_s >= every_s
         if due and self.is_seated and not (self.is_saving or self.asked):
-            self.saved_s = now_s  # until the ranks say that they do
+            self.saved_s = now_s  # until the ranks report that they save
             self.ask({"is": "save"})
         if self.asked and now_s - self.asked_s >= LATE_S:
             self.asked_s = now_s
@@ -496,7 +505,9 @@ class Conductor:
     # --- all of them ---
 
     def last_word(self) -> JSON | None:
-        """The gang's: the first failure that is one, or the first rank's when all have ended."""
+        """Return how the gang ended: its first real failure, or rank 0's end when all ranks have
+        ended.
+        """
         words = [rank.last for rank in self.ranks]
         failed = [(n, word) for n, word in enumerate(words) if word and word["is"] == "failed"]
         if failed:
@@ -516,7 +527,9 @@ class Conductor:
 
 
 def _together(said: list[JSON]) -> JSON:
-    """Of the executors of a graph, each of which has run a part of it."""
+    """Combine the final reports of a graph's executors, each of which has run a part of the
+    graph.
+    """
     return {
         "step": sum(word["step"] for word in said),
         "passed": [

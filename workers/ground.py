@@ -1,22 +1,22 @@
-"""The memory that the ranks of one gang share on one host: words, land, a lock, bells, lifelines.
+"""The shared memory arena of one gang on one host: table, heap, lock, eventfds, lifelines.
 
-    board   words of 64 bits with a fixed layout, written under the lock
-    land    bytes without end (a sparse file): regions are taken once and never moved
+    board   the table: words of 64 bits with a fixed layout, written under the lock
+    land    the heap: a sparse file of bytes; regions are taken once and never moved
     bells   one eventfd per rank, to sleep on
-    lock    one byte of a file, held by whoever writes to the board; further bytes are lifelines
+    lock    one byte of a file, held while writing to the table; further bytes are lifelines
 
-A lock of this kind belongs to a process and goes with it, however it ends.  So the board is never
-left locked, and a rank that holds the lock on its own byte all its life is known to be dead by
-whoever finds that byte free: no supervisor is needed for it.
+A file lock of this kind belongs to a process and is released when the process ends, however it
+ends. So the table is never left locked. Each rank holds the lock on its own byte, its lifeline, all
+its life: a process that finds that byte free knows that the rank is dead. This needs no supervisor.
 
-A gang over several hosts has a ground on each, with room for all ranks.  Those of another host
-stay `State.NEW` here; what they do is done for them by this host's bridge (`workers.bridge`), which
-has a bell and a lifeline of its own, behind those of the ranks, and an outbox that the ranks here
-write to.
+A gang over several hosts has an arena on each host, with room for all ranks. Ranks of another host
+stay `State.NEW` here; this host's bridge (`workers.bridge`) acts for them. The bridge has an
+eventfd and a lifeline of its own, behind those of the ranks, and an outbox to which the ranks of
+this host write.
 
-Everything is reached by file descriptors, which a fork inherits and a socket can carry; nothing
-has a name in the file system.  Nothing here knows what the words mean to turns and meetings; of
-the head only one is ours.
+Everything is reached by file descriptors, which a fork inherits and a socket can carry; nothing has
+a name in the file system. Nothing here knows what the words mean to `turns` and `exchange`, except
+two words of the head, which are used here.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from typing import Any
 import numpy
 import torch
 
-LAND_BYTES = 1 << 42  # of addresses; memory is only where something was written
-ALIGN_BYTES = 64  # as torch aligns its own, so that the same kernels compute the same bits
+LAND_BYTES = 1 << 42  # of addresses; memory is used only where something was written
+ALIGN_BYTES = 64  # as torch aligns its own memory, so that the same kernels compute the same bits
 GROUPS = 256
-DEPTH = 256  # calls of one group that may be under way before its fastest member has to wait
-TEXT_WORDS = 32  # of a text on the board
+DEPTH = 256  # calls of one group that may be open before its fastest member has to wait
+TEXT_WORDS = 32  # words of 64 bits for a text in the table
 
 HEAD_WORDS = 512
 RANK_WORDS = 32 + TEXT_WORDS
 SEAT_WORDS = 8
 SLOT_WORDS = 16 + TEXT_WORDS
 
-_LAND_TAKEN = 8  # the word of the head that counts it
-_BRIDGE = 9  # the word that holds the process id of the bridge
-LOOK_EVERY_S = 0.25  # so often who waits looks whether the others are alive
-TOLD_LIMIT_BYTES = 1 << 17  # one message to the bridge
+_LAND_TAKEN = 8  # word of the head: the bytes of the heap that are taken
+_BRIDGE = 9  # word of the head: the process id of the bridge
+LOOK_EVERY_S = 0.25  # seconds between two checks of a waiting rank that the others are alive
+TOLD_LIMIT_BYTES = 1 << 17  # of one message to the bridge
 _PUNCH_HOLE_KEEP_SIZE = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -60,15 +60,15 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handles:
-    """What a rank's process is given: file descriptors."""
+    """The file descriptors that a rank's process gets to reach the arena."""
 
     ranks: int
     board: int
     land: int
     lock: int
     bells: tuple[int, ...]
-    hosts: tuple[int, ...] = ()  # of each rank its host's number; empty where all are of one
-    host: int = 0  # whose ground this is
+    hosts: tuple[int, ...] = ()  # host number of each rank; empty if all ranks live on one host
+    host: int = 0  # number of the host to which this arena belongs
     outbox: tuple[int, ...] = ()  # the ranks' end, and the bridge's
 
     @property
@@ -77,10 +77,10 @@ class Handles:
 
 
 def make(ranks: int, hosts: tuple[int, ...] = (), host: int = 0) -> Handles:
-    """Fresh shared memory for a gang of `ranks`; whoever holds a descriptor keeps it alive.
+    """Create shared memory for a gang of `ranks` ranks; any open descriptor keeps it alive.
 
-    `hosts` says on which each of the ranks lives, if not all are of this one, whose number is
-    `host`.
+    `hosts` has the host number of each rank, if not all live on this host.
+    `host` is the number of this host.
     """
     board = os.memfd_create("gang-board")
     os.ftruncate(board, _Layout(ranks).words * 8)
@@ -113,7 +113,7 @@ def close(handles: Handles) -> None:
 
 
 class _Layout:
-    """Where things lie on the board, in words."""
+    """The offsets of the parts of the table, in words."""
 
     def __init__(self, ranks: int) -> None:
         self.rank = HEAD_WORDS
@@ -125,7 +125,7 @@ class _Layout:
 
 
 class _Lock:
-    """That of the board, between threads and between processes."""
+    """The lock of the table, between threads and between processes."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._threads = fd, threading.Lock()
@@ -144,7 +144,7 @@ class _Lock:
 
 
 class Ground:
-    """One process's view of the shared memory."""
+    """A process's view of the shared memory arena."""
 
     def __init__(self, handles: Handles) -> None:
         self.ranks, self.handles = handles.ranks, handles
@@ -158,7 +158,7 @@ class Ground:
         self.land = torch.frombuffer(self._land, dtype=torch.uint8)
         self.address = self.land.data_ptr()
 
-    # --- places on the board, as indices into `words` ---
+    # --- places in the table, as indices into `words` ---
 
     def rank(self, rank: int) -> int:
         return self._layout.rank + rank * RANK_WORDS
@@ -177,12 +177,14 @@ class Ground:
 
     @property
     def is_bridged(self) -> bool:
-        """Whether ranks of this gang live on other hosts."""
+        """True if ranks of this gang live on other hosts."""
         return bool(self.hosts)
 
     @property
     def bridge(self) -> int:
-        """Its bell and its lifeline, where those of a rank have the rank's number."""
+        """The index of the bridge's eventfd and lifeline; those of a rank have the rank's
+        number.
+        """
         return self.ranks
 
     def is_here(self, rank: int) -> bool:
@@ -192,9 +194,10 @@ class Ground:
         return [rank for rank in range(self.ranks) if self.is_here(rank)]
 
     def tell_bridge(self, message: tuple[Any, ...]) -> None:
-        """In the order in which one rank tells.  Not under the lock: the bridge may wait for it.
+        """Send a message to the bridge; the messages of one rank keep their order.
 
-        Raises OSError if there is no bridge any more, ValueError if the message is too long.
+        Do not call it under the lock: the bridge may wait for the lock. Raises OSError if the
+        bridge is gone, ValueError if the message is too long.
         """
         data = marshal.dumps(message)
         if len(data) > TOLD_LIMIT_BYTES:
@@ -215,17 +218,19 @@ class Ground:
                 return
 
     def bridge_comes(self) -> None:
-        """Said by the bridge itself, which then stays until its ranks need it no more."""
+        """Register the calling process as the bridge, which stays until its ranks no longer need
+        it.
+        """
         self.hold_lifeline(self.bridge)
         self.words[_BRIDGE] = os.getpid()
 
     @property
     def bridge_process(self) -> int:
-        """Its process id; 0 before it has come."""
+        """The bridge's process id; 0 before it has registered."""
         return self.words[_BRIDGE]
 
     def has_no_bridge(self) -> bool:
-        """Whether the one that came is gone."""
+        """True if the bridge had registered and is gone."""
         return self.bridge_process > 0 and self.is_dead(self.bridge)
 
     def clear(self, place: int, words: int) -> None:
@@ -245,17 +250,19 @@ class Ground:
         data = self._board[place * 8 : place * 8 + words * 8]
         return data.rstrip(b"\0").decode(errors="replace")
 
-    # --- the lock, and who is alive ---
+    # --- the lock, and which processes are alive ---
 
     def locked(self) -> _Lock:
-        """Alone on the board.  Not to be entered twice by the same thread."""
+        """Return the lock of the table. The same thread must not enter it twice."""
         return self._lock
 
     def hold_lifeline(self, rank: int) -> None:
         fcntl.lockf(self.handles.lock, fcntl.LOCK_EX, 1, 1 + rank)
 
     def is_dead(self, rank: int) -> bool:
-        """Whether the process that held this rank's lifeline is gone.  Not for one's own rank."""
+        """True if the process that held this rank's lifeline is gone. Do not ask for one's own
+        rank.
+        """
         try:
             fcntl.lockf(self.handles.lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
         except BlockingIOError:
@@ -263,7 +270,7 @@ class Ground:
         fcntl.lockf(self.handles.lock, fcntl.LOCK_UN, 1, 1 + rank)
         return True
 
-    # --- bells ---
+    # --- eventfds ---
 
     def ring(self, rank: int) -> None:
         os.eventfd_write(self.handles.bells[rank], 1)
@@ -273,7 +280,7 @@ class Ground:
             self.ring(bell)
 
     def sleep(self, rank: int, timeout_s: float) -> None:
-        """Until the bell of `rank` rings, or so long."""
+        """Sleep until the eventfd of `rank` is signalled, at most `timeout_s`."""
         poll = self._polls.get(rank)
         if poll is None:
             poll = self._polls[rank] = select.poll()
@@ -281,10 +288,10 @@ class Ground:
         if poll.poll(timeout_s * 1000):
             os.eventfd_read(self.handles.bells[rank])
 
-    # --- land ---
+    # --- heap ---
 
     def take_land(self, size_bytes: int) -> int:
-        """The offset of fresh, empty land.  Under the lock."""
+        """Take fresh, empty heap memory and return its offset; call under the lock."""
         start = max(self.words[_LAND_TAKEN], mmap.PAGESIZE)
         pages = -(-size_bytes // mmap.PAGESIZE)
         self.words[_LAND_TAKEN] = start + pages * mmap.PAGESIZE
@@ -293,26 +300,28 @@ class Ground:
         return start
 
     def land_words(self) -> memoryview:
-        """The land as words of 64 bits."""
+        """Return the heap as words of 64 bits."""
         return memoryview(self._land).cast("q")
 
     def at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Bytes of the land as a tensor, shared with all ranks."""
+        """Return bytes of the heap as a tensor that is shared with all ranks."""
         return self.land[offset : offset + size_bytes]
 
     def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """The same, as a storage of its own: `uses` tells who else looks at it."""
+        """Return the same as `at`, with a storage of its own, so that `uses` counts its
+        references.
+        """
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """As `apart`, of this type and shape, not empty."""
-        if (known := _in_numpy(dtype)) is not None:  # takes half as long
+        """Return a non-empty tensor like `apart` does, of this type and shape."""
+        if (known := _in_numpy(dtype)) is not None:  # takes half as long as torch.frombuffer
             return torch.from_numpy(numpy.ndarray(shape, known, self._land, offset))
         count = math.prod(shape)
         return torch.frombuffer(self._land, dtype=dtype, offset=offset, count=count).view(shape)
 
     def is_land(self, address: int) -> bool:
-        """Whether memory of this process is that of the land."""
+        """True if this address of the process lies in the heap."""
         return 0 <= address - self.address < LAND_BYTES
 
     def read(self, offset: int, size_bytes: int) -> bytes:
@@ -322,17 +331,21 @@ class Ground:
         self._land[offset : offset + len(data)] = data
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
-        """Bytes of the land where they lie, to send from and to receive into."""
+        """Return bytes of the heap without a copy, to send from and to receive into."""
         return memoryview(self._land)[offset : offset + size_bytes]
 
     def private(self, offset: int, size_bytes: int) -> mmap.mmap:
-        """A mapping that shows the land and keeps what is written to it to itself."""
+        """Return a private mapping of heap memory: it shows the heap and keeps its own writes
+        (copy-on-write).
+        """
         pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         rights = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self.handles.land, pages, mmap.MAP_PRIVATE, rights, offset=offset)
 
     def give_back(self, offset: int, size_bytes: int) -> None:
-        """The memory behind a region that nobody uses any more; its address is not used again."""
+        """Free the memory behind a region that no rank uses any more; its offsets are not used
+        again.
+        """
         pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if _libc.fallocate(self.handles.land, _PUNCH_HOLE_KEEP_SIZE, offset, pages):
             raise OSError(ctypes.get_errno(), "the memory of a region could not be given back")
@@ -340,7 +353,7 @@ class Ground:
 
 @functools.cache
 def _in_numpy(dtype: torch.dtype) -> numpy.dtype[Any] | None:
-    """None for those of torch alone."""
+    """Return the numpy dtype; None for dtypes that only torch has."""
     try:
         return numpy.dtype(str(dtype).removeprefix("torch."))
     except TypeError:
@@ -348,7 +361,9 @@ def _in_numpy(dtype: torch.dtype) -> numpy.dtype[Any] | None:
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """How many hold the tensor's storage; the object that Python asks by is one of them."""
+    """Return how many references the tensor's storage has; the Python object asked is one of
+    them.
+    """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -358,7 +373,7 @@ def aligned(size_bytes: int) -> int:
 
 @functools.lru_cache
 def rounded(size_bytes: int) -> int:
-    """Few sizes, each at most an eighth too large, so that land that was given back fits again."""
+    """Round up to one of few sizes, at most an eighth larger, so that freed memory fits again."""
     size = max(size_bytes, 512)
     step = 1 << max(size.bit_length() - 4, 6)
     return -(-size // step) * step

@@ -1,8 +1,8 @@
-"""Keys and values of a gang, in its shared memory: the content of its `torch.distributed` store.
+"""Keys and values of a gang in its shared memory: the content of its `torch.distributed` store.
 
-A change is data, (what, key, ...), so that it can be made on several hosts in the same order
-(`workers.bridge`): there each change comes from the bridge, which leaves the answer to the rank
-that asked beside the content.  Whoever reads needs no lock.
+A change is data, (what, key, ...), so that several hosts can apply the changes in the same order
+(`workers.bridge`). In such a gang every change comes from the bridge, which stores the answer for
+the asking rank beside the content. Reading needs no lock.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from workers.turns import Turns, Wait
 #: ("compare_set", key, expected, desired); values are bytes.
 Change = tuple[Any, ...]
 
-# Words of the board's head: where the content lies.
+# Words of the shared table's head that say where the content lies.
 _PLACE, _BASE, _ROOM, _VERSION = 16, 17, 18, 19
 
 
 class Keys:
-    """One process's view of them."""
+    """A process's view of the keys and values."""
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
     def read(self) -> dict[str, bytes]:
-        """The content at some moment."""
+        """Return a consistent copy of the content."""
         content: dict[str, bytes] = self._read()[0]
         return content
 
     def answers(self) -> dict[int, tuple[int, Any]]:
-        """Of each rank that asked by way of the bridge, the number of its last change, and what
-        came of it."""
+        """Return for each rank the number and result of its last change through the bridge."""
         answers: dict[int, tuple[int, Any]] = self._read()[1]
         return answers
 
     def change(self, change: Change, asked: tuple[int, int] | None = None) -> Any:
-        """What came of it.  `asked`: the rank that it is done for and the number of its change."""
+        """Apply a change and return its result. `asked`: (rank, number of its change) if a rank
+        asked.
+        """
         with self.turns.board():
             content, answers = self._read()
             answer = _changed(content, *change)
@@ -50,7 +51,9 @@ class Keys:
         return answer
 
     def _read(self) -> tuple[dict[str, bytes], dict[int, tuple[int, Any]]]:
-        """A change writes beside what is being read."""
+        """Read without a lock: a change writes to the other half, and a change in between means a
+        retry.
+        """
         words, ground = self.turns.words, self.turns.ground
         while True:
             version, place = words[_VERSION], words[_PLACE]
@@ -63,7 +66,7 @@ class Keys:
                 return content, answers
 
     def _write(self, data: bytes) -> None:
-        """Into the half that is not being read."""
+        """Write to the half that does not hold the current content."""
         words, ground, size = self.turns.words, self.turns.ground, len(data) + 8
         if size > words[_ROOM]:
             words[_ROOM] = max(4096, aligned(2 * size))
@@ -76,7 +79,7 @@ class Keys:
 
 
 def _changed(content: dict[str, bytes], what: str, key: str, *with_: Any) -> Any:
-    """Make one change in place; what its caller is answered."""
+    """Make one change in place and return the answer for its caller."""
     match what:
         case "set":
             content[key] = with_[0]

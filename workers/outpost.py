@@ -1,24 +1,25 @@
-"""Ranks of a gang on hosts other than its home: outposts, and the conductor that speaks with them.
+"""Gangs over several hosts: the remote ranks of a gang, and the conductor that speaks with them.
 
-    home: conductor, its ranks, bridge  <- line, link ->  outpost, its ranks, bridge: another host
+    coordinator: conductor, its ranks, bridge  <- line, link ->  outpost, its ranks, bridge: remote
 
-An outpost is what conducts the ranks of its host, as far as that can be done there: it forks them
-and passes on what they say and print, and what is said to them.  Everything else the conductor at
-home does for all ranks of the gang, so to its supervisor the gang is a resident as ever, with one
-image.  Two connections join each outpost with home: the *line*, of which this module speaks, and
-the *link* of the two bridges.
+The coordinator host (`home` in code) runs the gang's conductor. On every other host an outpost
+stands in for the conductor as far as possible: it forks the remote ranks there, and forwards their
+reports, their output and the orders for them. The conductor does everything else for all ranks of
+the gang. So to its supervisor the gang is an ordinary resident with one image. Two connections join
+each outpost with the coordinator: the *line*, which this module uses, and the *link* of the two
+bridges.
 
-*Image.*  Home's slab holds the parts of all ranks.  What a rank of an outpost stages is sent home
-before it is said that it lies there; when the gang goes on from an image, home first sends each
-outpost the parts of its ranks.  Storages that are equal, as those of replicas are, cross once.  So
-an image made on any hosts goes on on any others.
+*Image.* The coordinator's slab holds the parts of all ranks. What a remote rank stages is sent to
+the coordinator before its report that it is staged. When the gang goes on from an image, the
+coordinator first sends each outpost the parts of its ranks. Equal storages, such as those of
+replicas, cross once. So an image made on any hosts goes on on any others.
 
-*A change of hosts* is that: the outposts to be are connected while the ranks still run; then all
-ranks stage at a cut, end, and are forked anew, here and there, from the image in the slab.  Nothing
-of it goes to the store, and the seat at home is held all the time.
+*A change of hosts* works the same way. The new outposts are connected while the ranks still run.
+Then all ranks stage at a cut, end, and are forked anew, on all hosts, from the image in the slab.
+Nothing of it goes to the store, and the gang holds its slot on the coordinator all the time.
 
-*Ends.*  An outpost whose line ends, ends its ranks; a gang that loses an outpost fails, by no fault
-of its own.
+*Ends.* If its line ends, an outpost ends its ranks. A gang that loses an outpost fails, with the
+host as the cause.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
 
 Live = Callable[["Work"], int]
 
-PRINTED_BYTES = 1 << 16  # read at once
-PRINTED_PIECES = 256  # kept for the log while it is not read
-PRINTED_WITHIN_S = 5.0  # at the end
+PRINTED_BYTES = 1 << 16  # most bytes of output to read at once
+PRINTED_PIECES = 256  # most pieces of output to keep while the log is not read
+PRINTED_WITHIN_S = 5.0  # seconds to wait for the log at the end, for each piece
 
 
 def conduct(work: Work, live: Live) -> int:
-    """Fork the ranks, each of which is to `live`, and conduct them; the exit status.
+    """Fork the ranks, each of which runs `live`, and conduct them; returns the exit status.
 
-    The spec says how many of the gang's seats lie on each host, home's first, and which `host` this
-    is.  The last of home's file descriptors are, for each other host, its line and its link; an
-    outpost is given those to home when it is connected.
+    The spec gives the number of the gang's slots on each host, the coordinator's first, and which
+    `host` this is. The coordinator's last file descriptors are the line and the link of each other
+    host. An outpost gets its line and link when it is connected.
     """
     if work.spec["host"] != HOME:
         return Outpost(work, live).run()
@@ -73,7 +74,9 @@ def conduct(work: Work, live: Live) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """How many lie on each host, home's first; and what joins the others with home."""
+    """The number of slots on each host, the coordinator's first, and the connections to the
+    others.
+    """
 
     numbers: tuple[int, ...]
     lines: dict[int, socket.socket] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class Seats:
 
     @staticmethod
     def taken(numbers: list[int], fds: list[int]) -> Seats:
-        """The connections are the last of `fds`, and taken out of them."""
+        """Take the connections from the end of `fds`."""
         seats = Seats(tuple(numbers))
         for host in reversed(range(1, len(numbers))):
             seats.links[host] = socket.socket(fileno=fds.pop())
@@ -94,7 +97,7 @@ class Seats:
 
 
 def _ground(ranks: int, seats: tuple[int, ...], host: int) -> Ground:
-    """Fresh, for the ranks that sit there."""
+    """Create an arena on this host, with the ranks assigned to slots."""
     hosts = turns.hosts_of(ranks, seats) if len(seats) > 1 else ()
     board = Ground(ground.make(ranks, hosts, host))
     turns.seat_all(board, sum(seats))
@@ -104,7 +107,7 @@ def _ground(ranks: int, seats: tuple[int, ...], host: int) -> Ground:
 def _fork_all(
     work: Work, live: Live, board: Ground, not_theirs: list[socket.socket]
 ) -> dict[int, RankProcess]:
-    """The ranks of this host."""
+    """Fork the ranks of this host; `not_theirs` are sockets that no rank may hold."""
     ranks, held = work.spec["world_size"], tuple(sock.fileno() for sock in not_theirs)
     regions = {rank: Region.of(rank, ranks, work.slab.limit_bytes) for rank in board.here()}
     return {
@@ -116,7 +119,7 @@ def _fork_all(
 def _fork_bridge(
     work: Work, board: Ground, lines: list[socket.socket], links: dict[int, socket.socket]
 ) -> int:
-    """Its process id.  The links are its own from now on."""
+    """Fork the bridge and return its process id. The links belong to the bridge from now on."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -128,7 +131,7 @@ def _fork_bridge(
             joins = carrying if work.is_graph else bridge
             status = joins.main(board, links)
         except BaseException:
-            traceback.print_exc()  # into the job's log
+            traceback.print_exc()  # goes to the job's log
         finally:
             os._exit(status)
     for sock in links.values():
@@ -137,7 +140,7 @@ def _fork_bridge(
 
 
 def _end(ranks: Iterable[RankProcess], bridge_pid: int) -> None:
-    """At once, and until they are gone."""
+    """Kill the ranks and the bridge, and wait until they are gone."""
     for rank in ranks:
         if not rank.is_gone:
             with suppress(ProcessLookupError):
@@ -155,18 +158,20 @@ def _end(ranks: Iterable[RankProcess], bridge_pid: int) -> None:
 
 
 class Parts:
-    """One end of a line, for images: each part lies at the same place of both slabs."""
+    """An end of a line, for images: each part has the same offset in the slabs of both ends."""
 
     def __init__(self, slab: Slab, line: Link) -> None:
         self.slab, self.line = slab, line
-        self._crossed: dict[tuple[bytes, int], int] = {}  # (digest, size) -> where it lies
+        self._crossed: dict[tuple[bytes, int], int] = {}  # (digest, size) -> its offset in the slab
 
     def begin(self) -> None:
-        """What crossed before belongs to another image."""
+        """Start a new image; bytes that crossed before belong to another one."""
         self._crossed.clear()
 
     def send(self, start: int, layout: Layout) -> None:
-        """What lies there must not change until it has crossed; `start` is added to all offsets."""
+        """Send a layout's bytes, which must not change until they are sent; `start` is added to all
+        offsets.
+        """
         for extent in (layout.graph, *layout.storages):
             view, offset = self.slab.view(start + extent.offset, extent.size), start + extent.offset
             equal = self._crossed.setdefault((xxhash.xxh3_128_digest(view), extent.size), offset)
@@ -176,7 +181,7 @@ class Parts:
                 self.line.say(("copy", offset, extent.size, equal))
 
     def send_index(self, start: int, size: int) -> None:
-        """It lies behind what the slab, or a rank's region of it, may hold."""
+        """Send the index, which lies behind the image's part of the slab, or of a rank's region."""
         self.line.say(("index", start), memoryview(os.pread(self.slab.fd, size, start)))
 
     def place(self, said: Said, size: int) -> Place:
@@ -185,7 +190,10 @@ class Parts:
         return Place(memoryview(bytearray(size)))
 
     def take(self, said: Said, body: Place | None) -> bool:
-        """Whether this was of an image.  Raises OSError for what cannot lie in the slab."""
+        """Store a message's part of an image; False if the message is none.
+
+        Raises OSError for offsets that are outside the slab.
+        """
         match said:
             case ("part", _):
                 return True
@@ -205,11 +213,11 @@ class Parts:
         return self.slab.view(offset, size)
 
 
-# --- at home --------------------------------------------------------------------------------------
+# --- on the coordinator host ---------------------------------------------------------------------
 
 
 class _Away:
-    """What stands where the conductor has a rank's wire, for a rank of an outpost."""
+    """Takes the place of a remote rank's wire in the conductor; sends orders over the line."""
 
     def __init__(self, line: Link, rank: int) -> None:
         self.line, self.rank = line, rank
@@ -219,10 +227,10 @@ class _Away:
 
 
 class Home(Conductor):
-    """A conductor, some of whose ranks may be at outposts.
+    """A conductor of a gang that may have remote ranks.
 
-    `wanted` are the seats that the gang is to change to, which it `changes` to from the cut on
-    until its ranks sit there; what is ordered meanwhile comes `later`.
+    `wanted` are the slots to which the gang is to change. `changes` is True from the cut until the
+    ranks run on those slots. Orders that arrive meanwhile wait in `later`.
     """
 
     def __init__(self, work: Work, live: Live) -> None:
@@ -233,15 +241,20 @@ class Home(Conductor):
         self.bridge_pid = 0
         self.wanted: Seats | None = None
         self.changes = False
-        self.is_silent = False  # its supervisor knows of the change
-        self.is_left = False  # a host stops: it ends when the image of the cut is kept
-        self.has_begun = False  # it has been on its seats
-        self.stand_at = -1  # the step after which all stand meanwhile
+        # True if the supervisor ordered the change, so that no report of it is due
+        self.is_silent = False
+        # True if a host stops: the gang ends when the image of the cut is kept
+        self.is_left = False
+        self.has_begun = False  # True once the gang has run on its slots
+        # the step after which all ranks stand during a pause or change, -1 before
+        self.stand_at = -1
         self.later: list[JSON] = []
         self.printed = Printed()
 
     def begin(self, seats: Seats) -> None:
-        """Fork the ranks of this host; an outpost forks its own when it has their parts."""
+        """Fork the ranks of this host; an outpost forks its own once it has received their
+        parts.
+        """
         self.seats = seats.numbers
         ranks, work = self.work.spec["world_size"], self.work
         board = _ground(ranks, seats.numbers, HOME)
@@ -316,7 +329,7 @@ class Home(Conductor):
             seats.close()
 
     def _go_to(self, seats: Seats) -> None:
-        """From its pause, or from before it began, on other hosts."""
+        """Move to other hosts, from a pause or before the gang has begun."""
         self.wanted, self.changes, self.is_silent = seats, True, True
         if self.has_begun and self.stand_at != self.saved_step:
             self.tell({"is": "save"}, self.ranks)
@@ -353,7 +366,7 @@ class Home(Conductor):
                 super().together(word, said)
             case "saving" if self.changes and not self.is_left:
                 self.write_index(said)
-                self.is_saving = False  # nobody is to keep it
+                self.is_saving = False  # the supervisor does not keep this image
             case _:
                 super().together(word, said)
 
@@ -365,7 +378,9 @@ class Home(Conductor):
         super().keep_time()
 
     def _begin_again(self, seats: Seats) -> None:
-        """All stand still, and the image of the cut lies in the slab."""
+        """End all ranks and fork them on the new hosts; all are still, and the image is in the
+        slab.
+        """
         for fd in (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd)):
             self.poll.unregister(fd)
         for line in self.lines.values():
@@ -394,7 +409,7 @@ class Home(Conductor):
 
     def take(self, rank: RankProcess, message: JSON) -> None:
         if message["is"] == "unsaved" and self.changes:
-            self._want_no_more()  # it tells why on its seat
+            self._want_no_more()  # the rank reports the reason once it runs again
             self.changes, self.is_seated = False, True
             self.tell({"is": "go"}, self.ranks)
         super().take(rank, message)
@@ -443,7 +458,10 @@ class Home(Conductor):
                 rank.last = {**_fault(told), "step": self.step()}
 
     def last_word(self) -> JSON | None:
-        """With a host that is lost the bridges fail too, and ranks may be told of that first."""
+        """Return how the gang ended; if a host is lost, that is the cause.
+
+        Without the host the bridges fail too, and ranks may hear of their failure first.
+        """
         if self.is_left and self.saved_step == self.stand_at and not self.is_saving:
             told = "a host of it stops; all that was done is kept"
             return {**_fault(told), "step": self.stand_at}
@@ -466,7 +484,7 @@ class Home(Conductor):
 
 
 def _fault(told: str) -> JSON:
-    """The last word of a gang that lost a host."""
+    """Return the final report of a gang that lost a host."""
     return {"is": "failed", "cause": "host", "message": told, "detail": ""}
 
 
@@ -475,14 +493,16 @@ def _events(line: Link) -> int:
 
 
 class Printed:
-    """What ranks of outposts print, on its way into the job's log, for which nobody waits."""
+    """Buffer for the output of remote ranks on its way to the job's log; writing never blocks the
+    gang.
+    """
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[int, bytes]] = deque()
         self._dropped = 0
 
     def add(self, fd: int, data: bytes) -> None:
-        """Who prints faster than it is read loses some of it."""
+        """Add output; some is dropped if it comes faster than the log is read."""
         if len(self._pieces) >= PRINTED_PIECES:
             self._dropped += len(data)
             return
@@ -490,11 +510,11 @@ class Printed:
             told = f"… {self._dropped} bytes dropped: printed faster than they are kept\n"
             self._pieces.append((2, told.encode()))
             self._dropped = 0
-        size = select.PIPE_BUF  # so much goes into a pipe at once, or nothing
+        size = select.PIPE_BUF  # a pipe takes this many bytes completely or not at all
         self._pieces.extend((fd, data[at : at + size]) for at in range(0, len(data), size))
 
     def write(self, timeout_s: float = 0.0) -> None:
-        """What the log takes now; for each piece it is waited so long."""
+        """Write as much as the log takes, waiting up to `timeout_s` for each piece."""
         while self._pieces:
             fd, piece = self._pieces[0]
             if not select.select([], [fd], [], timeout_s)[1]:
@@ -503,11 +523,11 @@ class Printed:
             self._pieces.popleft()
 
 
-# --- at an outpost --------------------------------------------------------------------------------
+# --- on an outpost --------------------------------------------------------------------------------
 
 
 class Outpost:
-    """The ranks of this host: forked when home says so, and passed on to what they say."""
+    """Runs the remote ranks of this host: forks them on request, and forwards their reports."""
 
     line: Link
     links: dict[int, socket.socket]
@@ -517,13 +537,16 @@ class Outpost:
         self.board = _ground(work.spec["world_size"], tuple(work.spec["seats"]), work.spec["host"])
         self.ranks: dict[int, RankProcess] = {}
         self.bridge_pid = 0
-        self.brief: Said = ()  # how to begin,
-        self.is_seated = False  # which it does when its seat is free
-        self.round = 0  # of images, as `Conductor.round`
-        self.printed: dict[int, int] = {}  # where what ranks print comes out -> as what
+        self.brief: Said = ()  # arguments of the "begin" message, until they are used
+        self.is_seated = False  # True once this host's slot is free for the gang
+        self.round = 0  # as `Conductor.round`
+        # read end of a pipe with the ranks' output -> the rank's file descriptor (1 or 2)
+        self.printed: dict[int, int] = {}
 
     def run(self) -> int:
-        """Until home is done with us, or lost; the exit status."""
+        """Serve until the coordinator is done with this outpost, or lost; returns the exit
+        status.
+        """
         self.work.say("prepared", preset={}, capabilities=[])
         try:
             if self._is_linked():
@@ -535,24 +558,28 @@ class Outpost:
         return 0
 
     def _is_linked(self) -> bool:
-        """When our supervisor has connected us with home; False if it never will."""
+        """Wait for the connections to the coordinator; False if the supervisor will never make
+        them.
+        """
         wire = self.work.wire
         while not wire.closed and not wire.fds:
             wire.wait()
             self._take_orders()
         if not wire.fds:
             return False
-        sockets = Seats.taken([0, 0], wire.fds)  # there is one other: home
+        sockets = Seats.taken([0, 0], wire.fds)  # there is one other host: the coordinator
         self.line, self.links = Link(HOME, sockets.lines[1]), {HOME: sockets.links[1]}
         self.parts = Parts(self.work.slab, self.line)
         return True
 
     def _take_orders(self) -> None:
-        """All else home is told, and says."""
+        """Handle the supervisor's orders; all other orders and reports go through the
+        coordinator.
+        """
         for order in self.work.wire.receive():
             self.is_seated |= order["is"] == "go"
             if order["is"] == "pause" and self.ranks:
-                self.line.say(("leaves",))  # our worker stops
+                self.line.say(("leaves",))  # this host's worker stops
 
     def _serve(self) -> None:
         while not self.line.is_over and not self.work.wire.closed:
@@ -577,24 +604,24 @@ class Outpost:
                 poll.register(rank.pidfd, select.POLLIN)
             if not rank.wire.closed:
                 poll.register(rank.wire.fileno(), select.POLLIN)
-        if not self.line.is_waiting:  # else whoever prints waits, too
+        if not self.line.is_waiting:  # else ranks that print wait, too
             for fd in self.printed:
                 poll.register(fd, select.POLLIN)
         poll.poll()
 
-    # --- what home says ---
+    # --- messages of the coordinator ---
 
     def _take(self, said: Said) -> None:
         match said:
             case ("begin", *brief):
                 self.brief = tuple(brief)
-            case ("off", step):  # whoever comes next has the seat, while our part is being kept
+            case ("off", step):  # the next task may use the slot while our part is being kept
                 self.work.say("paused", has_state=True, step=step)
             case ("tell", rank, message) if rank in self.ranks:
                 if message["is"] in ("kept", "call_off"):
                     self.round = message.get("round", self.round)
                     self.parts.begin()
-                with suppress(OSError):  # it is ending: its exit is heard
+                with suppress(OSError):  # the rank is ending; its exit is noticed elsewhere
                     self.ranks[rank].wire.send(message)
 
     def _begin(self) -> None:
@@ -615,7 +642,7 @@ class Outpost:
         self.bridge_pid = _fork_bridge(self.work, self.board, [self.line.sock], self.links)
 
     def _redirect(self) -> None:
-        """What is printed from here on is read by us, and goes home."""
+        """Redirect standard output and error into pipes that are forwarded to the coordinator."""
         for fd in (1, 2):
             reads, writes = os.pipe()
             os.set_blocking(reads, False)
@@ -624,13 +651,15 @@ class Outpost:
             self.printed[reads] = fd
 
     def _pass_on_printed(self) -> None:
-        """What is there now; before anything is passed on that a rank said after it."""
+        """Forward the output so far; call it before a rank's report, so that they keep their
+        order.
+        """
         for reads, fd in self.printed.items():
             with suppress(BlockingIOError):
                 while data := os.read(reads, PRINTED_BYTES):
                     self.line.say(("printed", fd, data))
 
-    # --- what ranks say ---
+    # --- reports of ranks ---
 
     def _hear(self, rank: RankProcess) -> None:
         for message in rank.wire.receive():
@@ -646,12 +675,14 @@ class Outpost:
     def _pass_on(self, rank: RankProcess, message: JSON) -> None:
         self._pass_on_printed()
         is_image = message["is"] == "saving" and message["what"] == "image"
-        if is_image and message["round"] == self.round:  # else it has been called off
+        if is_image and message["round"] == self.round:  # else the image has been called off
             self._send_image(rank, message["index_bytes"])
         self.line.say(("said", rank.number, message))
 
     def _send_image(self, rank: RankProcess, index_bytes: int) -> None:
-        """It lies still until home says that it is kept."""
+        """Send a rank's staged image; it does not change until the coordinator says that it is
+        kept.
+        """
         region = rank.region
         layout = from_json(
             rank.part.read_index(index_bytes)["layout"], limit_bytes=region.limit_bytes

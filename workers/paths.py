@@ -1,5 +1,7 @@
-"""Where in a job something lies: of what cannot be captured, said like code (`job.data._it`); of
-tensors, said like a person would look for them (`model.fc1.weight`, `opt.state.0.exp_avg`).
+"""Names for places in a job.
+
+The path of something that cannot be captured is written like code (`job.data._it`). A tensor has a
+name that people would look for (`model.fc1.weight`, `opt.state.0.exp_avg`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import torch
 
 OBJECTS_LIMIT = 200_000
 _NOT_ENTERED = (types.ModuleType, type, str, bytes, int, float, complex, bool, type(None))
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # of torch.nn.Module
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # attributes of torch.nn.Module
 
 
 class Uncapturable(Exception):
-    """`path` is where the thing is, like "job.data._it"; `what` is its type."""
+    """Something cannot be captured: `path` is its place, like "job.data._it"; `what` is its
+    type.
+    """
 
     def __init__(self, path: str, what: str, advice: str) -> None:
         self.path, self.what, self.advice = path, what, advice
@@ -27,21 +31,23 @@ class Uncapturable(Exception):
 
 
 class Refused(Exception):
-    """Raised while pickling, where the path is not known yet."""
+    """Something cannot be captured; raised while pickling, where its path is not known yet."""
 
     def __init__(self, obj: object, what: str, advice: str) -> None:
         self.obj, self.what, self.advice = obj, what, advice
         super().__init__(what)
 
 
-# --- of what cannot be captured -------------------------------------------------------------------
+# --- paths of what cannot be captured ------------------------------------------------------------
 
 
 def find(start: object, target: object, *, root: str) -> str:
-    """The shortest path from `start` to `target`; `root` with dots where there is none."""
+    """Return the shortest path from `start` to `target`, or `root` with an ellipsis if none is
+    found.
+    """
     seen = {id(start)}
     ahead: deque[tuple[str, object]] = deque([(root, start)])
-    alive = [start]  # an id is only good while its object lives
+    alive = [start]  # an id is only valid while its object lives
     while ahead and len(seen) < OBJECTS_LIMIT:
         path, obj = ahead.popleft()
         if obj is target:
@@ -55,7 +61,7 @@ def find(start: object, target: object, *, root: str) -> str:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, object]]:
-    """What an object holds, each with how to write it after the object's own path."""
+    """Yield the parts of an object, each with the text to append to the object's own path."""
     if isinstance(obj, dict):
         yield from _items(obj)
     elif isinstance(obj, list | tuple | set | frozenset | deque):
@@ -67,7 +73,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(getattr(obj, "__dict__", None), dict):
         yield from _attributes(obj)
     if not isinstance(obj, dict | list | tuple | types.FunctionType):
-        # Iterators, slots and other C objects: what the collector can see.
+        # Iterators, slots and other C objects: whatever the garbage collector can see.
         yield from ((f".<{type(part).__name__}>", part) for part in gc.get_referents(obj))
 
 
@@ -104,19 +110,21 @@ def _of_function(obj: types.FunctionType) -> Iterator[tuple[str, object]]:
             yield f".<global {name}>", obj.__globals__[name]
 
 
-# --- of tensors -----------------------------------------------------------------------------------
+# --- names of tensors -----------------------------------------------------------------------------
 
 
 def named(job: object, *, root: str) -> Iterator[tuple[str, Any]]:
-    """Every tensor and array with its name, one that is tied under each of its names.
+    """Yield every tensor and array with its name; a tied tensor comes under each of its names.
 
-    Modules are entered as their `state_dict` names them, optimizers by the number of the parameter;
-    other objects by attribute, dicts and lists by key, but not those of torch's own classes.
+    Parts of modules are named as in `state_dict`, the state of optimizers by the parameter's
+    number, parts of other objects by attribute, of dicts and lists by key. Objects of torch's and
+    numpy's own classes are not entered.
     """
     if isinstance(job, torch.Tensor | numpy.ndarray):
         yield root, job
     ahead: list[tuple[str, Any, tuple[int, ...]]] = [("", job, ())]
-    for _ in range(OBJECTS_LIMIT):  # what is shared a lot has more names than anybody wants
+    # a limit, because objects that are shared a lot have very many names
+    for _ in range(OBJECTS_LIMIT):
         if not ahead:
             return
         name, obj, above = ahead.pop()

@@ -1,8 +1,8 @@
-"""What an image calls by name while it becomes a job again.
+"""The functions and classes that an image calls by name while a job is restored from it.
 
-An image outlives our file names, and a tenant may have a module `workers` of its own: so all that
-images call lives under one module name, `FORMAT`.  What is `known` there may grow, but what it
-takes and does never changes; where it must, the number in the name does.
+An image outlives our file names, and a tenant may have a module `workers` too. So everything that
+images call is found under one module name, `FORMAT`. The set of `known` functions may grow, but
+their arguments and effects never change. Where a change is needed, the number in `FORMAT` changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Thing = TypeVar("Thing")
 
 
 def known(thing: Thing) -> Thing:
-    """Let images call a function or a class by its name; a decorator."""
+    """Decorator that lets images call a function or a class by its name."""
     it: Any = thing
     it.__module__ = FORMAT
     setattr(_module, it.__name__, thing)
@@ -31,13 +31,13 @@ def known(thing: Thing) -> Thing:
 
 
 class Lent(Protocol):
-    """Storages that a job was given and that are in every process of it, so no image holds them."""
+    """Storages lent to a job, which every process of the job has, so that no image holds them."""
 
     def name_of(self, storage: torch.UntypedStorage) -> Name | None:
-        """None if it is none of them, or if it was ever written to."""
+        """Return the storage's name; None if it is not lent, or if it was ever written to."""
 
     def storage(self, name: Name) -> torch.UntypedStorage:
-        """Raises LookupError."""
+        """Return a lent storage by name; raises LookupError."""
 
 
 Name = tuple[str, str]  # datablock and tensor
@@ -52,11 +52,11 @@ class NothingLent:
 
 
 class Surroundings:
-    """What a job may refer to that is not its own: `named` objects, `lent` storages, and its code
+    """Things that a job may refer to but doesn't own: `named` objects, `lent` storages, its code
     folder.
 
-    An image refers to them by name, and a restored job finds those of its new process.  `scratch`
-    is the working folder: its files are the job's, and travel with it.
+    An image refers to them by name, and a restored job finds those of its new process. `scratch` is
+    the working folder: its files belong to the job, and travel with it.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Surroundings:
     ) -> None:
         self.code, self.scratch = code, scratch
         self.scratch_limit_bytes = scratch_limit_bytes
-        self.files: dict[str, Any] = {}  # `folder.Read`: what need not be read again
+        # by path, what was read before: unchanged files are not read again
+        self.files: dict[str, Any] = {}
         self.lent: Lent = NothingLent()
         self.named = {
             "stdin": sys.stdin,
@@ -80,9 +81,9 @@ class Surroundings:
 
 
 class Loading:
-    """What the functions that an image calls may look up, while it is being rebuilt.
+    """The things that functions called by an image may look up during a restore.
 
-    `storages` are the image's, by number, and behind them those that were lent, by negative ones.
+    `storages` are the image's, by number; lent storages are at the end, with negative numbers.
     """
 
     def __init__(

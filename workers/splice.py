@@ -1,14 +1,14 @@
-"""N ranks of a job on M seats: a rank's life, and a gang on one host from first to last.
+"""Run N ranks of a job on M slots: one rank's life, and a gang on one host from start to end.
 
     python -m workers.splice MODULE:CLASS --ranks 4 --seats 1 --steps 20 --resize 5:2,9:4
 
-`live` is what runs inside a rank's process: it joins the gang, builds the job, and steps it, with
-the boundary between two steps as the place where the seats may change.  `run` forks the ranks of
-a gang from a process that has imported torch, as a zygote does, waits for them, and tells what came
-of each.  Nothing here knows the scheduler: whoever hosts a gang calls `turns.wish` to resize it.
+`live` runs inside a rank's process: it joins the gang, builds the job, and steps it. The number of
+slots may change at the boundary between two steps. `run` forks the ranks of a gang from a process
+that has imported torch, as a zygote does, waits for them, and returns the outcome of each. Nothing
+here knows the scheduler: the process that hosts a gang calls `turns.wish` to resize it.
 
 A job is a class with `step(ctx)`, an ordinary one that finds its default process group ready, or a
-function `main(ctx)` that calls collectives by hand and has no steps.
+function `main(ctx)` that calls collectives itself and has no steps.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ JSON = dict[str, Any]
 
 SEED = 0
 TIMEOUT_S = 60.0
-BRIDGE_ENDS_S = 30.0  # after the ranks, at most
+BRIDGE_ENDS_S = 30.0  # seconds that a bridge may take to end after the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:
-    """What to run.
+    """The description of a gang to run.
 
-    `entry` is "module:name"; `resize` maps steps to the seats from there on, 0 to those from the
-    first chance on.  `hosts` says how many of the seats lie on each, if there are several: here
-    they are so many grounds on this machine, joined as hosts are.
+    `entry` is "module:name". `resize` maps a step to the number of slots from that step on; step 0
+    stands for the first opportunity. `hosts` gives the number of slots on each host, if there are
+    several: each simulated host is a shared memory arena on this machine, connected as real hosts
+    are.
     """
 
     entry: str
@@ -71,14 +72,15 @@ class Gang:
     swap: bool = False
     timeout_s: float = TIMEOUT_S
     slice_s: float = 1.0
-    measure_from: int = 1  # processor time counts from this step on
+    measure_from: int = 1  # step from which processor time counts
     hosts: tuple[int, ...] = ()
-    path: str = ""  # a folder that the module may be in
-    peers: str = ""  # a file: stock gloo over it instead of turns, to compare with
+    path: str = ""  # a folder to add to the module search path
+    # rendezvous file; if set, run stock gloo over it instead of turns, to compare with
+    peers: str = ""
 
 
 class Context:
-    """What a tenant's code is given: `ctx`."""
+    """The `ctx` that tenant code gets."""
 
     def __init__(self, gang: Gang, rank: int) -> None:
         self.device = torch.device("cpu")
@@ -96,7 +98,7 @@ class Context:
 
 
 class Rank:
-    """One rank in its process: seat, meetings, squashing, moves, put together once."""
+    """A rank in its process; holds its turns, exchange, squashing and offload."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Rank:
         self.timeout_s = timeout_s
 
     def begin(self) -> None:
-        """Wait for the first turn; then the default process group is there."""
+        """Install the process group, and wait for the first turn."""
         collectives.install(self.exchange)
         if self.squash is not None:
             self.squash.install()
@@ -133,7 +135,9 @@ class Rank:
         return self.turns.rank
 
     def boundary(self, step: int, seats: int | None = None) -> None:
-        """Before step `step` begins; from there on on so many `seats`, if all ranks say so."""
+        """Stop before step `step` where due; request `seats` slots from there on, if all ranks say
+        so.
+        """
         if self.stow is not None:
             self.stow.look(step)
         words = self.turns.words
@@ -164,7 +168,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A rank of the same gang under stock gloo, without seats: to compare with."""
+    """A rank of the same gang under stock gloo, without slots, to compare with."""
 
     gang: Gang
     number: int
@@ -181,7 +185,9 @@ class Stock:
         pass
 
     def end(self) -> None:
-        """Together; the process then ends as it is: gloo may hang when its peer goes first."""
+        """Wait for all ranks. The process then exits at once: gloo may hang when its peer ends
+        first.
+        """
         dist.barrier()
 
     def accounts(self) -> JSON:
@@ -192,7 +198,7 @@ class Stock:
 
 
 def live(gang: Gang, rank: Rank | Stock) -> JSON:
-    """Build the job and step it to its end; what is told of this rank."""
+    """Build the job, step it to its end, and return this rank's report."""
     ctx = Context(gang, rank.number)
     _seed()
     rank.begin()
@@ -240,7 +246,7 @@ def _seed() -> None:
 
 
 def state_hash(job: Any) -> str:
-    """SHA-256 over a job's modules and optimizers, and this process's random state."""
+    """Return the SHA-256 of a job's modules and optimizers, and of this process's random state."""
     digest = hashlib.sha256()
     for name, value in sorted(vars(job).items()):
         state = getattr(value, "state_dict", None)
@@ -272,7 +278,8 @@ def _add(digest: Any, value: Any) -> None:
 def run(gang: Gang) -> list[JSON]:
     """Fork the ranks from this process, which should have one thread, and wait for all.
 
-    Each rank's story has "error" if it failed; who was killed has "killed".  Nobody is left behind.
+    A rank's report has "error" if the rank failed, and "killed" if it was killed. No child process
+    is left behind.
     """
     grounds = [Ground(handles) for handles in _handles(gang)]
     for ground in grounds:
@@ -302,7 +309,7 @@ def run(gang: Gang) -> list[JSON]:
 
 
 def _handles(gang: Gang) -> list[Handles]:
-    """Of each host's ground."""
+    """Create the shared memory of each host and return the handles."""
     if not gang.hosts:
         return [make(gang.ranks)]
     hosts = turns.hosts_of(gang.ranks, gang.hosts)
@@ -314,12 +321,12 @@ class _Child:
     """A rank's process, as its parent knows it."""
 
     rank: int
-    read: int  # where its story comes from
+    read: int  # file descriptor from which its report is read
     ground: Ground
 
 
 def _fork(gang: Gang, handles: Handles, rank: int) -> tuple[int, int]:
-    """Its process id, and where its story comes from."""
+    """Fork a rank; returns its process id and the file descriptor of its report."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -350,7 +357,9 @@ def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
 
 
 def _die_with_parent() -> None:
-    """Also where we have been stopped, and would not see that nobody asks any more."""
+    """Have the kernel kill this process when its parent dies, even while this process is
+    stopped.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
@@ -392,7 +401,10 @@ def _until_all_ended(children: dict[int, _Child]) -> Iterator[tuple[int, str]]:
 
 
 def _bridged(grounds: list[Ground]) -> list[int]:
-    """A process for each host's bridge.  The ranks are there already, and hold no end of a link."""
+    """Fork a bridge process for each host; returns the process ids.
+
+    The ranks exist already, so they hold no end of a link.
+    """
     links: list[dict[int, socket.socket]] = [{} for _ in grounds]
     with socket.create_server(("127.0.0.1", 0)) as server:
         for host in range(1, len(grounds)):
@@ -421,7 +433,9 @@ def _bridged(grounds: list[Ground]) -> list[int]:
 
 
 def _must_end(bridges: list[int]) -> None:
-    """The ranks have; a bridge that then stays would keep a host's memory for ever."""
+    """Require that the bridges end after the ranks; one that stays would keep a host's memory for
+    ever.
+    """
     for pid in bridges:
         pidfd = os.pidfd_open(pid)
         ended, _, _ = select.select([pidfd], [], [], BRIDGE_ENDS_S)
@@ -434,13 +448,15 @@ def _must_end(bridges: list[int]) -> None:
 
 
 def serve(warm: Iterable[str]) -> None:
-    """Gangs come as lines of JSON; each answer is one line.  One process, which has imported the
-    modules `warm`, forks them all."""
+    """Run the gangs that arrive as lines of JSON; each answer is one line.
+
+    One process, which has imported the modules `warm`, forks all ranks.
+    """
     _die_with_parent()
     for module in warm:
         importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what jobs print is no answer
+    os.dup2(2, 1)  # what jobs print must not mix with the answers
     gc.freeze()
     for line in sys.stdin:
         asked = json.loads(line)
@@ -450,12 +466,14 @@ def serve(warm: Iterable[str]) -> None:
 
 
 class Host:
-    """The other end of `serve`: a warm process, started once, that gangs are asked of."""
+    """The client of `serve`: a warm process, started once, that runs gangs."""
 
     def __init__(
         self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
     ) -> None:
-        """`before` is a command to start it by, like taskset; `warm` is what to import first."""
+        """Start the process; `before` is a command to run it under, like taskset, `warm` lists
+        modules to import first.
+        """
         self.process = subprocess.Popen(
             [
                 *(*before, sys.executable, "-W", "ignore", "-m", "workers.splice", "--serve"),
@@ -469,7 +487,9 @@ class Host:
         )
 
     def run(self, entry: str, *, peers: bool = False, **gang: Any) -> list[JSON]:
-        """What came of each rank; with `peers` under stock gloo, without seats."""
+        """Run a gang and return each rank's report; with `peers`, under stock gloo and without
+        slots.
+        """
         ask, answers = self.process.stdin, self.process.stdout
         assert ask is not None
         assert answers is not None
@@ -485,12 +505,12 @@ class Host:
 
 
 def parse_resize(text: str) -> dict[int, int]:
-    """ "5:2,9:4" as {5: 2, 9: 4}."""
+    """Parse "5:2,9:4" as {5: 2, 9: 4}."""
     return {int(step): int(seats) for step, seats in (p.split(":") for p in text.split(",") if p)}
 
 
 def parse_hosts(text: str) -> tuple[int, ...]:
-    """ "2,1": two of the seats on the first host, one on the second."""
+    """Parse "2,1": two of the slots on the first host, one on the second."""
     return tuple(int(seats) for seats in text.split(","))
 
 

@@ -1,26 +1,25 @@
-"""Squashing: parameters and optimizer state that are equal on the ranks of a seat are kept once.
+"""Squashing: keep parameters and optimizer state that are equal on the ranks of a slot only once.
 
     squash = Squash(exchange)
     squash.install()             # before the tenant's code makes an optimizer
 
-The first two steps of an optimizer are watched: only one whose step does nothing but change tensors
-in place is squashed.  Then the ranks of the seat compare everything, byte by byte, and move it into
-one region of shared memory.  From then on a step is a meeting: each rank shows that its copy is
-untouched and that its gradients (by a digest of 128 bits) and hyper-parameters are those of the
-others; the last one to come updates for all.  So the step runs once per seat, however many ranks
-sit there.
+The first two steps of an optimizer are watched: it is squashed only if its step does nothing but
+change tensors in place. Then the ranks of the slot compare everything, byte by byte, and move it
+into one region of shared memory. From then on a step is a vote of these ranks (`Exchange.meet`).
+Each rank shows that its copy is untouched, and that its gradients (by a digest of 128 bits) and
+hyper-parameters are equal to those of the first rank. The last rank to arrive updates for all. So
+the step runs once per slot, however many ranks share the slot.
 
-Why a violation can do no harm: a rank sees the region through a *private* mapping.  Its reads see
-the common memory; what it writes outside a common step lands on pages of its own, as it would have
-without squashing, and the kernel's page table says which pages these are.  That is looked at before
-every step, and the common memory is written by nobody until all have agreed: so the validation
-period is one step.  If anything differs, every rank makes what it sees its own again, and updates
-by itself: the right bits, only slower.
+Why a violation does no harm: a rank sees the region through a *private* mapping. Its reads see the
+common memory. What it writes outside a common step goes to pages of its own, as it would without
+squashing, and the kernel's page table says which pages these are. Each rank checks them before
+every step, and no rank writes to the common memory until all have agreed: so the validation period
+is one step. If anything differs, every rank makes what it sees its own again and updates by itself:
+the bits are the same, only the step is slower.
 
-What always holds: the common memory is written by a step that all ranks of the seat agreed to, and
-by nothing else.
+Invariant: the common memory is written only by a step to which all ranks of the slot agreed.
 
-On a device whose memory has no private mappings (CUDA) nothing is squashed; the events say so.
+On a device without private mappings of memory (CUDA) nothing is squashed; the events say so.
 """
 
 from __future__ import annotations
@@ -48,13 +47,15 @@ from workers.exchange import Exchange, Group
 from workers.ground import Ground, aligned, uses
 from workers.turns import Spared
 
-WATCHED_STEPS = 2  # before an optimizer may be squashed
-FIRST_RETRY_STEPS = 8  # after a fall back; each further one doubles it
+WATCHED_STEPS = 2  # steps of an optimizer before it may be squashed
+# steps until the next try after a fallback; each further fallback doubles them
+FIRST_RETRY_STEPS = 8
 RETRIES = 6
-_USES_ALONE = 2  # the tensor, and the storage object that Python was given to count by
+# references to an unshared storage: the tensor, and the Python object made to count them
+_USES_ALONE = 2
 
 _PAGE = mmap.PAGESIZE
-_ENTRY_BYTES = 8  # of the kernel's page map
+_ENTRY_BYTES = 8  # of the kernel's page map, per page
 _IN_MEMORY, _IN_SWAP, _OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))
 
 _libc = ctypes.CDLL(None)
@@ -64,7 +65,7 @@ JSON = dict[str, Any]
 
 
 class Unlike(Exception):
-    """Why this rank cannot take part in a common step, in words."""
+    """The reason why this rank cannot take part in a common step, in words."""
 
 
 # --- one region of common memory ------------------------------------------------------------------
@@ -82,9 +83,9 @@ class Part:
 
 
 class Region:
-    """Common memory of one optimizer: a page of its own, the content, and a place for gradients.
+    """Common memory of one optimizer: a page of its own, the content, and room for gradients.
 
-    The first page counts who still looks at it.
+    The first page has the number of ranks that use the region.
     """
 
     def __init__(self, ground: Ground, start: int, tensors: list[torch.Tensor]) -> None:
@@ -104,7 +105,7 @@ class Region:
 
     @classmethod
     def make(cls, ground: Ground, tensors: list[torch.Tensor]) -> Region:
-        """A fresh one, into which the tensors move one by one: little lies there twice."""
+        """Make a fresh region; tensors move in one by one, so that little memory is used twice."""
         with ground.locked():
             start = ground.take_land(_PAGE + 2 * _pages(sum(map(_padded, tensors))))
         region = cls(ground, start, tensors)
@@ -116,7 +117,9 @@ class Region:
 
     @classmethod
     def join(cls, ground: Ground, start: int, tensors: list[torch.Tensor]) -> Region | Part:
-        """The one that lies there, if it holds what the tensors hold; else where it does not."""
+        """Join the region at `start` if it holds the tensors' bytes; else return the part that
+        differs.
+        """
         region = cls(ground, start, tensors)
         for part in region.parts:
             if not same_bytes(part.tensor, part.common):
@@ -131,11 +134,11 @@ class Region:
         self.uses = uses(self.private)
 
     def is_viewed(self) -> bool:
-        """Whether the job has tensors of its own that look into this memory."""
+        """True if the job has tensors of its own that view this memory."""
         return uses(self.private) > self.uses
 
     def holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these tensors, and no others, are what was bound to it."""
+        """True if exactly these tensors are bound to the region."""
         return len(tensors) == len(self.parts) and all(
             part.tensor is tensor and tensor.data_ptr() == part.private.data_ptr()
             for part, tensor in zip(self.parts, tensors, strict=True)
@@ -156,8 +159,9 @@ class Region:
         return result
 
     def leave(self) -> None:
-        """What this rank sees becomes its own."""
-        if self.is_viewed():  # then it has to stay where it is: pages that are written are ours
+        """Give this rank its own copy of what it sees, and leave the region."""
+        # then the views must stay valid: writing to a page makes it this rank's own
+        if self.is_viewed():
             self.private.view(torch.int64)[:: _PAGE // 8].add_(0)
         else:
             for part in self.parts:
@@ -165,13 +169,13 @@ class Region:
         self.abandon()
 
     def abandon(self) -> None:
-        """This rank looks at it no longer; the last one to go frees it."""
+        """Stop using the region; the last rank to leave frees it."""
         self.parts = []
         if not self._count(-1):
             self.ground.give_back(self.start, _PAGE + 2 * self.content_bytes)
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Places beside the content, laid out like the gradients of these parameters."""
+        """Return room beside the content, laid out like the gradients of these parameters."""
         area = self.ground.at(self.start + _PAGE + self.content_bytes, self.content_bytes)
         places, at = [], 0
         for parameter in parameters:
@@ -180,9 +184,9 @@ class Region:
         return places
 
     def touched(self) -> Part | None:
-        """A part that this rank has changed by itself since it was bound or updated.
+        """Return a part that this rank has changed by itself since it was bound or updated.
 
-        Pages that were written and hold what they held before are common again.
+        Pages that were written but hold their former bytes become common again.
         """
         common = self.ground.land.data_ptr() + self.start + _PAGE
         for page in own_pages(self.address, self.content_bytes):
@@ -197,15 +201,15 @@ class Region:
         return next((p for p in near if not same_bytes(p.private, p.common)), near[0])
 
     def _count(self, more: int) -> int:
-        """How many ranks look at it now."""
+        """Change the number of ranks that use the region by `more` and return it."""
         with self.ground.locked():
             return int(self.ground.at(self.start, 8).view(torch.int64).add_(more))
 
 
 def own_pages(address: int, size_bytes: int) -> list[int]:
-    """Addresses of the pages of a private mapping of a file that this process has written to.
+    """Return the addresses of the pages of a private file mapping that this process has written to.
 
-    The kernel's page table tells: such a page is in memory, or in swap, and not the file's.
+    In the kernel's page table such a page is in memory or in swap, and doesn't belong to the file.
     """
     pages = size_bytes // _PAGE
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -235,18 +239,20 @@ def _place(area: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors hold the same bytes; as numbers 0 equals -0, and NaN nothing."""
+    """True if two dense tensors hold the same bytes; as numbers 0 equals -0, and NaN equals
+    nothing.
+    """
     if one.stride() != other.stride():
         one = torch.empty_like(other).copy_(one)
     return not _libc.memcmp(one.data_ptr(), other.data_ptr(), _size(one))
 
 
 def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """A tensor's bytes, in the order in which `like` has them in memory."""
+    """Add a tensor's bytes to the digest, in the memory order of `like`."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like).copy_(tensor)
     if size := _size(tensor):
-        # Not through numpy: a storage that it has looked into cannot be resized any more.
+        # Not through numpy: a storage that numpy has viewed can no longer be resized.
         digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
 
 
@@ -255,7 +261,7 @@ def _add(digest: xxhash.xxh3_128, tensor: torch.Tensor, like: torch.Tensor) -> N
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one optimizer.  `refused` says why it will not be squashed any more."""
+    """The state of one optimizer. `refused` says why it will not be squashed any more."""
 
     ordinal: int
     steps: int = 0
@@ -263,27 +269,27 @@ class Record:
     region: Region | None = None
     parameters: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    generation: int = -1  # of the map of seats that the region was made under
+    generation: int = -1  # generation of the map of slots under which the region was made
     retry_at: int = WATCHED_STEPS
     falls: int = 0
 
 
 class Squash:
-    """One rank's side of all common steps.  `events` is what happened, for the log."""
+    """A rank's side of all common steps. `events` is what happened, for the log."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.turns = exchange, exchange.turns
         self.records: weakref.WeakKeyDictionary[Optimizer, Record] = weakref.WeakKeyDictionary()
         self.events: list[JSON] = []
-        self.updates = 0  # steps that this rank made for its seat
+        self.updates = 0  # steps that this rank made for its slot
         self.spared = 0  # steps that another rank made for this one
         self._inside = False
         self._group: tuple[int, Group] | None = None
-        self._staged: list[Spared] = []  # gradients, and the seat's equal copies of them
+        self._staged: list[Spared] = []  # gradients, and the slot's equal copies of them
         self.turns.spared.append(lambda: self._staged)
 
     def install(self) -> None:
-        """Stand between every optimizer's hooks and its step."""
+        """Wrap every optimizer's step below its hooks."""
         stock = Optimizer.profile_hook_step
 
         def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,7 +303,9 @@ class Squash:
         Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[method-assign]
 
     def common_bytes(self) -> int:
-        """Of parameters and optimizer state that this rank shares with its seat."""
+        """Return the bytes of parameters and optimizer state that this rank shares with its
+        slot.
+        """
         regions = [record.region for record in self.records.values() if record.region]
         return sum(part.size_bytes for region in regions for part in region.parts)
 
@@ -321,7 +329,7 @@ class Squash:
         finally:
             self._inside = False
 
-    # --- is this an optimizer that can be squashed? ---
+    # --- deciding whether an optimizer can be squashed ---
 
     def _watch(self, record: Record, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
         before = _besides_tensors(optimizer), _state_tensors(optimizer), self._surroundings()
@@ -355,9 +363,9 @@ class Squash:
     # --- becoming common ---
 
     def _squashed(self, record: Record, optimizer: Optimizer) -> bool:
-        """Whether its tensors lie in a region that is shared by the ranks of the present seat.
+        """True if its tensors lie in a region that the ranks of the present slot share.
 
-        The seats may change in the very meeting that makes one, as all ranks wait there.
+        The map of slots may change in the very vote that makes a region, as all ranks wait there.
         """
         while record.region is None or record.generation != self.turns.generation:
             group = self._seat_group()
@@ -379,9 +387,9 @@ class Squash:
         return self._group[1]
 
     def _make_common(self, record: Record, optimizer: Optimizer, group: Group) -> bool:
-        """Compare with the ranks of this seat and, if all is equal, share.  Runs no step."""
+        """Compare with the ranks of this slot and, if all is equal, share. Runs no step."""
         regions: list[Region] = []
-        generation = self.turns.generation  # before the meeting
+        generation = self.turns.generation  # before the vote, in which it may change
 
         def bring(first: bytes | None) -> bytes:
             try:
@@ -394,7 +402,8 @@ class Squash:
         text = f"sharing optimizer {record.ordinal} at its step {record.steps}"
         outcome = self.exchange.meet(group, text, bring, _all_agree)
         if regions and record.region is not None:
-            record.region.abandon()  # of an earlier map of seats; our tensors have moved on
+            # it belongs to an earlier map of slots; our tensors have left it
+            record.region.abandon()
             record.region = None
         if outcome != b"":
             for region in regions:
@@ -408,9 +417,9 @@ class Squash:
         return True
 
     def _region(self, optimizer: Optimizer, first: JSON | None, old: Region | None) -> Region:
-        """The seat's region with our tensors in it, made by whoever comes first.
+        """Return the slot's region with our tensors in it; the first rank makes it.
 
-        `old` is where they lie now, if that is a region of an earlier map of seats.
+        `old` is where the tensors lie now, if that is a region of an earlier map of slots.
         """
         tensors = _tensors(optimizer)
         if old is None:
@@ -439,7 +448,7 @@ class Squash:
             theirs = json.loads(first) if first else {}
             try:
                 _must_be_untouched(region, optimizer)
-                if theirs.get("no"):  # then it put down no gradients to compare with
+                if theirs.get("no"):  # then the first rank has left no gradients to compare with
                     return _said()
                 given = self._gradients(record, stage=not theirs)
                 settings = _digest(_besides_tensors(optimizer))
@@ -469,10 +478,10 @@ class Squash:
         return None
 
     def _gradients(self, record: Record, *, stage: bool) -> str:
-        """Which parameters have gradients, and a digest of these.
+        """Return which parameters have gradients, and a digest of the gradients.
 
-        Where memory is moved between turns they are put down for the others and compared instead:
-        then nobody has to take his own along.
+        If memory is moved between turns, the first rank leaves its gradients in the region and the
+        others compare with them instead. Then no rank has to move its own gradients.
         """
         given, digest = "", xxhash.xxh3_128()
         for parameter, place in zip(record.parameters, record.gradients, strict=True):
@@ -522,7 +531,7 @@ def _said(**said: Any) -> bytes:
 
 
 def _all_agree(rows: list[bytes]) -> bytes:
-    """Empty if nobody objects, else every objection."""
+    """Return the objections, joined; empty if no rank objects."""
     return "; ".join(no for row in rows if (no := json.loads(row).get("no"))).encode()
 
 
@@ -543,7 +552,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _tensors(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Parameters and state, in an order that all ranks agree on."""
+    """Return parameters and state, in an order that all ranks agree on."""
     parameters = _parameters(optimizer)
     return parameters + [tensor for _, _, tensor in _state(optimizer)]
 
@@ -560,7 +569,9 @@ def _state_tensors(optimizer: Optimizer) -> list[tuple[int, str, int, int]]:
 
 
 def _must_be_untouched(region: Region, optimizer: Optimizer) -> None:
-    """This rank holds the region's tensors, and they are as the last common step left them."""
+    """Raise Unlike unless this rank holds the region's tensors as the last common step left
+    them.
+    """
     if not region.holds(_tensors(optimizer)):
         raise Unlike("its optimizer has other tensors than before")
     if touched := region.touched():
@@ -569,7 +580,7 @@ def _must_be_untouched(region: Region, optimizer: Optimizer) -> None:
 
 
 def _must_be_common_kind(tensors: list[torch.Tensor]) -> None:
-    """Raises Unlike for what cannot move into a region."""
+    """Raises Unlike for tensors that cannot move into a region."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise Unlike(f"it updates a {type(tensor).__name__}")
@@ -585,7 +596,7 @@ def _layout(tensors: list[torch.Tensor]) -> str:
 
 
 def _besides_tensors(optimizer: Optimizer) -> Any:
-    """Everything that an optimizer holds but the tensors of parameters and state, as text."""
+    """Return all that an optimizer holds except the tensors of parameters and state, as text."""
     groups = [
         {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -618,7 +629,7 @@ def _digest(value: Any) -> str:
 
 
 def _name_of(optimizer: Optimizer, tensor: torch.Tensor) -> str:
-    """As the job's modules call it: for a message, so it may take its time."""
+    """Return the tensor's name in the job's modules; only for messages, because it is slow."""
     for number, key, state in _state(optimizer):
         if state is tensor:
             return f"{key} of {_parameter_name(_parameters(optimizer)[number], number)}"

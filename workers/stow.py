@@ -1,15 +1,15 @@
-"""A rank's device memory off the device and back, in place, between its turns.
+"""Offload a rank's device memory between its turns, and bring it back in place.
 
-`leave` copies the storages that Python can reach to host memory and resizes them to nothing;
-`enter` resizes them back and fills them.  Tensors keep their identity and everything that views
-them still does; whoever touches one that is away gets an error from torch, not garbage.
+`leave` copies the storages that Python can reach to host memory and resizes them to 0. `enter`
+resizes them back and fills them. Tensors keep their identity, and so do their views; code that
+touches an offloaded tensor gets an error from torch, not garbage.
 
-What stays: storages that cannot be resized (numpy looks into them, they are shared between
-processes, or they are squashed and belong to the seat), and what only C++ can reach, as activations
-between a forward and a backward pass.
+What stays on the device: storages that cannot be resized (numpy views them, they are shared between
+processes, or they are squashed and belong to the slot), and storages that only C++ can reach, such
+as activations between a forward and a backward pass.
 
-Which tensors there are is looked up through Python's collector, which takes some milliseconds, so
-only at steps that `look` is told of and while new ones still appear.
+Tensors are found through Python's garbage collector, which takes some milliseconds. So this happens
+only at the first steps and at every LOOK_EVERY-th step reported to `look`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 from workers.ground import aligned
 from workers.turns import Spared
 
-SMALL_BYTES = 1024  # what is smaller is not worth a move
+SMALL_BYTES = 1024  # smaller storages are not worth moving
 LOOK_EVERY = 50  # steps
 
 
 class Stow:
-    """One rank's inventory of its device, and the host memory that takes it in."""
+    """A rank's list of its device tensors, and the host memory that takes their contents."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.known: dict[int, weakref.ref[torch.Tensor]] = {}
-        # storage, its bytes, and where they are: a place in the slab, a copy, or nowhere
+        # storage, its bytes, and its content: an offset in `slab`, a copy, or None if not kept
         self.away: list[tuple[torch.UntypedStorage, int, int | torch.Tensor | None]] = []
         self.slab = torch.empty(0, dtype=torch.uint8)
         self.out_bytes = self.in_bytes = self.largest_bytes = self.last_bytes = 0
@@ -43,7 +43,7 @@ class Stow:
         """Find new tensors, at the first steps and from time to time."""
         if step > 3 and step % LOOK_EVERY:
             return
-        # torch's own classes only: asking a tenant's object for its class may run its code.
+        # Torch's own classes only: asking a tenant's object for its class may run tenant code.
         found = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
         self.note(found)
 
@@ -53,7 +53,7 @@ class Stow:
                 self.known[id(tensor)] = weakref.ref(tensor)
 
     def leave(self, spared: list[Spared]) -> None:
-        """Everything that can be moved goes to host memory, but what is spared is only dropped."""
+        """Offload all storages that can be moved; spared ones are dropped without a copy."""
         kept = {_key(tensor): copy for tensor, copy in spared if _is_whole(tensor)}
         at = 0
         for storage in self._storages():
@@ -83,7 +83,9 @@ class Stow:
         self.away = []
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """The storages that can be moved now, each once, in the order in which they were found."""
+        """Return the storages that can be moved now, each once, in the order in which they were
+        found.
+        """
         found: dict[int, torch.UntypedStorage] = {}
         for key, reference in list(self.known.items()):
             tensor = reference()
@@ -103,12 +105,12 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is all that lies in its storage."""
+    """True if the tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def _bytes_of(copy: torch.Tensor) -> torch.Tensor:
-    """The bytes that a dense tensor covers, in their order in memory."""
+    """Return the bytes that a dense tensor covers, in their order in memory."""
     start, size = copy.storage_offset() * copy.element_size(), copy.numel() * copy.element_size()
     whole = torch.empty(0, dtype=torch.uint8)
     return whole.set_(copy.untyped_storage(), start, (size,), (1,))

@@ -1,10 +1,10 @@
-"""Files of tensors in a tenant's process: what a job or a function is given, and what it publishes.
+"""Files of tensors in a tenant's process: the inputs of a job or a function, and what it publishes.
 
-A value is a dict of tensors by name, or, where there is one only, that tensor.  What is given lies
-in host memory and is the process's own: mapped so that the kernel copies a page when it is first
-written to, or copied as a whole.  Nothing that is done to it reaches the file.
+A value is a dict of tensors by name, or a single tensor without a name. Inputs are in host memory
+that belongs to the process. They are mapped copy-on-write, or copied as a whole. Nothing that
+tenant code does to them reaches the file.
 
-What is mapped out of a datablock is `Lent`: an image of a job refers to it by name.
+Tensors mapped from a datablock are `Lent`: an image of a job refers to them by name.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from app.core import tensorfile
 from app.core.tensorfile import HEAD_BYTES, SAID, Tensor
 from workers.rebuilding import Name
 
-ALONE = "tensor"  # how a tensor that is published without a name is called in its file
+ALONE = "tensor"  # name in the file of a tensor that is published without a name
 _PIECE_BYTES = 16 * 2**20
 
 Value = torch.Tensor | dict[str, torch.Tensor]
 
 
 class Unpublishable(Exception):
-    """What is to be published is no tensors; the message says where and what to do."""
+    """The value to publish is no tensor or dict of tensors; the message says where and what to
+    do.
+    """
 
 
 # --- in -------------------------------------------------------------------------------------------
 
 
 def given(fd: int, *, mapped: bool) -> dict[str, torch.Tensor]:
-    """The tensors in the file by their names; raises BadTensorFile.
+    """Return the tensors in the file by name; raises BadTensorFile.
 
-    Mapped ones cost nothing until they are looked at; copied ones are memory like any other.
+    Mapped tensors cost nothing until they are read; copied tensors are ordinary memory.
     """
     size = os.fstat(fd).st_size
     found = tensorfile.read(os.pread(fd, HEAD_BYTES, 0), size)
@@ -49,12 +51,14 @@ def given(fd: int, *, mapped: bool) -> dict[str, torch.Tensor]:
 
 
 def value(tensors: dict[str, torch.Tensor]) -> Value:
-    """As a tenant's code sees them."""
+    """Return the tensors as tenant code gets them: a single tensor, or a dict by name."""
     return next(iter(tensors.values())) if len(tensors) == 1 else tensors
 
 
 class Lent:
-    """Tensors of datablocks, mapped: an image refers to those to which nobody ever wrote."""
+    """Mapped tensors of datablocks; an image refers to a tensor by name unless it was ever written
+    to.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[Name, torch.UntypedStorage] = {}
@@ -81,12 +85,14 @@ class Lent:
 
 
 def _is_as_it_was_mapped(address: int, size: int) -> bool:
-    """Whether every page is still the file's: one that was written to, by whoever, is none."""
+    """True if every page still is the file's; a page that was ever written to is the process's
+    own.
+    """
     first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             body = os.pread(file.fileno(), (last - first + 1) * 8, first * 8)
-    except OSError:  # walls without /proc: nobody can tell
+    except OSError:  # a sandbox without /proc: there is no way to tell
         return False
     pages = numpy.frombuffer(body, numpy.uint64)
     if len(pages) != last - first + 1:
@@ -143,7 +149,7 @@ class _Out:
 
 
 class Published:
-    """A value as a safetensors file; raises Unpublishable."""
+    """A value as the pieces of a safetensors file; raises Unpublishable."""
 
     def __init__(self, value: object, path: str) -> None:
         parts = value if isinstance(value, dict) else {ALONE: value}
@@ -188,7 +194,7 @@ def _from_numpy(array: Any, where: str) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor itself; the view keeps the tensor alive."""
+    """Return the memory of a contiguous tensor without a copy; the view keeps the tensor alive."""
     size = tensor.numel() * tensor.itemsize
     if not size:
         return memoryview(bytearray())

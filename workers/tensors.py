@@ -1,12 +1,12 @@
-"""A tensor beside its storage, and an array beside the memory that it looks into.
+"""Pickle a tensor apart from its storage, and an array apart from the memory that it views.
 
-What always holds: two that share memory before share it after.  A storage is told apart by where it
-lies, never by what it holds: equal bytes elsewhere are not the same storage.
+Invariant: two objects that share memory before a restore share it after. A storage is identified by
+its address, never by its content: equal bytes elsewhere are another storage.
 
 Kinds: strided tensors and parameters, also of plain subclasses; sparse layouts; nested tensors;
 subclasses that say what they are made of (`__tensor_flatten__`, so distributed tensors as well);
-gradients, hooks and attributes of each.  What is left goes the way that torch pickles it, and is
-refused where that would lose a gradient or a hook.
+gradients, hooks and attributes of each. Other kinds are pickled as torch does it, and refused where
+that would lose a gradient or a hook.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch._utils import _get_obj_state, _set_obj_state  # attributes and slots, as torch means it
+
+# attributes and slots as torch pickles them
+from torch._utils import _get_obj_state, _set_obj_state
 from torch.nn.parameter import UninitializedTensorMixin
 
 from workers import folder
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from workers.capture import Capture
 
 Array = numpy.ndarray[Any, Any]
-Row = tuple[int, Any, tuple[int, ...], tuple[int, ...], int]  # number, dtype, shape, stride, offset
+# storage number, dtype, shape, stride, offset
+Row = tuple[int, Any, tuple[int, ...], tuple[int, ...], int]
 
 REQUIRES_GRAD, CONJUGATED, NEGATED = 1, 2, 4
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
@@ -40,7 +43,7 @@ _stock_reduce = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
 
 
 def reduce_plain(capture: Capture, tensor: torch.Tensor) -> Any:
-    """Of torch's own two classes."""
+    """Reduce a tensor of torch's own two classes."""
     if tensor.layout is not torch.strided or tensor.is_nested or _is_odd(tensor):
         return _odd(capture, tensor)
     if tensor.grad_fn is not None:
@@ -93,7 +96,7 @@ def _row(capture: Capture, tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _extras(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """(gradient, attributes, hooks, hooks after accumulation), if there is any of it."""
+    """Return (gradient, attributes, hooks, hooks after accumulation), or None if all are empty."""
     extras = (tensor.grad, tensor.__dict__, *_hooks(tensor))
     return extras if extras[0] is not None or any(extras[1:]) else None
 
@@ -115,7 +118,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def _odd(capture: Capture, tensor: Any) -> Any:
-    """Torch's own classes, but not a strided view of one storage."""
+    """Reduce a tensor of torch's own classes that is not a strided view of one storage."""
     if tensor.grad_fn is not None:
         raise _with_graph(tensor)
     if parts := _parts(tensor):
@@ -132,7 +135,7 @@ def _odd(capture: Capture, tensor: Any) -> Any:
 
 
 def _parts(tensor: Any) -> tuple[str, tuple[Any, ...]] | None:
-    """(how to make it, of what)."""
+    """Return the kind of construction and its arguments; None for other layouts."""
     size, layout = tuple(tensor.shape) if not tensor.is_nested else (), tensor.layout
     if tensor.is_nested and layout is torch.strided:
         shapes = (tensor._nested_tensor_size(), tensor._nested_tensor_strides())
@@ -183,13 +186,13 @@ def reduce_array(capture: Capture, array: Array) -> Any:
 
 
 def _is_plain(array: Array) -> bool:
-    """Whether torch could say where its numbers lie."""
+    """True if a torch tensor could describe the array's layout and dtype."""
     steps = all(step >= 0 and not step % array.itemsize for step in array.strides)
     return steps and array.dtype.isnative and array.dtype.kind in "biufc"
 
 
 def _memory(array: Array) -> torch.UntypedStorage | None:
-    """The storage that an array looks into; None for what pickles well by itself."""
+    """Return the storage that an array views; None for arrays that pickle well by themselves."""
     if array.dtype.hasobject or not array.nbytes or type(array) is not numpy.ndarray:
         return None
     root = array
@@ -199,8 +202,8 @@ def _memory(array: Array) -> torch.UntypedStorage | None:
         return root.base.untyped_storage()
     if type(root) is not numpy.ndarray or not (root.flags.owndata or type(root.base) is bytes):
         return None
-    whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))  # any order of axes
-    whole._root = root  # and so the storage below keeps it alive
+    whole: Any = (ctypes.c_char * root.nbytes).from_address(_address(root))  # for any order of axes
+    whole._root = root  # so the storage below keeps the array alive
     return torch.from_numpy(numpy.frombuffer(whole, numpy.uint8)).untyped_storage()
 
 
@@ -321,7 +324,9 @@ def make_wrapper(
 
 @known
 def set_extras(tensor: torch.Tensor, extras: tuple[Any, dict[str, Any], Any, Any]) -> None:
-    """Runs after the tensor is known to the unpickler, so that cycles are safe."""
+    """Set gradient, attributes and hooks; this runs once the unpickler knows the tensor, so cycles
+    work.
+    """
     tensor.grad, attributes, hooks, after = extras
     tensor.__dict__.update(attributes)
     if hooks is not None:

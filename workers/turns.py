@@ -1,19 +1,19 @@
-"""Seats and turns: N ranks on M seats, one rank running on each seat at a time.
+"""Turns: N ranks on M slots (`seats` in code), with one rank running on each slot at a time.
 
-A rank's turn ends where it would block: in a collective, on a store key, asleep; at the end of a
-step when its slice is used up; and when it is done.  It then gives its seat to the next rank that
-can go on, and sleeps until what it waits for has come *and* its seat is free.  No process stands
-between them: whoever makes a wait come true marks the rank as ready, and whoever leaves a seat
-picks who is next.
+A rank's turn ends where it would block (in a collective, on a store key, asleep), at the end of a
+step when its slice is used up, and when the rank is done. The rank then gives its slot to the next
+rank that can go on. It sleeps until what it waits for has come *and* its slot is free. No separate
+process schedules them: the rank that fulfils a wait marks the waiting rank as ready, and the rank
+that leaves a slot picks the next rank.
 
-What always holds:
-* a rank between two turns has its device memory out of the way (`leave`, `enter`);
-* every wait has a deadline, and ends with an error if a rank dies, if another rank fails, or if
-  nobody is left that could end it: then the error says where every rank stands;
-* the map from ranks to seats changes only while nobody else runs (`_regroup`), at the boundary
+Invariants:
+* a rank between two turns has moved its device memory out of the way (`leave`, `enter`);
+* every wait has a deadline. It ends with an error if a rank dies, if another rank fails, or if no
+  rank is left that could end the wait. The error then says where every rank stands;
+* the map from ranks to slots changes only while no other rank runs (`_regroup`): at a boundary
   between two steps that all ranks reach, or where all of them are parked anyway.
 
-What a rank computes does not depend on any of this: results are put together in rank order
+What a rank computes does not depend on turns: results are combined in rank order
 (`workers/exchange`).
 """
 
@@ -35,7 +35,7 @@ from workers.ground import LOOK_EVERY_S, Ground
 if TYPE_CHECKING:
     import torch
 
-# Words of the board's head; further ones belong to `exchange`, `collectives` and `passing`.
+# Words of the shared table's head; `exchange`, `collectives` and `passing` use further ones.
 FAILED, GENERATION, SEATS, WISH, BOUNDARY, CUT, CUT_AT, _CUTS = range(8)
 _FAILED_TEXT, _FAILED_WORDS = 64, 448
 
@@ -43,32 +43,32 @@ _FAILED_TEXT, _FAILED_WORDS = 64, 448
 STATE, SEAT, STEP, KIND, ABOUT, NUMBER, PART, TURNS, ON_SEAT_NS, PROCESS, SPACE = range(11)
 _TEXT = 32
 
-_HOLDER = 0  # of a seat: the rank that runs there, plus one
+_HOLDER = 0  # word of a slot: the number of the rank that runs there plus 1, 0 if none
 
-IDLE_S = 1.0  # who has a seat and sleeps so long, waits for something that we do not know of
+IDLE_S = 1.0  # seconds; a slot holder asleep so long waits for something unknown to us
 LOG_LENGTH = 10_000
 
 
 class State(IntEnum):
-    NEW = 0  # its process has not come yet
-    READY = 1  # could run, and waits for its seat
+    NEW = 0  # its process has not joined yet
+    READY = 1  # could run, and waits for its slot
     RUNNING = 2
     WAITING = 3  # for something that another rank does
-    AWAY = 4  # waits for something outside the gang, without a seat
+    AWAY = 4  # waits for something outside the gang, and holds no slot
     DONE = 5
 
 
-# To look one up in its class takes longer than to read a word.
+# Looking a member up in its class takes longer than reading a word.
 _READY, _RUNNING, _WAITING = State.READY, State.RUNNING, State.WAITING
 
 
 class Wait(IntEnum):
-    """What a rank waits for; `about`, `number` and `part` say which."""
+    """The kinds of a rank's wait; the words `about`, `number` and `part` identify the instance."""
 
     NOTHING = 0
-    CALL = 1  # group, sequence, whose part (or EVERYBODY)
-    VOTE = 2  # group, sequence: given up when nothing else can move
-    ROOM = 3  # group, sequence: its slot is still being read
+    CALL = 1  # about: group; number: call; part: the awaited member, or -1 for all
+    VOTE = 2  # about: group; number: call; given up when nothing else can move
+    ROOM = 3  # about: group; number: call slot; its last call is still being read
     STORE = 4
     MESSAGE = 5  # from any rank to this one
     BOUNDARY = 6
@@ -76,18 +76,18 @@ class Wait(IntEnum):
     CUT = 8  # before step `part`, until all hosts have agreed on where the cut is
 
 
-#: A tensor whose content need not go to the host: its copy there, or None where it is about to be
-#: overwritten anyway.
+#: (tensor, copy): a tensor that need not be moved to the host, and a copy of its content there.
+#: The copy is None if the tensor is about to be overwritten anyway.
 Spared = tuple["torch.Tensor", "torch.Tensor | None"]
 
 
 class GangFailed(RuntimeError):
-    """Why the ranks of this gang cannot go on.  Every one of them gets the same text."""
+    """The ranks of this gang cannot go on; every rank gets the same text, which says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn as it was: for the log."""
+    """A finished turn, kept for the log."""
 
     seat: int
     begun_ns: int
@@ -96,20 +96,24 @@ class Turn:
 
 
 def seat_of(rank: int, ranks: int, seats: int) -> int:
-    """Neighbours share a seat, and the first seats take one more if it does not divide."""
+    """Return the slot of a rank: neighbours share a slot; the first slots take one rank more if
+    uneven.
+    """
     size, more = divmod(ranks, seats)
     wide = (size + 1) * more
     return rank // (size + 1) if rank < wide else more + (rank - wide) // size
 
 
 def hosts_of(ranks: int, seats: tuple[int, ...]) -> tuple[int, ...]:
-    """Of each rank its host, where `seats` says how many of the seats lie on each."""
+    """Return each rank's host; `seats` says how many of the slots lie on each host."""
     all_seats = [host for host, number in enumerate(seats) for _ in range(number)]
     return tuple(all_seats[seat_of(rank, ranks, len(all_seats))] for rank in range(ranks))
 
 
 def seat_all(ground: Ground, seats: int) -> None:
-    """Before the first rank comes, or while nobody sits (`reseat`, `_regroup`)."""
+    """Assign every rank its slot; call this before the first rank joins or while no rank holds a
+    slot.
+    """
     words = ground.words
     words[SEATS] = seats
     for rank in range(ground.ranks):
@@ -117,7 +121,9 @@ def seat_all(ground: Ground, seats: int) -> None:
 
 
 def reseat(ground: Ground, seats: int) -> None:
-    """While all ranks are away: no wish is open any more, and they come back to so many seats."""
+    """Drop any requested change and let the ranks return to `seats` slots; all ranks must be
+    away.
+    """
     words = ground.words
     with ground.locked():
         words[WISH] = words[BOUNDARY] = 0
@@ -127,12 +133,16 @@ def reseat(ground: Ground, seats: int) -> None:
 
 
 def seats(ground: Ground) -> int:
-    """How many there are; as many as were wished once all ranks have come to a boundary."""
+    """Return the current number of slots; a requested number holds once all ranks reach a
+    boundary.
+    """
     return ground.words[SEATS]
 
 
 def wish(ground: Ground, seats: int) -> None:
-    """Ask for another number of seats; it comes true at the next boundary that all ranks reach."""
+    """Request another number of slots; it takes effect at the next boundary that all ranks
+    reach.
+    """
     if ground.is_bridged:
         raise ValueError("ranks of several hosts change their seats only when they begin again")
     if not 1 <= seats <= ground.ranks:
@@ -143,7 +153,7 @@ def wish(ground: Ground, seats: int) -> None:
 
 
 def call_to_cut(ground: Ground) -> None:
-    """Ask that all ranks come to stand before the same step (`Turns.is_cut`)."""
+    """Ask all ranks to stop before the same step (`Turns.is_cut`)."""
     with ground.locked():
         ground.words[_CUTS] += 1
         ground.words[CUT] = ground.words[_CUTS]
@@ -151,7 +161,7 @@ def call_to_cut(ground: Ground) -> None:
 
 
 def set_cut(ground: Ground, number: int) -> None:
-    """As it is at home: the cut of this number, or none (0)."""
+    """Set this host's cut number to that of the coordinator host; 0 means no cut."""
     with ground.locked():
         ground.words[CUT] = number
     if number:
@@ -166,9 +176,9 @@ def end_cut(ground: Ground) -> None:
 
 
 def unbegun(ground: Ground) -> int:
-    """A step that no rank of this host has begun, nor will begin before the cut is named.
+    """Return a step that no rank of this host has begun or will begin before the cut's step is set.
 
-    0 while it is not known: nobody has come to a boundary yet.
+    Returns 0 while the step isn't known, because no rank has come to a boundary yet.
     """
     words, steps = ground.words, [0]
     with ground.locked():
@@ -182,14 +192,16 @@ def unbegun(ground: Ground) -> int:
 
 
 def name_cut(turns: Turns, step: int) -> None:
-    """All hosts have agreed on it."""
+    """Set the step of the cut, on which all hosts have agreed, and wake the ranks that wait for
+    it.
+    """
     with turns.board():
         turns.words[CUT_AT] = step
         turns.ready(Wait.CUT)
 
 
 def wake_at_cut(turns: Turns) -> None:
-    """There is none any more; who waits to hear of it goes on."""
+    """Wake the ranks that wait for a cut's step, because the cut was called off."""
     with turns.board():
         turns.ready(Wait.CUT)
 
@@ -199,14 +211,14 @@ def state(ground: Ground, rank: int) -> State:
 
 
 def waits_for(ground: Ground, rank: int) -> Wait:
-    """NOTHING where it does not wait for other ranks."""
+    """Return what the rank waits for; NOTHING if it doesn't wait for other ranks."""
     at = ground.rank(rank)
     waits = ground.words[at + STATE] == State.WAITING
     return Wait(ground.words[at + KIND]) if waits else Wait.NOTHING
 
 
 def are_still(ground: Ground) -> bool:
-    """Whether no rank of this host could move by itself."""
+    """True if no rank of this host could move by itself."""
     return all(state(ground, rank) in (State.WAITING, State.DONE) for rank in ground.here())
 
 
@@ -218,7 +230,7 @@ def fail(ground: Ground, text: str) -> None:
 
 
 def failure(ground: Ground) -> str:
-    """Why the gang cannot go on; empty while it can."""
+    """Return why the gang cannot go on; empty while it can."""
     return ground.read_text(_FAILED_TEXT, _FAILED_WORDS) if ground.words[FAILED] else ""
 
 
@@ -229,7 +241,7 @@ def _fail(ground: Ground, text: str) -> None:
 
 
 class _Board:
-    """See `Turns.board`."""
+    """Context manager that `Turns.board` returns."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._lock = turns, turns.ground.locked()
@@ -242,7 +254,7 @@ class _Board:
         try:
             if kind is None:
                 bells, turns._bells = turns._bells, bells
-                for rank in bells[:1]:  # it wakes up while the lock is let go of
+                for rank in bells[:1]:  # rank `bells[0]` wakes up while the lock is being released
                     turns.ground.ring(rank)
         finally:
             self._lock.__exit__()
@@ -251,7 +263,7 @@ class _Board:
 
 
 class Turns:
-    """One rank's hold on its seat."""
+    """A rank's hold on its slot."""
 
     def __init__(
         self,
@@ -263,31 +275,35 @@ class Turns:
         enter: Callable[[], None] | None = None,
         apart: bool = False,
     ) -> None:
-        """`apart`: the steps of one rank have nothing to do with those of another, so each may
-        stop before any of its own, and where it waits for a block.
+        """Set up the rank's view of the shared table.
+
+        `apart`: the steps of different ranks are independent. Each rank may then stop before any of
+        its own steps, and where it waits for a block.
         """
         self.ground, self.rank, self.slice_s = ground, rank, slice_s
         self.apart = apart
         self.words, self.me = ground.words, ground.rank(rank)
         self.leave, self.enter = leave, enter
         self.log: deque[Turn] = deque(maxlen=LOG_LENGTH)
-        # `exchange` fills these in: who has not come to a call, and giving up a vote.
+        # `exchange` sets both: the ranks missing from a call, and how to give up a vote.
         self.lacking: Callable[[int, int], list[int]] = lambda about, number: []
         self.give_up_vote: Callable[[int, int], None] = lambda about, number: None
-        self.spared: list[Callable[[], list[Spared]]] = []  # who knows what need not be moved
-        self._idle: tuple[tuple[int, ...], float] = (), 0.0  # what was seen of a holder, since when
-        self._left_cut = 0  # the number of the last that we stood at
-        self._out = False  # our device memory is out of the way
+        # each returns tensors that need not be moved
+        self.spared: list[Callable[[], list[Spared]]] = []
+        # what was last seen of the slot's holder, and since when
+        self._idle: tuple[tuple[int, ...], float] = (), 0.0
+        self._left_cut = 0  # number of the last cut at which we stopped
+        self._out = False  # True while our device memory is out of the way
         self._begun_ns = 0
         self._bells: list[int] = []
         self._board = _Board(self)
         self._ranks = [ground.rank(rank) for rank in range(ground.ranks)]
-        self._fence = threading.Lock()  # its use is one for memory, too
+        self._fence = threading.Lock()  # locking it serves as a memory barrier
 
     # --- a rank's life ---
 
     def join(self) -> None:
-        """Come alive and wait for the first turn."""
+        """Register this process and wait for the first turn."""
         self.ground.hold_lifeline(self.rank)
         with self.board():
             self.words[self.me + PROCESS], self.words[self.me + SPACE] = os.getpid(), _space()
@@ -296,7 +312,7 @@ class Turns:
         self._sleep_until_running()
 
     def finish(self) -> None:
-        """This rank has nothing more to do."""
+        """Mark this rank as done and pass its slot on."""
         with self.board():
             self._get_up("end")
             self.words[self.me + STATE] = State.DONE
@@ -310,15 +326,15 @@ class Turns:
 
     @property
     def generation(self) -> int:
-        """How often the map of seats has changed."""
+        """The number of times that the map of slots has changed."""
         return self.words[GENERATION]
 
     def seatmates(self) -> list[int]:
-        """The ranks of this seat that are not done, this one among them."""
+        """Return the ranks of this slot that are not done, this rank included."""
         return [rank for rank in self.on_my_seat() if self._of(rank, STATE) != State.DONE]
 
     def on_my_seat(self) -> list[int]:
-        """All ranks of this seat, whatever they do."""
+        """Return all ranks of this slot, whatever their state."""
         return [rank for rank in range(self.ground.ranks) if self._of(rank, SEAT) == self.seat]
 
     # --- ends of a turn ---
@@ -334,10 +350,10 @@ class Turns:
         text: str,
         timeout_s: float,
     ) -> None:
-        """Give the seat away until `until()`, which whoever makes it true announces by `ready`.
+        """Give the slot away until `until()` is true; the rank that makes it true calls `ready`.
 
-        Raises GangFailed, or TimeoutError past `timeout_s` of this rank's share of the seat: where
-        three ranks take turns a wait may last three times as long.
+        Raises GangFailed, or TimeoutError after `timeout_s` times the number of ranks that share a
+        slot: where three ranks take turns a wait may last three times as long.
         """
         self.check()
         self._come_back()
@@ -348,7 +364,7 @@ class Turns:
         words[at + KIND], words[at + ABOUT], words[at + NUMBER] = kind, about, number
         words[at + PART] = part
         with self.board():
-            came = until()  # looked at after it was said what we wait for, see `awaiting`
+            came = until()  # checked after the wait was published, see `awaiting`
             if not came:
                 self._wait_for(kind, text)
         if came:
@@ -369,7 +385,7 @@ class Turns:
 
     @contextmanager
     def away(self, text: str) -> Iterator[None]:
-        """While this rank waits for something outside the gang, others run."""
+        """Let others run while this rank waits for something outside the gang."""
         self._move_out()
         with self.board():
             self.ground.write_text(self.me + _TEXT, text)
@@ -385,10 +401,10 @@ class Turns:
             self._sleep_until_running()
 
     def boundary(self, step: int, timeout_s: float) -> None:
-        """Before step `step` begins: the place where the map of seats may change.
+        """Stop before step `step` if the map of slots changes there; yield if the slice is used up.
 
-        All ranks agree on the boundary without a message: the first one that sees the wish names
-        one that nobody has passed.
+        Ranks agree on the boundary without a message: the first rank that sees the requested change
+        names a step that no rank has begun.
         """
         self.check()
         self._come_back()
@@ -402,7 +418,8 @@ class Turns:
                 words[CUT_AT] = self._first_unbegun(step)
             is_here = words[BOUNDARY] == step or self._parks()
             if not is_here:
-                words[self.me + STEP] = step  # begun: what others name from now on lies behind it
+                # begun: steps that others name from now on are later ones
+                words[self.me + STEP] = step
         if is_here:
             generation = self.generation
             text = f"the boundary before step {step}, where the seats change"
@@ -416,11 +433,13 @@ class Turns:
             self._yield_seat()
 
     def _first_unbegun(self, step: int) -> int:
-        """The first step that no rank has begun; this one is about to begin `step`."""
+        """Return the first step that no rank has begun; this rank is about to begin `step`."""
         return max(step - 1, *(self._of(rank, STEP) for rank in range(self.ground.ranks))) + 1
 
     def _hear_of_cut(self, step: int, timeout_s: float) -> None:
-        """Begin no step while the hosts agree on where the cut is: one that no rank has begun."""
+        """Begin no step while the hosts agree on a cut, which lies before a step that no rank has
+        begun.
+        """
         words = self.words
 
         def is_known() -> bool:
@@ -435,21 +454,24 @@ class Turns:
             self.wait(Wait.CUT, part=step, until=is_known, text=text, timeout_s=timeout_s)
 
     def is_cut(self, step: int) -> bool:
-        """All ranks stop before this step, until `end_cut`: each comes here after `boundary`."""
+        """True if all ranks stop before this step, until `end_cut`; ask after `boundary`."""
         return self._is_cut_now() if self.apart else self.words[CUT_AT] == step
 
     def is_called(self) -> bool:
-        """Whether ranks that are `apart` are to stop wherever they are."""
+        """True if ranks that are `apart` must stop wherever they are."""
         return self.apart and (self._is_cut_now() or self._parks())
 
     @property
     def cut(self) -> int:
-        """The number of the one that ranks are called to; 0 if there is none."""
+        """The number of the cut that ranks are called to; 0 if there is none."""
         return self.words[CUT]
 
     def leave_cut(self, number: int) -> None:
-        """Ranks that are `apart` stand at each once.  On another host than home it may be heard
-        later that it is over than what comes after it.
+        """Remember that this rank has stopped at cut `number`, so that it stops at each cut only
+        once.
+
+        Only for ranks that are `apart`. A host other than the coordinator host may hear of the
+        cut's end later than of what follows it.
         """
         self._left_cut = number
 
@@ -458,11 +480,16 @@ class Turns:
         return cut > 0 and cut != self._left_cut
 
     def _parks(self) -> bool:
-        """Stop for a change of seats; who stands at a cut cannot come, so that goes before."""
+        """True if this rank must stop for a change of slots.
+
+        A cut goes first, because a rank that stands at a cut cannot come to a change of slots.
+        """
         return self.apart and self.words[WISH] > 0 and not self._is_cut_now()
 
     def _yield_seat(self) -> None:
-        """The slice is used up: to the end of the row, if anybody stands there."""
+        """Let the other ready ranks of this slot run first, if there are any; the slice is used
+        up.
+        """
         others = [rank for rank in self.seatmates() if self._of(rank, STATE) == State.READY]
         if not others:
             return
@@ -473,18 +500,22 @@ class Turns:
             self._seat_next(self.seat)
         self._sleep_until_running()
 
-    # --- what others do for those who wait; under the lock, within `board` ---
+    # --- what a rank does for waiting ranks; under the lock, within `board` ---
 
     def board(self) -> _Board:
-        """Alone on the board; whom it concerns is rung up at the end."""
+        """Return a context manager that locks the shared table and wakes the affected ranks at the
+        end.
+        """
         return self._board
 
     def awaiting(self, kind: Wait, number: int) -> list[int]:
-        """Who waits for this, or is about to; asked once it can be seen, without the lock.
+        """Return the ranks that wait for this or are about to; call without the lock, after
+        publishing.
 
-        Who waits looks once more after saying for what: one of both sees what the other did.
+        A waiting rank checks once more after it has published its wait, so at least one of the two
+        sides sees what the other side did.
         """
-        with self._fence:  # nothing behind it is read before all before it can be seen
+        with self._fence:  # barrier: no read below happens before writes above are visible
             pass
         words, ranks = self.words, enumerate(self._ranks)
         return [r for r, at in ranks if words[at + NUMBER] == number and words[at + KIND] == kind]
@@ -492,7 +523,7 @@ class Turns:
     def ready(
         self, kind: Wait, about: int = 0, number: int | None = 0, part: int | None = None
     ) -> None:
-        """What these waited for has come."""
+        """Mark the ranks with a matching wait as ready."""
         words = self.words
         for at in self._ranks:
             if (
@@ -506,11 +537,13 @@ class Turns:
                 self._seat_next(words[at + SEAT])
 
     def call_bridge(self) -> None:
-        """There is something to do for the bridge to the other hosts."""
+        """Wake the bridge to the other hosts: it has something to do."""
         self._bells.append(self.ground.bridge)
 
     def regroup_here(self) -> None:
-        """For a script without steps: all others wait in the call that this rank completes."""
+        """Change the slots in a script without steps, when all others wait in the call that we
+        complete.
+        """
         words = self.words
         if words[WISH] and not words[self.me + STEP] and not self._runs_beside_me():
             self._regroup()
@@ -521,7 +554,7 @@ class Turns:
             raise GangFailed(failure(self.ground))
 
     def standing(self) -> str:
-        """Where every rank stands, in a sentence."""
+        """Describe in a sentence where every rank stands."""
         return "; ".join(self.standing_of(rank) for rank in range(self.ground.ranks))
 
     # --- inside ---
@@ -549,7 +582,7 @@ class Turns:
         self.log.append(turn)
 
     def _seat_next(self, seat: int) -> None:
-        """Whoever is ready and comes next in rank order, if the seat is free."""
+        """Give a free slot to the next ready rank in rank order."""
         words, place = self.words, self.ground.seat(seat) + _HOLDER
         if words[place]:
             return
@@ -566,7 +599,7 @@ class Turns:
     def _sleep_until_running(
         self, timeout_s: float = math.inf, until: Callable[[], bool] | None = None
     ) -> None:
-        """Looks by itself now and then whether what it waits for has come, if it is given that."""
+        """Sleep until this rank has its slot; if `until` is given, poll it now and then, too."""
         end_s = time.monotonic() + timeout_s
         while self.words[self.me + STATE] != _RUNNING:
             self.ground.sleep(self.rank, LOOK_EVERY_S)
@@ -600,7 +633,9 @@ class Turns:
                 self._seat_next(self.seat)
 
     def _take_idle_seat(self) -> None:
-        """Who holds our seat sleeps, in a lock or a socket perhaps, and may be waiting for us."""
+        """Take the slot from a holder that sleeps (in a lock or a socket, say) and may be waiting
+        for us.
+        """
         place = self.ground.seat(self.seat) + _HOLDER
         holder = self.words[place] - 1
         if holder < 0 or self._of(holder, SPACE) != self._of(self.rank, SPACE):
@@ -618,7 +653,9 @@ class Turns:
                     self._seat_next(self.seat)
 
     def _come_back(self) -> None:
-        """If our seat was taken while we slept: for another turn to the end of the row."""
+        """Wait for another turn if our slot was taken while we slept, behind the other ready
+        ranks.
+        """
         if self.words[self.me + STATE] != State.AWAY:
             return
         with self.board():
@@ -627,7 +664,7 @@ class Turns:
         self._sleep_until_running()
 
     def _too_late(self, timeout_s: float) -> None:
-        """Take the wait back and say so; who asked decides what it means."""
+        """Withdraw the wait and raise TimeoutError; the caller decides what that means."""
         with self.board():
             if self.words[self.me + STATE] != State.WAITING:
                 return
@@ -652,15 +689,15 @@ class Turns:
     # --- stuck, and regrouped ---
 
     def _runs_beside_me(self) -> bool:
-        """Whether any other rank could move by itself."""
+        """True if any other rank could move by itself."""
         still = (State.WAITING, State.DONE)
         states = (self._of(rank, STATE) for rank in range(self.ground.ranks) if rank != self.rank)
         return any(state not in still for state in states)
 
     def _must_not_be_stuck(self) -> None:
-        """Everybody waits: change the seats if that is wished, give up votes, or fail."""
+        """Apply a requested change of slots, give up votes, or fail the gang, if all ranks wait."""
         if self.ground.is_bridged:
-            if are_still(self.ground):  # the bridges find out whether that is so everywhere
+            if are_still(self.ground):  # the bridges find out whether all hosts are still
                 self.call_bridge()
             return
         mine = self.words[self.me + STATE]
@@ -670,7 +707,7 @@ class Turns:
             rank for rank in range(self.ground.ranks) if self._of(rank, STATE) == State.WAITING
         ]
         if any(self._of(rank, KIND) == Wait.BOUNDARY for rank in waiting):
-            self._regroup()  # all are parked, which is all that a change of seats needs
+            self._regroup()  # all are parked, which is all that a change of slots needs
         elif votes := [rank for rank in waiting if self._of(rank, KIND) == Wait.VOTE]:
             for rank in votes:
                 self.give_up_vote(self._of(rank, ABOUT), self._of(rank, NUMBER))
@@ -679,7 +716,7 @@ class Turns:
             self._bells += range(self.ground.ranks)
 
     def _regroup_at_boundary(self) -> None:
-        """The last one has come to the boundary, or will never come because it is done."""
+        """Regroup once every live rank waits at the boundary; the last one has come, or is done."""
         live = [r for r in range(self.ground.ranks) if self._of(r, STATE) != State.DONE]
         waiting = [r for r in live if self._of(r, STATE) == State.WAITING]
         there = [r for r in waiting if self._of(r, KIND) == Wait.BOUNDARY]
@@ -687,7 +724,7 @@ class Turns:
             self._regroup()
 
     def _regroup(self) -> None:
-        """A new map of seats.  Nobody runs but perhaps this rank."""
+        """Apply the requested map of slots. No rank runs, except perhaps this one."""
         words, ground = self.words, self.ground
         seats, step = words[WISH], words[BOUNDARY]
         words[WISH] = words[BOUNDARY] = 0
@@ -697,7 +734,7 @@ class Turns:
             words[ground.seat(rank) + _HOLDER] = 0
             at = ground.rank(rank)
             if words[at + STATE] == State.WAITING and words[at + KIND] == Wait.BOUNDARY:
-                words[at + STEP] = step  # begun, as in `boundary`
+                words[at + STEP] = step  # counts as begun, as in `boundary`
         if words[self.me + STATE] == State.RUNNING:
             words[ground.seat(self.seat) + _HOLDER] = self.rank + 1
         self.ready(Wait.BOUNDARY)
@@ -725,12 +762,14 @@ class Turns:
 
 
 def _space() -> int:
-    """The world of process ids that this process lives in."""
+    """Return the id of this process's PID namespace."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _processor_ticks_asleep(process: int) -> int:
-    """What a process that sleeps has used so far; -1 if it runs, or cannot be seen."""
+    """Return the processor ticks that a sleeping process has used; -1 if it runs or is not
+    visible.
+    """
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
