@@ -1,11 +1,11 @@
-"""Celery over Redis, as wake-up transport and process host; no work lives in its messages.
+"""Celery over Redis, as wake-up transport and process host; its messages contain no work.
 
-Names of queues and messages, and the settings that every process shares.  A bare client made by
-`make_celery` can send to workers that it does not import.
+Here are the names of queues and messages, and the settings that all processes share.  A bare client
+made by `make_celery` can send to workers that it does not import.
 
-A message carries one text, which `app.envelope` signs and opens; a nudge carries none.  Whoever can
-write to Redis can put anything into a queue.  So `Channel` looks at the size and the form of what
-it reads before anything parses it, and throws away what is no message for this process.
+A message carries one text, which `app.envelope` signs and opens; a nudge carries none.  Anyone with
+write access to Redis can put anything into a queue.  So `Channel` checks the size and the form of
+what it reads before anything parses it, and discards what is no message for this process.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ DEVICE_NEWS = "device.news"  # an answer, orders
 
 CONTENT_TYPE = "application/x-roundhouse"
 MESSAGE_LIMIT_BYTES = 32 * 2**20
-WRAPPING_LIMIT_BYTES = 8 * 2**10  # a message without its text
-BRACKETS_LIMIT = 32  # of a message without its text: bounds its depth, and the objects in it
+WRAPPING_LIMIT_BYTES = 8 * 2**10  # size limit of a message without its text
+BRACKETS_LIMIT = 32  # brackets in a message without its text: bounds depth and number of objects
 COMPLAIN_EVERY_S = 10.0
 
-#: Names of the messages that this process hears.
+#: Names of the messages that this process accepts.
 HEARD: set[str] = set()
 
 
@@ -50,7 +50,9 @@ def device_queue(device: str) -> str:
 
 
 def make_celery(name: str, redis_url: str, tls: dict[str, Any] | None = None) -> Celery:
-    """`tls` says how a `rediss://` server is checked, and what we show it."""
+    """Create a Celery client; `tls` says how to verify a `rediss://` server, and our own
+    certificate.
+    """
     celery = Celery(name, broker=_broker_url(redis_url))
     celery.conf.update(
         accept_content=[CONTENT_TYPE],
@@ -74,14 +76,14 @@ def make_celery(name: str, redis_url: str, tls: dict[str, Any] | None = None) ->
 
 def send(celery: Celery, name: str, queue: str, text: str = "", *, expires_s: float = 30.0) -> None:
     """Publish one hint; raises kombu.exceptions.OperationalError if Redis does not take it."""
-    # The body is not shown once more in the headers, for nobody reads it there.
+    # Do not repeat the body in the headers, where it is never read.
     shown = {"argsrepr": "", "kwargsrepr": ""}
     args = (text,) if text else ()
     celery.send_task(name, args=args, queue=queue, expires=expires_s, ignore_result=True, **shown)
 
 
 def _broker_url(redis_url: str) -> str:
-    """The scheme names our transport, which is Redis read with care."""
+    """Rewrite the URL's scheme to name our transport, which is Redis with checks on reading."""
     scheme, _, place = redis_url.partition("://")
     return f"roundhouse+socket://{place}" if scheme == "unix" else f"roundhouse://{place}"
 
@@ -98,11 +100,11 @@ def _transport(redis_url: str) -> dict[str, Any]:
     return options
 
 
-# --- what a message is ----------------------------------------------------------------------------
+# --- serialization --------------------------------------------------------------------------------
 
 
 def _written(body: tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]) -> str:
-    """Celery's arguments of a message are its text, or nothing."""
+    """Serialize Celery's arguments of a message: its text, or nothing."""
     return body[0][0] if body[0] else ""
 
 
@@ -114,15 +116,15 @@ def _read(text: str | bytes) -> tuple[tuple[str, ...], dict[str, Any], dict[str,
 serialization.register("roundhouse", _written, _read, CONTENT_TYPE, "utf-8")
 
 
-# --- reading with care ----------------------------------------------------------------------------
+# --- checks on reading ----------------------------------------------------------------------------
 
 
 class NotAMessage(Exception):
-    """Somebody put into a queue what none of us sends."""
+    """An item in a queue that is no message of ours."""
 
 
 class Complaint:
-    """Logs what may happen very often: at once, and then now and then how often it happened."""
+    """Logs an event that may occur very often: at once, and later now and then with a count."""
 
     def __init__(self, logger: logging.Logger, words: str) -> None:
         self._log, self._words = logger, words
@@ -139,7 +141,7 @@ class Complaint:
 
 
 class Channel(over_redis.Channel):
-    """Reads from Redis; what is no message is thrown away, and the worker goes on."""
+    """Reads from Redis; discards what is no message, so that the worker goes on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._complaint = Complaint(
@@ -165,7 +167,9 @@ class Channel(over_redis.Channel):
         return True
 
     def _remove_what_is_no_queue(self) -> None:
-        """Somebody put something else in a queue's place, so that nobody could read or write it."""
+        """Delete keys of other types that were put in a queue's place, so that the queue works
+        again.
+        """
         with self.conn_or_acquire() as client:
             for queue in self.active_queues:
                 for step in self.priority_steps:
@@ -182,9 +186,9 @@ TRANSPORT_ALIASES["roundhouse"] = f"{__name__}:Transport"
 
 
 def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
-    """What BRPOP brought, if it is a message for us; raises NotAMessage.
+    """Return the reply of BRPOP if it is a message for us; raises NotAMessage.
 
-    Nothing here takes longer, or more memory, than the bytes that are there already.
+    Time and memory are bounded by the bytes that are there already.
     """
     if not reply:
         return None
@@ -206,7 +210,9 @@ def checked(reply: Any, **_: Any) -> tuple[bytes, bytes] | None:
 
 
 def _check(message: dict[str, Any]) -> None:
-    """Raises ValueError, TypeError, KeyError or AttributeError for what none of us sends."""
+    """Raise ValueError, TypeError, KeyError or AttributeError for what none of our
+    processes sends.
+    """
     headers, properties = message["headers"], message["properties"]
     kind = message["content-type"], message["content-encoding"], properties["body_encoding"]
     if kind != (CONTENT_TYPE, "utf-8", "base64") or headers.get("compression"):

@@ -1,11 +1,12 @@
-"""Uploaded code: looked through without running or unpacking it, and kept under its SHA-256.
+"""Uploaded code: inspected without running or unpacking it, and stored under its SHA-256.
 
-A bundle is a zip, a tar or a tar.gz of plain files.  It is refused, naming the member, if anything
-in it could end up outside its folder, is not a plain file, collides with another name, or unpacks
-to more than the limits, which count bytes as they are read and trust no header.
+A bundle is a zip, a tar or a tar.gz of plain files.  It is refused, naming the member, if a member
+could end up outside its folder, is not a plain file, or collides with another name, or if the
+bundle unpacks to more than the limits.  The limits count bytes as they are read and trust no
+header.
 
-Entry points are found by parsing: a top-level class with a `step` method (its own, or inherited
-from a class in the bundle) can be a job, a top-level function a graph node.
+Entry points are found by parsing.  A top-level class with a `step` method (its own, or inherited
+from a class in the bundle) can be a job; a top-level function can be a graph node.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from app.errors import BadInput
 
 MAX_FILES = 2000
 MAX_UNPACKED_BYTES = 64 * 2**20
-MAX_RATIO = 100  # unpacked to packed, beyond the first MiB
+MAX_RATIO = 100  # unpacked size over packed size, beyond the first MiB
 MAX_DEPTH = 16
 MAX_NAME_BYTES = 255  # of each part of a path
-MAX_SOURCE_BYTES = 2**18  # a larger .py is kept, but has no entry points
-MAX_SOURCES_BYTES = 2**23  # of all that is parsed, the uppermost first
+MAX_SOURCE_BYTES = 2**18  # a larger .py file is stored, but not searched for entry points
+MAX_SOURCES_BYTES = 2**23  # of all parsed files; files nearest to the top are parsed first
 _MAX_DIRECTORY_BYTES = MAX_FILES * 1024
 _PIECE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """`unparsed` are the .py files that Python cannot read, with the reason; `signatures` what a
-    job's class can be made with, as far as that can be seen.
+    """The result of an inspection.  `unparsed` are the .py files that Python cannot parse, with the
+    reason.
+
+    `signatures` are the arguments with which job classes can be constructed, as far as the source
+    shows them.
     """
 
     files: int
@@ -50,7 +54,7 @@ class Contents:
 
 
 def inspect(path: Path) -> Contents:
-    """Raises BadInput, which points at the member that is in the way."""
+    """Inspect a bundle.  Raises BadInput, which names the member at fault."""
     size = path.stat().st_size
     look = _Look(limit=min(MAX_UNPACKED_BYTES, MAX_RATIO * size + 2**20))
     with path.open("rb") as file:
@@ -88,7 +92,7 @@ def _refused(member: str, detail: str, code: str) -> BadInput:
 
 @dataclass(slots=True)
 class _Look:
-    """What was seen so far.  `files` and `folders` hold case-folded paths."""
+    """The members seen so far.  `files` and `folders` hold case-folded paths."""
 
     limit: int
     unpacked_bytes: int = 0
@@ -135,7 +139,7 @@ class _Look:
 
 
 def _checked(name: str) -> str:
-    """The name, which leads to one place inside the bundle on every system; raises BadInput."""
+    """Return the name if it is one place inside the bundle on every system; raises BadInput."""
     if "\x00" in name or "\\" in name or any(unicodedata.category(c) in "Cc Cs" for c in name):
         raise _refused(name, "a backslash or a control character in the name", "name")
     parts = name.split("/")
@@ -173,7 +177,7 @@ def _read_zip(file: IO[bytes], size: int, look: _Look) -> None:
 
 
 def _check_directory(file: IO[bytes], size: int) -> None:
-    """zipfile reads the whole list of members into memory, however long it is."""
+    """Limit the list of members, because zipfile reads all of it into memory."""
     file.seek(max(0, size - 22 - 0xFFFF))
     tail = file.read()
     at = tail.rfind(b"PK\x05\x06")
@@ -189,7 +193,7 @@ def _check_directory(file: IO[bytes], size: int) -> None:
 
 
 class _Bounded:
-    """A stream that ends in an error after `limit` bytes: tar headers name sizes of their own."""
+    """A stream that fails after `limit` bytes, because tar headers name sizes of their own."""
 
     def __init__(self, source: IO[bytes], limit: int) -> None:
         self._source, self._left = source, limit
@@ -226,10 +230,10 @@ def _read_tar(file: IO[bytes], look: _Look, *, zipped: bool) -> None:
 
 @dataclass(slots=True)
 class _Outline:
-    """Of one module; a class or function is "module:Name".
+    """The classes and functions of one module; each is "module:Name".
 
-    `derived` are (from, to) pairs along which a `step` is handed on: from a base to its class, from
-    a class to the name under which it is imported.
+    `derived` are (from, to) pairs along which a `step` is inherited: from a base to its class, and
+    from a class to the name under which it is imported.
     """
 
     classes: set[str] = field(default_factory=set)
@@ -268,7 +272,7 @@ def _module_name(path: str) -> str | None:
 def _outline(module: str, source: bytes, *, file: str) -> _Outline:
     package = file.endswith("__init__.py")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an odd escape in a tenant's string is not our warning
+        warnings.simplefilter("ignore")  # warnings about tenants' code are not for our log
         tree = ast.parse(source)
     outline = _Outline()
     known: dict[str, str] = {}
@@ -283,7 +287,7 @@ def _outline(module: str, source: bytes, *, file: str) -> _Outline:
             known[node.name] = f"{module}:{node.name}"
             _add_class(outline, node, known, file)
         elif not isinstance(node, ast.Import | ast.Expr):
-            # Whatever else stands at the top may give a class another meaning.
+            # Other top-level statements may rebind the name of a class.
             for part in ast.walk(node):
                 if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                     outline.signatures.pop(f"{module}:{part.id}", None)
@@ -310,7 +314,7 @@ def _imported(module: str, node: ast.ImportFrom, *, package: bool) -> dict[str, 
 
 
 def _with_step(outlines: list[_Outline]) -> set[str]:
-    """The classes with a `step` of their own, and those that inherit one."""
+    """Return the classes with a `step` of their own, and the classes that inherit one."""
     heirs: dict[str, list[str]] = {}
     for outline in outlines:
         for base, name in outline.derived:

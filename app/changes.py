@@ -1,12 +1,12 @@
-"""Who waits for news of a request hears that there is something to read.
+"""Wake coroutines that wait for changes of a request.
 
-Islands and control say `NOTIFY roundhouse, '<tenant id> <request id>'` in their transactions; one
-thread per API process listens and wakes the coroutines that subscribed to that request or tenant.
-A wake-up carries no content and may come without need: whoever is woken reads the database.  It may
-also be lost (Postgres restarts), so nobody waits for one longer than `LONGEST_WAIT_S`.
+Islands and control execute `NOTIFY roundhouse, '<tenant id> <request id>'` in their transactions.
+One thread for each API process listens, and wakes the coroutines that subscribed to that request or
+tenant.  A wake-up has no content and may be spurious: the woken coroutine reads the database.  It
+may also be lost (Postgres restarts), so no wait is longer than `LONGEST_WAIT_S`.
 
-What the API itself changes is not notified through Postgres, as that would serialise its commits;
-`tell` wakes the waiters of this process.
+Changes by the API itself do not use Postgres' NOTIFY, which would serialize its commits; `tell`
+wakes the waiters of this process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ CHANNEL = "roundhouse"
 ALL = "*"  # the topic of every change
 LONGEST_WAIT_S = 15.0
 _RECONNECT_S = 1.0
-_LOOK_UP_S = 5.0  # how often the listening thread looks whether it should stop
+_LOOK_UP_S = 5.0  # interval at which the listening thread checks whether it should stop
 
 
 class Subscription:
-    """Belongs to the event loop in which it was made."""
+    """A wait for changes.  It belongs to the event loop in which it was created."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
 
     async def wait(self, timeout_s: float = LONGEST_WAIT_S) -> bool:
-        """True if there may be news; news that came since the last wait count."""
+        """True if there may be changes, including those since the last wait."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
@@ -48,7 +48,7 @@ class Subscription:
         return True
 
     def wake(self) -> None:
-        """From any thread."""
+        """Wake the waiting coroutine; may be called from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._news.set)
         except RuntimeError:
@@ -60,11 +60,13 @@ class Changes:
         self._lock = threading.Lock()
         self._subscriptions: dict[str, set[Subscription]] = defaultdict(set)
         self._listener: _Listener | None = None
-        self.closing = False  # the server is going down: open streams end
+        self.closing = False  # True when the server shuts down: open streams end
 
     @contextmanager
     def subscribe(self, topic: str) -> Iterator[Subscription]:
-        """To a request's id, a tenant's id, or ALL; inside a coroutine.  Then read, then wait."""
+        """Subscribe to a request's id, a tenant's id, or ALL, inside a coroutine.  Then read, then
+        wait.
+        """
         subscription = Subscription()
         with self._lock:
             self._subscriptions[topic].add(subscription)

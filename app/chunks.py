@@ -1,8 +1,8 @@
-"""Chunks: pieces of images by the BLAKE3 hash of their bytes, one shelf for each tenant.
+"""Chunks: pieces of images, stored by the BLAKE3 hash of their bytes, separately for each tenant.
 
-A chunk is never shared between tenants: nobody learns from what is there already what another one
-has.  A chunk's first byte says how the rest is written: as it is, or by zstd where a sample of it
-said that this pays.  Its address is that of the bytes themselves, however they are written.
+Tenants never share a chunk, so no tenant can find out what another one has stored.  The last byte
+of a stored chunk names its encoding: plain, or zstd if a sample showed that compression pays.  The
+address is the hash of the plain bytes, whatever the encoding.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from app.places import Batch, Bytes, Missing, Place
 
 PLAIN, ZSTD = b"\x00", b"\x01"
 SAMPLE_BYTES = 16 * 2**10  # from the beginning, the middle and the end
-PAYS = 0.75  # of a sample's size, and less than this: compress it all
+PAYS = 0.75  # compressed over plain size of a sample, below which the chunk is compressed
 _TENANT = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 CHUNKS = "chunks"
-CONDEMNED = "condemned"  # where names go before they are deleted (`app.sweeping`),
-DAMAGED = "damaged"  # and where chunks go that were found to be
+CONDEMNED = "condemned"  # prefix of names that are to be deleted (`app.sweeping`)
+DAMAGED = "damaged"  # prefix of chunks that were found to be damaged
 
 
 class Damaged(Exception):
-    """Bytes in the store are not those that their name promises, or are not there.
+    """Bytes in the store do not match their name, or are missing.
 
-    `what` says which, like "chunk ab12cd34ef56..."; `found` what was found instead.
+    `what` names them, like "chunk ab12cd34ef56..."; `found` says what was found instead.
     """
 
     def __init__(self, what: str, found: str) -> None:
@@ -39,10 +39,10 @@ class Damaged(Exception):
 
 
 def fetched(place: Place, name: str) -> bytes:
-    """The bytes under a name, also of one that is condemned; raises Missing.
+    """Return the bytes under a name, even if it is condemned; raises Missing.
 
-    Whoever began to read before it was condemned is not to notice.  It may also be moved back while
-    we look, so the first place is asked once more at the end.
+    A reader that began before the name was condemned must not notice it.  The name may also be
+    moved back during this call, so the first place is tried once more at the end.
     """
     for where in (name, f"{CONDEMNED}/{name}"):
         try:
@@ -65,11 +65,11 @@ class Chunks:
         return f"{self.folder}/{address[:2]}/{address}"
 
     def has(self, address: str) -> bool:
-        """False also for one that is condemned: it is to be put again."""
+        """True if the chunk is stored.  False if it is condemned: then it must be put again."""
         return self.place.size(self.name(address)) is not None
 
     def get(self, address: str, size: int) -> Bytes:
-        """The chunk's bytes, checked; `size` is how many are promised.  Raises Damaged."""
+        """Return the chunk's bytes, checked; `size` is the promised number.  Raises Damaged."""
         what = f"chunk {address[:16]}…"
         try:
             body = unpacked(fetched(self.place, self.name(address)), size)
@@ -82,7 +82,7 @@ class Chunks:
         return body
 
     def set_aside(self, address: str) -> None:
-        """Take a chunk that is damaged out of the way, for a while to be looked at."""
+        """Move a damaged chunk away, where it can be examined for a while."""
         name = self.name(address)
         with suppress(Missing):
             self.place.move(name, f"{DAMAGED}/{name}")
@@ -94,7 +94,9 @@ class Chunks:
 
 
 class Writing:
-    """Chunks put together; usable from several threads.  `new_bytes` is what the store grew by."""
+    """Chunks written together; usable from several threads.  `new_bytes` is the growth of the
+    store.
+    """
 
     def __init__(self, chunks: Chunks, batch: Batch) -> None:
         self.chunks, self.batch = chunks, batch
@@ -103,7 +105,7 @@ class Writing:
         self._lock = threading.Lock()
 
     def put(self, address: str, body: Bytes) -> None:
-        """Keep the bytes, unless they are there; they have their name after `settle`."""
+        """Store the bytes unless they are there; they have their name after `settle`."""
         with self._lock:
             if address in self._claimed:
                 return
@@ -119,11 +121,11 @@ class Writing:
         self.batch.settle()
 
 
-# --- how they are written -----------------------------------------------------------------------
+# --- encodings ----------------------------------------------------------------------------------
 
 
 def packed_up(body: Bytes) -> tuple[Bytes, ...]:
-    """The pieces to write: the bytes as they are or compressed, then the codec's byte."""
+    """Return the pieces to write: the bytes, plain or compressed, then the byte of the encoding."""
     if _pays(memoryview(body)):
         small = zstandard.ZstdCompressor(level=1).compress(body)
         if len(small) < len(body):
@@ -132,9 +134,9 @@ def packed_up(body: Bytes) -> tuple[Bytes, ...]:
 
 
 def unpacked(packed: bytes, size: int) -> Bytes:
-    """The bytes that `packed_up` was given; raises ValueError.
+    """Return the bytes that `packed_up` was given; raises ValueError.
 
-    No more than `size` bytes are ever made, whatever the compressed ones say of themselves.
+    It never produces more than `size` bytes, whatever the compressed data claims.
     """
     codec = packed[-1:]
     rest: Bytes = memoryview(packed)[:-1]
@@ -158,7 +160,9 @@ def _decompressed(packed: Bytes, size: int) -> bytes:
 
 
 def _pays(body: memoryview) -> bool:
-    """Whether a sample says so: floats of a trained model hardly shrink, zeros and counts do."""
+    """True if compression pays for a sample: floats of a trained model hardly shrink, zeros and
+    counts do.
+    """
     middle = max(0, len(body) // 2 - SAMPLE_BYTES // 2)
     starts = {0, middle, max(0, len(body) - SAMPLE_BYTES)}
     sample = b"".join(body[at : at + SAMPLE_BYTES] for at in sorted(starts))

@@ -1,11 +1,11 @@
-"""Datablocks as rows: which version a name means, what becomes the next one, and who needs it.
+"""Rows of datablocks: the version that a name means, new versions, and the tasks that need them.
 
-What always holds: a version never changes, and its number is never given twice; of a tenant's
-versions one is made at a time (`shelve`); what a task that has not ended needs keeps its bytes,
+Three things always hold.  A version never changes, and its number is never reused.  For each tenant
+only one version is made at a time (`shelve`).  Data that an unfinished task needs keeps its bytes,
 whatever becomes of its name.
 
-Who needs a version is counted when it is asked, from the tasks as they are: there is no count that
-could be wrong.
+The tasks that need a version are counted when asked for, from the tasks themselves: there is no
+stored count that could be wrong.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from app.errors import QuotaExceeded
 from app.models import Datablock, DatablockPlace, DatablockUse, Device, Task, Upload
 from app.settings import settings
 
-_SHELF = 0x626C6B  # a class of advisory locks that nobody else takes
+_SHELF = 0x626C6B  # first key of the advisory locks; unique in this database
 _VERSIONS_TOLD = 5
-SEEN_AGAIN = timedelta(minutes=1)  # where a version lies is written down again after so long
-PLACES_TOLD = 3  # to who takes it; then the store is asked
+SEEN_AGAIN = timedelta(minutes=1)  # age at which the time in a `DatablockPlace` is updated
+PLACES_TOLD = 3  # hosts named to a task that takes a version; after them it asks the store
 
 
-# --- which one a name means -----------------------------------------------------------------------
+# --- the version that a name means ----------------------------------------------------------------
 
 
 def found(
     session: Session, tenant_id: str, wanted: Collection[Source], *, keep: bool = False
 ) -> dict[Source, Datablock]:
-    """The versions that these sources mean now, of those that are there.
+    """Return the existing versions that these sources mean now.
 
-    With `keep` they are not deleted before the end of this transaction.
+    With `keep`, they cannot be deleted before the end of this transaction.
     """
     if not wanted:
         return {}
@@ -81,7 +81,7 @@ def found(
 
 
 def missing(session: Session, tenant_id: str, source: Source) -> str:
-    """Why a source means nothing, and what to do."""
+    """Say why a source means no datablock, and what to do."""
     mine = (Datablock.tenant_id == tenant_id, Datablock.deleted_at.is_(None))
     there = select(Datablock.version).where(*mine, Datablock.name == source.name)
     newest = there.order_by(Datablock.version.desc()).limit(_VERSIONS_TOLD)
@@ -99,7 +99,7 @@ def missing(session: Session, tenant_id: str, source: Source) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class New:
-    """What is to become the next version of `name`; `summary` is core.tensorfile's."""
+    """The data of the next version of `name`; `summary` comes from core.tensorfile."""
 
     tenant_id: str
     user_id: str
@@ -112,7 +112,7 @@ class New:
 
 
 def added(session: Session, new: New) -> Datablock:
-    """The next version; the caller has called `shelve` for its tenant."""
+    """Insert the next version; the caller has called `shelve` for its tenant."""
     of_name = (Datablock.tenant_id == new.tenant_id, Datablock.name == new.name)
     last = session.scalar(select(func.max(Datablock.version)).where(*of_name)) or 0
     row = Datablock(
@@ -135,9 +135,9 @@ def added(session: Session, new: New) -> Datablock:
 
 
 def shelve(session: Session, tenants: Iterable[str]) -> None:
-    """Until the commit nobody else makes versions for these tenants.
+    """Take the right to make versions for these tenants, until the commit.
 
-    The locks are taken in one order, so that two who need several never wait for each other.
+    The locks are taken in one order, so that two transactions that need several cannot deadlock.
     """
     session.execute(_LOCKED, {"shelf": _SHELF, "tenants": sorted(tenants)}).all()
 
@@ -152,18 +152,18 @@ _LOCKED = text(
 )
 
 
-# --- who needs it ---------------------------------------------------------------------------------
+# --- tasks that need a version --------------------------------------------------------------------
 
 
 def use(session: Session, task_id: str, uses: Mapping[str, Datablock]) -> None:
-    """From now on the task needs these versions, by port, until it has ended."""
+    """Record that the task needs these versions, by port, until it has ended."""
     session.add_all(
         DatablockUse(task_id=task_id, port=port, datablock_id=row.id) for port, row in uses.items()
     )
 
 
 def is_needed() -> ColumnElement[bool]:
-    """A condition: a task that has not ended takes this version."""
+    """Condition: a task that has not ended takes this version."""
     return exists().where(
         DatablockUse.datablock_id == Datablock.id,
         Task.id == DatablockUse.task_id,
@@ -172,12 +172,12 @@ def is_needed() -> ColumnElement[bool]:
 
 
 def is_kept() -> ColumnElement[bool]:
-    """A condition: its bytes stay, because it has its name or because it is needed."""
+    """Condition: the version's bytes are kept, because it has its name or is needed."""
     return or_(Datablock.deleted_at.is_(None), is_needed())
 
 
 def holders(session: Session, ids: Collection[str]) -> dict[str, int]:
-    """How many tasks that have not ended need each of these versions; none is left out."""
+    """Return by version how many tasks that have not ended need it; every given id is included."""
     live = and_(Task.id == DatablockUse.task_id, Task.state.not_in(ENDED))
     count = func.count(DatablockUse.task_id.distinct())
     query = (
@@ -190,7 +190,7 @@ def holders(session: Session, ids: Collection[str]) -> dict[str, int]:
     return {id: counted.get(id, 0) for id in ids}
 
 
-# --- where it lies --------------------------------------------------------------------------------
+# --- hosts that have a version --------------------------------------------------------------------
 
 
 def are_taken_by(task: Task) -> bool:
@@ -199,9 +199,9 @@ def are_taken_by(task: Task) -> bool:
 
 
 def seen_on(session: Session, device_id: str, task_id: str) -> None:
-    """On this device's host lie the versions that a task there takes, and those that it published.
+    """Record that this device's host has the versions that the task takes or has published.
 
-    Whoever takes one elsewhere is told so (`places`).
+    Tasks that take such a version elsewhere are told of the host (`places`).
     """
     takes = select(DatablockUse.datablock_id).where(DatablockUse.task_id == task_id)
     made = select(Datablock.id).where(Datablock.task_id == task_id)
@@ -217,13 +217,16 @@ _PLACE = [DatablockPlace.datablock_id, DatablockPlace.device_id]
 
 
 def reach(device: Any) -> Any:
-    """How other hosts get blocks from a device's worker: {"links": [address, port], "secret"}."""
+    """Build SQL for how other hosts reach a device's worker: {"links": [address, port],
+    "secret"}.
+    """
     return func.jsonb_build_object("links", device.links, "secret", device.secret)
 
 
 def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
-    """How to reach the device workers that are up and may have each of these (`reach`), the last
-    seen first, one of each host.
+    """Return how to reach live device workers that may have each version (`reach`).
+
+    The last seen comes first; there is one worker for each host.
     """
     of_host = (
         select(reach(Device).label("reach"), DatablockPlace.seen_at, DatablockPlace.device_id)
@@ -243,11 +246,13 @@ def places(session: Session, ids: Collection[str]) -> dict[str, list[JSON]]:
     return found
 
 
-# --- how much a tenant may keep -------------------------------------------------------------------
+# --- the quota of a tenant ------------------------------------------------------------------------
 
 
 def kept_bytes(session: Session, tenant_id: str) -> int:
-    """Equal bytes count once; what is on its way in counts whole."""
+    """Return the bytes that a tenant keeps; equal bytes count once, unfinished uploads count in
+    full.
+    """
     each = (
         select(Datablock.sha256, func.max(Datablock.size_bytes).label("size_bytes"))
         .where(Datablock.tenant_id == tenant_id, is_kept())
@@ -263,7 +268,7 @@ def kept_bytes(session: Session, tenant_id: str) -> int:
 
 
 def check_room(session: Session, tenant_id: str, more_bytes: int) -> None:
-    """Raises QuotaExceeded if the tenant may not keep so many more bytes."""
+    """Raise QuotaExceeded if the tenant may not keep that many more bytes."""
     quota = settings().datablock_quota_bytes
     if not quota or (kept := kept_bytes(session, tenant_id)) + more_bytes <= quota:
         return
@@ -278,7 +283,7 @@ def check_room(session: Session, tenant_id: str, more_bytes: int) -> None:
 
 
 def as_input(row: Datablock) -> JSON:
-    """How a Launch names it."""
+    """The datablock in the form that a Launch has."""
     return {
         "sha256": row.sha256,
         "size_bytes": row.size_bytes,
@@ -288,5 +293,5 @@ def as_input(row: Datablock) -> JSON:
 
 
 def summary_of(row: Datablock) -> JSON:
-    """Of bytes that are there already."""
+    """The summary of a version that exists already."""
     return {"format": row.format, "tensors": row.tensors, "tensor_count": row.tensor_count}

@@ -1,7 +1,7 @@
-"""Graphs that tasks run: read and checked, kept under their SHA-256, found again by it.
+"""Graphs that tasks run: parsed and checked, stored under their SHA-256, and found by it.
 
-A graph belongs to the tenant that sent it.  Its row is what requests are checked against; its
-canonical bytes lie in the store, where the devices fetch them.
+A graph belongs to the tenant that sent it.  Requests are checked against its row; its canonical
+bytes lie in the store, where the devices fetch them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from app.models import Device, Graph, Task
 from app.settings import settings
 from app.store import Store
 
-NEWS = 1.25  # times more or less than known: else it is not written down again
+NEWS = 1.25  # factor by which a value must differ from the known one to be stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A graph as it was sent, and as it was read; `is_new`: not yet known to be the tenant's.
+    """A graph as it was sent, and parsed; `is_new` means that the tenant's graphs do not include it
+    yet.
 
-    `took_ms` is how long its nodes took when it ran before, on such devices; `made_bytes` is how
-    large their blocks were.
+    `took_ms` is how long its nodes took in earlier runs on such devices; `made_bytes` is how large
+    their blocks were.
     """
 
     sha256: str
@@ -50,7 +51,7 @@ class Sent:
 
 
 def read(body: JSON, pointer: str = "") -> Sent:
-    """Raises BadDescriptor with all its faults."""
+    """Parse a graph.  Raises BadDescriptor with all its faults."""
     graph = taskgraph.parse(body, pointer)
     sha256 = hashlib.sha256(taskgraph.canonical(body)).hexdigest()
     return Sent(sha256=sha256, body=body, graph=graph)
@@ -59,7 +60,9 @@ def read(body: JSON, pointer: str = "") -> Sent:
 def of_tasks(
     session: Session, tenant_id: str, descriptor: Descriptor
 ) -> tuple[dict[str, Sent], list[Fault]]:
-    """The graph of each task that runs one, by the task's name, and what is wrong with them."""
+    """Return the graph of each task that runs one, by the task's name, and the faults of the
+    graphs.
+    """
     found, faults = dict[str, Sent](), list[Fault]()
     for n, task in enumerate(descriptor.tasks):
         if task.run.kind != "graph":
@@ -93,7 +96,9 @@ def _of_task(session: Session, tenant_id: str, task: TaskDescriptor, pointer: st
 
 
 def unknown_functions(sent: Sent, entry_points: Mapping[str, str], listed: str) -> Iterator[Fault]:
-    """Nodes whose function the bundle does not hold; `listed` says which it does."""
+    """Yield a fault for each node with a function that is not in the bundle; `listed` names those
+    that are.
+    """
     for node in sent.graph.nodes:
         sort = entry_points.get(node.function)
         if sort != "function":
@@ -105,7 +110,10 @@ def unknown_functions(sent: Sent, entry_points: Mapping[str, str], listed: str) 
 def too_large(
     descriptor: Descriptor, sent: Mapping[str, Sent], kinds: Mapping[str, Offer]
 ) -> Iterator[Fault]:
-    """Graphs with a node that fits no device of its kind, as far as its blocks are declared."""
+    """Yield a fault for each graph with a node that fits no device of its kind.
+
+    Only declared sizes of blocks are known.
+    """
     for n, task in enumerate(descriptor.tasks):
         offer = kinds.get(task.devices.kind)
         if task.name not in sent or offer is None:
@@ -120,10 +128,10 @@ def too_large(
 def cut(
     session: Session, descriptor: Descriptor, sent: Mapping[str, Sent]
 ) -> tuple[Descriptor, list[Fault]]:
-    """The descriptor with the legs of each graph that may use several islands in its place.
+    """Replace each graph that may use several islands by the tasks into which it is cut (legs).
 
-    Cut for no more islands than there are with such devices, as many as a leg needs at once
-    where it may lie: on a single one all stays whole.
+    It is cut for at most as many islands as can run one such task.  If that is a single island, the
+    graph stays whole.
     """
     legs, faults = dict[str, tuple[Leg, ...]](), list[Fault]()
     for n, task in enumerate(descriptor.tasks):
@@ -157,7 +165,7 @@ def _islands(session: Session, wanted: Devices) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passing:
-    """A copy of a block from one executor to another; None where it is not known, or not yet."""
+    """A copy of a block from one executor to another; a size is None while it is not known."""
 
     block: str
     source: int
@@ -168,7 +176,9 @@ class Passing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who runs what of a task's graph, in the one order of all, and what passes between them."""
+    """The plan of a task's graph: the order of its nodes, their executors, and the blocks copied
+    between them.
+    """
 
     task: str
     graph: str
@@ -179,7 +189,9 @@ class Plan:
 
 
 def plans(session: Session, request_id: str) -> list[Plan]:
-    """Of the tasks of a request that run graphs; made anew, and the same each time."""
+    """Return the plans of a request's graph tasks; computed anew, with the same result each
+    time.
+    """
     tasks = session.scalars(select(Task).where(Task.request_id == request_id).order_by(Task.id))
     return [_plan(session, task) for task in tasks if "graph" in task.descriptor["run"]]
 
@@ -212,7 +224,9 @@ def _plan(session: Session, task: Task) -> Plan:
 
 @lru_cache(maxsize=64)
 def _spread(body: str, run: str, executors: int) -> tuple[Spread, tuple[Copy, ...]]:
-    """Of what a task with this `run` runs of a graph, both as JSON; a large one takes seconds."""
+    """Plan the graph that a task with this `run` runs, both as JSON; a large graph takes
+    seconds.
+    """
     how = json.loads(run)
     graph = of_run(taskgraph.parse(json.loads(body)), how)
     planned = spread(graph, executors)
@@ -230,7 +244,7 @@ def _executor(seat: int) -> int | None:
 
 
 def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
-    """The same, each graph by its hash."""
+    """Replace each graph in the descriptor by its hash."""
     tasks = (
         replace(task, run=_run(task.run, sent[task.name])) if task.name in sent else task
         for task in descriptor.tasks
@@ -239,7 +253,9 @@ def named(descriptor: Descriptor, sent: Mapping[str, Sent]) -> Descriptor:
 
 
 def _run(run: Run, sent: Sent) -> Run:
-    """By its hash; what is known of its nodes is part of it, so that all plan it alike."""
+    """Replace the graph by its hash; add known times and sizes of its nodes, so that all plan it
+    alike.
+    """
     nodes = sent.graph.nodes
     took_ms = {node.name: sent.took_ms[node.name] for node in nodes if node.name in sent.took_ms}
     blocks = [block for node in nodes for block in node.writes if block in sent.made_bytes]
@@ -250,10 +266,10 @@ def _run(run: Run, sent: Sent) -> Run:
 def learn(
     session: Session, task: Task, took_ms: Mapping[str, float], made_bytes: Mapping[str, int]
 ) -> None:
-    """How long nodes of the graph of this task took, and how large what they made was, for its
-    next plans.
+    """Store how long nodes of this task's graph took, and how large their blocks were, for later
+    plans.
 
-    Not if somebody else has just learned something of it: the next time is soon enough.
+    Skipped if another transaction has the row locked: the next run will do.
     """
     sha256 = task.descriptor["run"]["graph"].removeprefix("sha256:")
     mine = select(Graph).where(Graph.tenant_id == task.tenant_id, Graph.sha256 == sha256)
@@ -268,7 +284,10 @@ def learn(
 
 
 def _news(known: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
-    """What is not as known; the tenant's process says it, so names are not added without end."""
+    """Return the values that differ from the known ones.
+
+    The values come from the tenant's process, so the number of names is limited.
+    """
     may_add = len(known) < MAX_KNOWN
     return {
         name: value
@@ -282,7 +301,9 @@ def _differs(known: float, value: float) -> bool:
 
 
 def keep(session: Session, tenant_id: str, sent: Iterable[Sent]) -> bool:
-    """The bytes into the store, then the rows; was any of them new to the tenant?"""
+    """Put the bytes into the store, then insert the rows; True if any graph was new to the
+    tenant.
+    """
     rows = [
         {"tenant_id": tenant_id, "sha256": s.sha256, "nodes": len(s.graph.nodes), "body": s.body}
         for s in {s.sha256: s for s in sent if s.is_new}.values()

@@ -1,10 +1,11 @@
-"""Sends what was committed: nudges to workers, orders to devices.
+"""Send what was committed: nudges to workers, orders to devices.
 
-What goes to a device is signed with the key of this island, once for each message.
+Messages to devices are signed with the key of this island, once for each message.
 
-Nothing here decides or moves a state.  A message may be lost: orders stay in the table until the
-device shows that it took them in, and are sent again after `order_resend_s`; a nudge lost is a
-tick later.  Nothing is sent inside a transaction, and the API never waits for Redis.
+Nothing here decides or changes a state.  A message may be lost: orders stay in the table until the
+device shows that it has received them, and are sent again after `order_resend_s`; a lost nudge only
+delays the work until the next tick.  Nothing is sent inside a transaction, and the API never waits
+for Redis.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def celery() -> Celery:
 
 @lru_cache
 def signer() -> Signer:
-    """The key of this island, which only its own processes may read; beside it lies the public one.
+    """The key of this island, which only its own processes can read; the public key lies beside it.
 
-    It is made if it is not there.
+    The key is created if it does not exist.
     """
     file = settings().island_key_file
     made = Signer.at(file)
@@ -52,7 +53,9 @@ def signer() -> Signer:
 
 
 class Nudger(threading.Thread):
-    """Publishes one nudge for any number of wishes, outside the request that made them."""
+    """Publishes one nudge for any number of requested actions, outside the calls that requested
+    them.
+    """
 
     def __init__(self, name: str, queue: str) -> None:
         super().__init__(name=f"nudge {queue}", daemon=True)
@@ -94,7 +97,7 @@ def hint(message: str, queue: str, text: str = "") -> bool:
 
 
 def tell(device: str, message: Any) -> None:
-    """One message to a device that may be lost: what it says is said again in answers."""
+    """Send one message to a device.  It may be lost, because answers repeat its content."""
     _send_news(device, [encode(message)])
 
 
@@ -104,7 +107,7 @@ def _send_news(device: str, bodies: Sequence[JSON]) -> bool:
 
 
 def reachable() -> bool:
-    """Does Redis answer?  While it does not, silence says nothing about devices."""
+    """True if Redis answers.  If not, silence of devices means nothing."""
     try:
         with celery().connection_for_write() as connection:
             connection.ensure_connection(max_retries=1, timeout=1)
@@ -116,11 +119,12 @@ def reachable() -> bool:
 def take_unsent(
     session: Session, live: Sequence[str] | Select[tuple[str]], *, resend_s: float
 ) -> list[Order]:
-    """Orders of `live` devices, never sent, or sent long ago without an answer; in order.
+    """Take the orders of `live` devices that were never sent, or long ago without an answer; in
+    order.
 
-    From here on they count as sent, in the transaction that ends before they are: if we die
-    between, they are sent again.  Those that another island writes to just now (a gang spans both)
-    are left to it.
+    They count as sent from the end of this transaction, which is before they are sent: if the
+    process dies in between, they are sent again later.  Orders that another island has locked (a
+    gang spans both islands) are left to it.
     """
     stale = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, resend_s)
     due = or_(Order.sent_at.is_(None), Order.sent_at < stale)
@@ -133,7 +137,7 @@ def take_unsent(
 
 
 def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
-    """Publish one message to each device: what it is answered, then its orders.
+    """Publish one message to each device: its answer, then its orders.
 
     Returns the ids of the orders that Redis did not take.  Call it outside any transaction.
     """
@@ -145,12 +149,12 @@ def send(answers: Iterable[Answer], orders: Sequence[Order]) -> list[int]:
     unsent = dict(news)
     for device, bodies in news.items():
         if not _send_news(device, bodies):
-            break  # the rest would wait for the same time-out
+            break  # each of the rest would run into the same timeout
         del unsent[device]
     return [order.id for order in orders if order.device_id in unsent]
 
 
 def mark_unsent(session: Session, ids: list[int]) -> None:
-    """Redis did not take them: they are due in the next round."""
+    """Make orders that Redis did not take due again in the next round."""
     values = {"sent_at": None, "sends": Order.sends - 1}
     session.execute(update(Order).where(Order.id.in_(ids)).values(values))

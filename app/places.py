@@ -1,12 +1,12 @@
-"""Where the store's bytes lie, by name: a folder that every host sees, or a bucket (`app.bucket`).
+"""Places for the store's bytes, by name: a shared folder, or a bucket (`app.bucket`).
 
-A name is a path like "chunks/ten_1/ab/ab12...".  What always holds, for both:
-* a name that is there is whole and durable: bytes are written where nobody looks, made durable,
-  and only then get their name;
-* bytes under a name never change; putting them once more is harmless;
-* in a folder, no other account of the machine can read them (`make_private`, `close_to_others`);
-* `Missing` says that the store answered and has no such name; an OSError says that it did not
-  answer, or could not do it, and says nothing about the name.
+A name is a path like "chunks/ten_1/ab/ab12...". For both kinds these rules always hold:
+* A name that exists is whole and durable: bytes are written under no visible name, made durable,
+  and only then get their name.
+* Bytes under a name never change; to put them again is harmless.
+* In a folder, no other account of the machine can read them (`make_private`, `close_to_others`).
+* `Missing` means that the store answered and has no such name.  An OSError means that the store did
+  not answer, or could not do it; it says nothing about the name.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 
-INCOMING = "incoming"  # bytes without a name; whoever wrote them may have been killed
-PIECE_BYTES = 2**20  # are read at a time
-FLUSH_BYTES = 4 * 2**20  # so much of a file goes to the disk while the rest is still written
-BLOCK_BYTES = 4096  # what bypasses the page cache begins and ends at multiples of this
-OWN_FOLDER, OWN_FILE = 0o700, 0o400  # modes of what we make; no file is ever changed
-OF_OTHERS = 0o077  # the bits of a mode that say what other accounts may do
+INCOMING = "incoming"  # bytes without a name, perhaps left by killed writers
+PIECE_BYTES = 2**20  # size of one read
+FLUSH_BYTES = 4 * 2**20  # bytes after which a flush begins while the file is still written
+BLOCK_BYTES = 4096  # alignment and granularity of writes that bypass the page cache
+OWN_FOLDER, OWN_FILE = 0o700, 0o400  # modes of what we create; no file is ever changed
+OF_OTHERS = 0o077  # the mode bits of other accounts
 
 
 class Missing(Exception):
-    """The store has nothing of this name."""
+    """The store has nothing under this name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +49,9 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """`changed_s` is when it was put, by the clock of the store (`Place.now_s`)."""
+    """A name in the store.  `changed_s` is when it was put, by the store's clock
+    (`Place.now_s`).
+    """
 
     name: str
     size: int
@@ -60,57 +62,57 @@ class Batch(Protocol):
     """Bytes that become durable together; usable from several threads."""
 
     def put(self, name: str, body: Iterable[Bytes]) -> None:
-        """Take the pieces in; they are copied, and need not have their name before `settle`."""
+        """Take the pieces; they are copied, and need not have their name before `settle`."""
 
     def settle(self) -> None:
-        """All that was put is durable and has its name when this returns."""
+        """Make all that was put durable, under its names, before returning."""
 
 
 class Place(Protocol):
-    hands: int  # how many calls at once it takes to keep it busy
-    is_near: bool  # asking whether a name is there costs next to nothing
+    hands: int  # number of concurrent calls that keeps the place busy
+    is_near: bool  # True if a check for a name costs next to nothing
 
     def size(self, name: str) -> int | None:
-        """Bytes under the name, or None if there is no such name."""
+        """The number of bytes under the name, or None if there is no such name."""
 
     def get(self, name: str) -> bytes:
-        """Raises Missing."""
+        """Return all bytes under the name; raises Missing."""
 
     def open(self, name: str) -> IO[bytes]:
-        """A file of this host with the bytes, at its beginning; raises Missing."""
+        """Return a local file with the bytes, at its beginning; raises Missing."""
 
     def read(self, name: str, start: int, end: int) -> Iterator[Bytes]:
-        """The bytes from `start` to `end` (at least one), piece by piece.
+        """Yield the bytes from `start` to `end` (at least one), piece by piece.
 
-        Raises Missing at once; what is asked for later may find the name gone, and is an OSError.
+        Raises Missing at once.  If the name vanishes later, that is an OSError.
         """
 
     def keep(self, pieces: Iterable[Bytes], named: Callable[[], str]) -> None:
-        """Durably keep the pieces, however many, under the name that `named` gives after them."""
+        """Durably store the pieces under the name that `named` returns after the last piece."""
 
     def batch(self) -> contextlib.AbstractContextManager[Batch]: ...
 
     def listed(self, prefix: str) -> Iterator[Named]:
-        """All names below the folder `prefix`, in no order."""
+        """Yield all names below the folder `prefix`, in no order."""
 
     def move(self, name: str, to: str) -> None:
-        """Raises Missing.  What was moved counts as put now."""
+        """Rename; the time of the move counts as the time of the put.  Raises Missing."""
 
     def delete(self, name: str) -> None:
-        """No error if it is not there."""
+        """Delete the name; no error if it does not exist."""
 
     def now_s(self) -> float:
-        """The clock by which `Named.changed_s` is told."""
+        """The time of the clock that `Named.changed_s` uses."""
 
     def tidy(self, *, older_than_s: float) -> int:
-        """Delete what was begun so long ago and never got a name; returns how many."""
+        """Delete unfinished writes older than this that never got a name; returns their number."""
 
 
-# --- only for ourselves -------------------------------------------------------------------------
+# --- access for our account only ----------------------------------------------------------------
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that are missing; no other account may enter them."""
+    """Create the folder and missing folders above it; other accounts may not enter them."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=OWN_FOLDER, exist_ok=True)
@@ -118,16 +120,17 @@ def make_private(folder: Path) -> None:
 
 @functools.cache
 def close_to_others(root: Path, *marks: str) -> None:
-    """Take a folder and all that is in it from other accounts; an earlier version gave it to them.
+    """Remove other accounts' access to a folder and its content, which an earlier version gave
+    them.
 
-    A folder that holds none of the names `marks` was made by somebody else, and stays as it is.
+    A folder that contains none of the names `marks` was not made by us, and is left unchanged.
     """
     if not root.is_dir() or not root.stat().st_mode & OF_OTHERS:
         return
     if not any((root / mark).exists() for mark in marks):
         return
     try:
-        _take_from_others(root)  # first, as nobody else gets past it from now on
+        _take_from_others(root)  # first, since no other account can enter it from now on
         for folder, _, names in os.walk(root):
             for path in (Path(folder), *(Path(folder, name) for name in names)):
                 _take_from_others(path)
@@ -150,7 +153,7 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._durable = {root}  # folders whose own names are: we have seen to it
+        self._durable = {root}  # folders with names that are flushed to disk
 
     def __str__(self) -> str:
         return str(self.root)
@@ -186,7 +189,7 @@ class Folder:
             draft.unlink(missing_ok=True)
 
     def _sync_name(self, path: Path) -> None:
-        """The name in its folder, and, once, that of each folder that holds it in the next one."""
+        """Flush the name in its folder and, once for each, the names of the folders above it."""
         _sync(path.parent)
         new = list(takewhile(lambda folder: folder not in self._durable, path.parents))
         for folder in new:
@@ -216,8 +219,8 @@ class Folder:
         path = self.path(to)
         make_private(path.parent)
         try:
-            # Its age first: whoever is killed between the two leaves a young name, never an old one
-            # in the new place.
+            # First the time: a process killed between the two calls leaves a young name at the old
+            # place, never an old name at the new place.
             os.utime(self.path(name))
             os.rename(self.path(name), path)
         except FileNotFoundError:
@@ -243,7 +246,7 @@ class Folder:
         return folder
 
     def _draft(self, pieces: Iterable[Bytes], *, sync: bool) -> Path:
-        """The pieces in a file without a name, on disk if `sync`."""
+        """Write the pieces to a file without a final name, on disk if `sync`."""
         path = self._incoming() / f"{os.getpid()}-{uuid.uuid4().hex}"
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWN_FILE)
@@ -283,8 +286,9 @@ class Folder:
 
 
 class _FolderBatch:
-    """Many files, and two flushes of the file system for all of them: quicker than one for each
-    file and each of their folders (docs/benchmarks.md).
+    """Writes many files with two flushes of the file system for all of them.
+
+    That is quicker than a flush for each file and each folder (docs/benchmarks.md).
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -328,11 +332,12 @@ def _write(fd: int, left: memoryview) -> None:
 
 
 def _past_the_cache(fd: int, left: memoryview) -> int:
-    """Write whole blocks straight to the disk; how many bytes of them the file system took so.
+    """Write whole blocks directly to the disk; returns the number of bytes that the file system
+    took so.
 
-    Nobody reads a checkpoint soon, so pages of the cache would be taken from who needs them; and
-    a virtual machine that has to be given each new page writes to the cache slower than to its
-    disk: 300 MB took 0.65 s, and take 0.27 s so (docs/benchmarks.md).
+    Checkpoints are not read soon, so they would only displace useful pages from the cache.  Also,
+    on a virtual machine that must be given each new page, a write to the cache is slower than to
+    the disk: 300 MB took 0.65 s, and take 0.27 s this way (docs/benchmarks.md).
     """
     flags, taken = fcntl.fcntl(fd, fcntl.F_GETFL), 0
     try:
@@ -340,7 +345,7 @@ def _past_the_cache(fd: int, left: memoryview) -> int:
         while taken < len(left):
             taken += os.write(fd, left[taken:])
     except OSError as error:
-        if error.errno != errno.EINVAL:  # else it knows no such way, or not from here on
+        if error.errno != errno.EINVAL:  # EINVAL: no direct writes, or no more from here on
             raise
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -349,7 +354,7 @@ def _past_the_cache(fd: int, left: memoryview) -> int:
 
 def _begins_a_page(piece: memoryview) -> bool:
     if piece.readonly:
-        return False  # of bytes that cannot be changed nobody tells where they lie
+        return False  # ctypes gives no address for read-only bytes
     return ctypes.addressof(ctypes.c_char.from_buffer(piece)) % BLOCK_BYTES == 0
 
 
@@ -377,7 +382,7 @@ def _sync(folder: Path) -> None:
 
 
 def _begin_to_flush(fd: int, start: int, end: int) -> None:
-    """So that the disk works while the next piece comes; only fsync says that all is there."""
+    """Start the write to disk while the next piece comes; only fsync confirms that all is there."""
     if _sync_file_range is not None:
         _sync_file_range(fd, start, end - start, _WRITE)
 

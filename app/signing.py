@@ -1,11 +1,12 @@
 """Signatures (Ed25519) of hosts and islands: nothing forged is restored, obeyed or believed.
 
-A sealed body is the signature in hexadecimal digits, a line's end, and the body.  What is signed is
-the body after a context, so that a signature means nothing anywhere else.  A private key never
-leaves the hosts that need it.  A host's public key goes up with each heartbeat, and comes with a
-launch; an administrator gives it to the islands, and an island's public key to the devices.
+A sealed body is the signature in hexadecimal digits, a line end, and the body.  The signature
+covers a context and the body, so that it is worthless for any other purpose.  A private key never
+leaves the hosts that need it.  A host's public key is sent with each heartbeat, and comes back with
+a launch.  An administrator gives it to the islands, and an island's public key to the devices.
 
-Here too: the key by which a device worker gives one block to others, or takes one from them.
+The key with which a device worker gives a block to others, or takes one from them, is made here
+too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _PUBLIC_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class BadSignature(Exception):
-    """Not signed by whom it should be, or not what was signed."""
+    """The signer is wrong, or the content differs from what was signed."""
 
 
 class Signer:
@@ -41,9 +42,10 @@ class Signer:
 
     @classmethod
     def at(cls, path: Path) -> Signer:
-        """The key in this file, which is made if it is not there; only its owner can read it.
+        """Return the signer of the key in this file, which is created if missing; only its owner
+        can read it.
 
-        Devices of one host may start together: the first file that is whole wins.
+        Devices of one host may start together: the first complete file wins.
         """
         with contextlib.suppress(FileNotFoundError):
             return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
@@ -61,7 +63,7 @@ class Signer:
         return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
 
     def publish(self, path: Path) -> None:
-        """Write the public key there, for whoever is to trust it."""
+        """Write the public key to a file, for those that are to trust it."""
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         draft.write_text(f"{self.public}\n")
         draft.replace(path)
@@ -71,12 +73,14 @@ class Signer:
 
 
 def unverified(sealed: bytes) -> bytes:
-    """The body, whoever sealed it: for those who only need to know what it names."""
+    """Return the body without a check of the signature, for uses that only need to know what it
+    names.
+    """
     return sealed[_DIGITS + 1 :]
 
 
 def unsealed(sealed: bytes, *, key: str, context: bytes = CHECKPOINT) -> bytes:
-    """The body that `key` (a public one, hexadecimal) signed; raises BadSignature."""
+    """Return the body that `key` (a public key, hexadecimal) signed; raises BadSignature."""
     signature, end, body = sealed[:_DIGITS], sealed[_DIGITS : _DIGITS + 1], sealed[_DIGITS + 1 :]
     try:
         public = Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
@@ -93,9 +97,9 @@ def is_public_key(written: str) -> bool:
 
 
 def public_key(written: str) -> str:
-    """A public key that is given as 64 hexadecimal digits, or as the path of a file with them.
+    """Return a public key given as 64 hexadecimal digits, or as the path of a file with them.
 
-    Raises ValueError, with words for an operator.
+    Raises ValueError, with a message for an operator.
     """
     found = written
     if not is_public_key(written):
@@ -109,12 +113,13 @@ def public_key(written: str) -> str:
 
 
 def block_key(secret: str, named: str) -> str:
-    """By which a device worker with that secret gives the block with this hash, or takes the input
-    that is called so, and no other: hexadecimal.
+    """Return the key (hexadecimal) for one block or input of the device worker with that secret.
+
+    `named` is the hash of the block, or the name of the input.
     """
     return hmac.digest(bytes.fromhex(secret), b"block " + bytes.fromhex(named), "sha256").hex()
 
 
 def input_name(task: str, epoch: int, port: str) -> str:
-    """What an input of one launch is called where it is brought: 32 bytes in hexadecimal."""
+    """Return the name of an input of one launch for the transfer to it: 32 bytes in hexadecimal."""
     return hashlib.sha256(f"input {task}/{epoch}/{port}".encode()).hexdigest()

@@ -1,10 +1,10 @@
-"""The store: blobs by their SHA-256, manifests by theirs, chunks; in a folder or a bucket.
+"""The store: blobs and manifests by their SHA-256, and chunks; in a folder or a bucket.
 
-Both sides use it: the API keeps uploaded bundles here, device workers keep checkpoints and outputs.
-A blob may be anybody's (equal bytes are kept once); manifests and chunks are one tenant's alone.
-Nothing is ever overwritten, and whatever is read is checked against its name.
+Both sides use it: the API stores uploaded bundles, device workers store checkpoints and outputs.  A
+blob may belong to any tenant (equal bytes are stored once); manifests and chunks belong to one
+tenant.  Nothing is ever overwritten, and whatever is read is checked against its name.
 
-How long things stay that nothing refers to is `GRACE_S`: see `app.sweeping`.
+Data that nothing refers to stays for `GRACE_S`: see `app.sweeping`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from app.signing import BadSignature, unsealed
 T = TypeVar("T")
 
 PIECE = 1 << 20
-#: What somebody saw in the store stays there for so long, whatever happens to whoever names it.  A
-#: writer relies on half of it, so that is how long writing a checkpoint may take.
+#: Data seen in the store stays there for this time, in seconds, even if the last reference goes.
+#: A writer relies on half of it, so writing a checkpoint may take that long.
 GRACE_S = 3600.0
 
 BLOBS, MANIFESTS = "blobs", "manifests"
-UPLOADS = "uploads"  # parts of what is not a blob yet
+UPLOADS = "uploads"  # parts of unfinished uploads
 
 __all__ = ["BLOBS", "GRACE_S", "MANIFESTS", "UPLOADS", "Damaged", "Store", "place_at"]
 
 
 class OtherBytes(Exception):
-    """What was to be put under a hash has another one, `found`; nothing was kept."""
+    """The bytes have the hash `found`, not the hash that was promised; nothing was kept."""
 
     def __init__(self, found: str) -> None:
         self.found = found
@@ -42,9 +42,9 @@ class OtherBytes(Exception):
 
 
 def place_at(address: str | Path) -> Place:
-    """A folder's path, or "s3://bucket/prefix"."""
+    """Return the place at a folder's path, or at "s3://bucket/prefix"."""
     if str(address).startswith("s3://"):
-        from app.bucket import Bucket  # an engine of its own: loaded only where it is used
+        from app.bucket import Bucket  # loads an S3 client: only where it is used
 
         return Bucket(str(address))
     close_to_others(Path(address), BLOBS, INCOMING)
@@ -65,9 +65,9 @@ class Store:
         return self.place.size(blob(sha256)) is not None
 
     def put(self, pieces: Iterable[Bytes], *, promised: str | None = None) -> tuple[str, int]:
-        """Durably keep the bytes; returns their SHA-256 and their number.
+        """Durably store the bytes; returns their SHA-256 and their number.
 
-        Raises OtherBytes if that is not the hash that was `promised`.
+        Raises OtherBytes if the hash differs from the `promised` one.
         """
         digest, size = hashlib.sha256(), 0
 
@@ -91,7 +91,9 @@ class Store:
             return self.put(_pieces(file))
 
     def open(self, sha256: str) -> IO[bytes]:
-        """A file with the blob's bytes, after reading it through; raises Damaged."""
+        """Return a file with the blob's bytes, after reading them all as a check; raises
+        Damaged.
+        """
         file = self._found(sha256, self.place.open)
         try:
             digest = hashlib.sha256()
@@ -106,17 +108,17 @@ class Store:
         return file
 
     def read(self, sha256: str, start: int, end: int, *, whole: bool) -> Iterator[Bytes]:
-        """The blob's bytes from `start` to `end`, piece by piece; raises Damaged, at once if it is
-        not there.
+        """Yield the blob's bytes from `start` to `end`; raises Damaged, at once if the blob is
+        missing.
 
-        A part of a blob is given as it is.  The `whole` is checked on the way: of one that is
-        damaged the last piece never comes.
+        A part of a blob is not checked.  With `whole`, the hash is checked on the way: if it is
+        wrong, the last piece is not yielded.
         """
         pieces = self._found(sha256, lambda name: self.place.read(name, start, end))
         return _checked(pieces, sha256) if whole else pieces
 
     def _found(self, sha256: str, look: Callable[[str], T]) -> T:
-        """What `look` gives for the blob, also for one that is condemned; raises Damaged."""
+        """Return what `look` gives for the blob, even if it is condemned; raises Damaged."""
         for name in (blob(sha256), f"{CONDEMNED}/{blob(sha256)}"):
             with suppress(Missing):
                 return look(name)
@@ -128,17 +130,19 @@ class Store:
         return Chunks(self.place, tenant)
 
     def put_manifest(self, tenant: str, sealed: bytes) -> str:
-        """Durably keep a signed manifest; returns its SHA-256."""
+        """Durably store a signed manifest; returns its SHA-256."""
         sha256 = hashlib.sha256(sealed).hexdigest()
         self.place.keep([sealed], lambda: manifest(tenant, sha256))
         return sha256
 
     def manifest(self, tenant: str, sha256: str, *, key: str) -> Manifest:
-        """The manifest, if it is one of this tenant and `key` signed it; raises Damaged."""
+        """Return the manifest if it is this tenant's and `key` signed it; raises Damaged."""
         return self.manifest_in(self.sealed(tenant, sha256), tenant, key=key)
 
     def manifest_in(self, sealed: bytes, tenant: str, *, key: str) -> Manifest:
-        """The manifest in these bytes, likewise, wherever they are from; raises Damaged."""
+        """Return the manifest in these bytes, from any source, with the same checks; raises
+        Damaged.
+        """
         what = f"manifest {hashlib.sha256(sealed).hexdigest()[:12]}…"
         try:
             found = decode(unsealed(sealed, key=key))
@@ -149,7 +153,7 @@ class Store:
         return found
 
     def sealed(self, tenant: str, sha256: str) -> bytes:
-        """A signed manifest as it was put; raises Damaged."""
+        """Return a signed manifest as it was put; raises Damaged."""
         what = f"manifest {sha256[:12]}…"
         try:
             sealed = fetched(self.place, manifest(tenant, sha256))

@@ -1,18 +1,19 @@
-"""What nothing names any more leaves the store, while others read and write, and no lock is held.
+"""Garbage collection of the store, without locks, while others read and write.
 
-A name goes in two steps.  First it is *condemned*: moved to where readers still find it but writers
-do not.  A grace period later it is deleted, unless it turned out to be named: then it goes back.
+A name is removed in two steps.  First it is *condemned*: moved to where readers still find it but
+writers do not.  A grace period later it is deleted, unless it turned out to be referenced; then it
+is moved back.
 
-Why nothing that is listed is ever lost:
-* a writer counts on a chunk only if it found or put it less than half a grace period before its
-  manifest is there (`workers.checkpoint`), and asks only where nothing is condemned;
-* so if a chunk is condemned between the two, the manifest is there long before the chunk would be
-  deleted, and what is there then is looked at before anything is deleted;
-* whoever began to read before has a whole grace period to finish.
+Why no referenced data is ever lost:
+* A writer relies on a chunk only if it found or put the chunk less than half a grace period before
+  its manifest is stored (`workers.checkpoint`).  It never looks among condemned names.
+* So if a chunk is condemned between the two, its manifest exists long before the chunk would be
+  deleted; and references are read again before anything is deleted.
+* A reader that began earlier has a whole grace period to finish.
 
-Chunks are named by manifests of their tenant; manifests, blobs and parts of uploads by rows.  Rows
-come later than the bytes (a message has to arrive), so what no row names stays for `ORPHANED_S`
-first.  One collector works at a time: the caller sees to that.
+Chunks are referenced by manifests of their tenant; manifests, blobs and parts of uploads by rows.
+Rows are written later than the bytes (a message has to arrive), so data without a row stays for
+`ORPHANED_S` first.  One collector works at a time: the caller ensures that.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from app.store import BLOBS, MANIFESTS, UPLOADS, Store
 
 log = logging.getLogger(__name__)
 
-ORPHANED_S = 86400.0  # how long bytes stay that no row names: a device may be cut off for so long
+ORPHANED_S = 86400.0  # how long data without a row stays: a device may be cut off for so long
 
-#: Of these names of blobs, manifests and parts of uploads, the ones that rows name.
+#: Returns those of the given names of blobs, manifests and parts of uploads that rows refer to.
 Rows = Callable[[Collection[str]], set[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swept:
-    """How many names were condemned, deleted, or found to be named after all."""
+    """Numbers of names that were condemned, deleted, or found to be referenced after all."""
 
     condemned: int = 0
     deleted: int = 0
@@ -52,26 +53,28 @@ class Collector:
         self._read: dict[str, frozenset[str]] = {}  # manifest -> addresses; they never change
 
     def sweep(self) -> Swept:
-        """One round.  It may be ended at any point, or fail because the store is away."""
+        """Run one round.  It may be stopped at any point, or fail because the store is
+        unreachable.
+        """
         now_s, grace_s = self.place.now_s(), self.store.grace_s
 
-        # 1. What may go: names that are old enough.  Looked at first, and what names them after.
+        # 1. Candidates: names that are old enough.  They are listed before their references.
         without_row = chain(*(self.place.listed(kind) for kind in (BLOBS, MANIFESTS, UPLOADS)))
         old = _older(without_row, self.orphaned_s, now_s)
         old += _older(self.place.listed(CHUNKS), grace_s, now_s)
         waiting = list(self.place.listed(CONDEMNED))
 
-        # 2. What is named.
+        # 2. References.
         is_named = self._named([*old, *(_before(found.name) for found in waiting)])
 
-        # 3. Condemn the one, and bring back or delete the other.
+        # 3. Condemn candidates without references; move back or delete condemned names.
         gone = sum(condemned(self.store, name) for name in old if not is_named(name))
         back = [found.name for found in waiting if is_named(_before(found.name))]
         for name in back:
             self._bring_back(name)
         late = set(_older(waiting, grace_s, now_s)) - set(back)
 
-        # 4. What is damaged, what waited long enough, what never got a name.
+        # 4. Delete old damaged and condemned names, and writes that never got a name.
         late |= set(_older(self.place.listed(DAMAGED), self.orphaned_s, now_s))
         for name in late:
             self.place.delete(name)
@@ -81,10 +84,10 @@ class Collector:
     def _bring_back(self, name: str) -> None:
         if self.place.size(_before(name)) is None:
             self.place.move(name, _before(name))
-        else:  # it was put anew meanwhile
+        else:  # it was put again meanwhile
             self.place.delete(name)
 
-    # --- what names what ---
+    # --- references ---
 
     def _named(self, doubtful: Collection[str]) -> Callable[[str], bool]:
         chunks = {name for name in doubtful if name.startswith(f"{CHUNKS}/")}
@@ -100,9 +103,10 @@ class Collector:
         return is_named
 
     def _addresses(self, tenants: Collection[str]) -> dict[str, set[str] | None]:
-        """The chunks of each tenant that a manifest names, condemned ones too.
+        """Return by tenant the chunks that its manifests refer to, including condemned manifests.
 
-        None is "perhaps all of them": of a tenant with a manifest that cannot be read nothing goes.
+        None means "perhaps all": if a manifest of a tenant cannot be read, nothing of the tenant is
+        deleted.
         """
         found: dict[str, set[str] | None] = {tenant: set() for tenant in tenants}
         read: dict[str, frozenset[str]] = {}
@@ -111,7 +115,7 @@ class Collector:
             try:
                 read[name] = self._read.get(name) or self._addresses_in(name)
             except Missing:
-                continue  # it is gone for good
+                continue  # deleted meanwhile
             except BadManifest as error:
                 log.error("%s: %s; nothing of this tenant is collected", name, error)
                 found[tenant] = None
@@ -131,7 +135,7 @@ class Collector:
 
 
 def condemned(store: Store, name: str) -> bool:
-    """Condemn a name that nothing names any more; False if it is not there."""
+    """Condemn a name without references; False if it does not exist."""
     try:
         store.place.move(name, f"{CONDEMNED}/{name}")
     except Missing:
@@ -144,7 +148,7 @@ def _older(found: Iterable[Named], than_s: float, now_s: float) -> list[str]:
 
 
 def _before(name: str) -> str:
-    """What a condemned name was."""
+    """The original name of a condemned name."""
     return name.removeprefix(f"{CONDEMNED}/")
 
 

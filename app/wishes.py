@@ -1,12 +1,12 @@
-"""What people ask for after they submitted: cancel, hold, release, save, move, resize, another
+"""Actions that users request after they submitted: cancel, hold, release, save, move, resize,
 priority.
 
-A wish is written down and answered at once; the island acts on it and writes the state.  Asking
-twice changes nothing more.  Each wish that changes something leaves an event that says who asked.
-After the commit the open streams and the island (or control, if no island has the task yet) hear of
-it; both hints may be lost.
+An action is written and answered at once; the island carries it out and writes the state.  A
+repeated request changes nothing more.  Each request that changes something leaves an event with the
+name of the user.  After the commit, the open streams and the island are notified (or control, if
+the task has no island yet); both notifications may be lost.
 
-What has ended stays as it is: to cancel it is no error, any other wish about it is a Conflict.
+What has ended does not change: to cancel it is no error, any other action is a Conflict.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def change_request(
     labels: dict[str, str] | None,
     by: str,
 ) -> None:
-    """Raises Conflict if the priority of something ended is to change."""
+    """Change priority or labels.  Raises Conflict if the priority of an ended request is to
+    change.
+    """
     if priority is not None and priority != request.priority:
         if request.state in ENDED:
             raise Conflict(f"it is {request.state}, so its priority means nothing any more")
@@ -74,7 +76,7 @@ def change_request(
 
 
 def cancel_task(session: Session, task: Task, *, by: str) -> None:
-    """Raises Conflict for a ticket: it ends with its gang."""
+    """Ask to cancel the task.  Raises Conflict for a ticket, which ends with its gang."""
     if span.is_ticket(task):
         raise Conflict(f"it keeps seats for the task {task.gang_id}, and ends with that: cancel it")
     if _one(session, task, _wish_cancel):
@@ -95,7 +97,7 @@ def resume_task(session: Session, task: Task, *, by: str, as_admin: bool) -> Non
 
 
 def save_task(session: Session, task: Task, *, by: str) -> None:
-    """Raises Conflict unless the task sits on a device."""
+    """Ask for a checkpoint.  Raises Conflict unless the task is on a device."""
     _check_live(task)
     if task.state not in ON_A_DEVICE:
         raise Conflict(f"it is {task.state}; only a task on a device has a new state to save")
@@ -106,7 +108,9 @@ def save_task(session: Session, task: Task, *, by: str) -> None:
 
 
 def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
-    """To the device `to`, or ANYWHERE else; raises Conflict if it cannot be moved."""
+    """Ask for a move to the device `to`, or to ANYWHERE else.  Raises Conflict if the task cannot
+    be moved.
+    """
     _check_live(task)
     if task.state not in ON_A_DEVICE or task.state == State.stopping:
         raise Conflict(f"it is {task.state}; only a task on a device can be moved")
@@ -120,7 +124,7 @@ def move_task(session: Session, task: Task, to: str, *, by: str) -> None:
 
 
 def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
-    """It is to hold `most` devices at most; raises Conflict if it has no ranks to share them."""
+    """Limit the task to `most` devices.  Raises Conflict if it has no ranks that can share them."""
     _check_live(task)
     ranks = task.descriptor["world_size"]
     if ranks == 1:
@@ -138,7 +142,9 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
 
 
 def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
-    """What is on them is to be moved elsewhere.  Who cannot be is paused by the island."""
+    """Ask to move the tasks on these devices elsewhere.  The island pauses tasks that cannot be
+    moved.
+    """
     on_them = Task.seat.in_(list(devices)) & Task.state.in_([State.starting, State.running])
     alone = (Task.devices_min == 1, Task.gang_id.is_(None))
     query = select(Task).where(on_them, *alone).order_by(Task.id)
@@ -150,8 +156,9 @@ def empty_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
 
 
 def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
-    """They take work again: what was to move because of `empty_devices` stays, unless it is being
-    copied already.
+    """Withdraw the moves that `empty_devices` asked for, because the devices take work again.
+
+    Tasks that are being copied already still move.
     """
     wished = Task.seat.in_(list(devices)) & (Task.move_to == ANYWHERE) & Task.moving.is_(None)
     query = select(Task).where(wished).order_by(Task.id)
@@ -163,7 +170,7 @@ def leave_devices(session: Session, devices: Iterable[str], *, by: str) -> None:
 
 
 def _drained(session: Session, task: Task) -> bool:
-    """Whether its move was asked for by who drained its device, and not by anybody else."""
+    """True if the task's last move was asked for because its device is drained."""
     asked = select(Event.data).where(
         Event.request_id == task.request_id,
         Event.task_id == task.id,
@@ -190,13 +197,13 @@ def _check_live(wished_of: Request | Task) -> None:
         raise Conflict(f"it is already {wished_of.state}; nothing changed")
 
 
-# --- how a wish is written ----------------------------------------------------------------------
+# --- writing an action --------------------------------------------------------------------------
 
 Wish = Callable[[Task], bool]
 
 
 def _each(session: Session, request: Request, wish: Wish) -> bool:
-    """Wish it of all tasks that have not ended; locked by id, as the island locks them."""
+    """Apply the action to all tasks that have not ended, locked by id, as the island locks them."""
     query = select(Task).where(Task.request_id == request.id, Task.state.not_in(ENDED))
     locked = query.order_by(Task.id).with_for_update()
     fresh = locked.execution_options(populate_existing=True)
@@ -204,7 +211,7 @@ def _each(session: Session, request: Request, wish: Wish) -> bool:
 
 
 def _one(session: Session, task: Task, wish: Wish) -> bool:
-    """Of a gang that spans islands its tickets are meant, too."""
+    """Apply the action to the task; for a gang that spans islands, to its tickets too."""
     which = Task.gang_id == task.id if task.gang_id == task.id else Task.id == task.id
     query = select(Task).where(which, Task.state.not_in(ENDED)).order_by(Task.id)
     fresh = query.with_for_update().execution_options(populate_existing=True)
