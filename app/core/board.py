@@ -34,7 +34,7 @@ NEVER = math.inf
 
 @dataclass(slots=True, eq=False)
 class Stay:
-    """One task on the devices that it holds.
+    """A task's stay on the devices that it holds.
 
     A stay is charged one full turn when the task is launched, and continuously after that turn.
     After the turn the stay is `ripe` (preemptible).  `rate` is the cost of one second, in
@@ -58,13 +58,13 @@ class Stay:
 
     @property
     def grown(self) -> int:
-        """The number of devices that the task holds beyond those that it needs."""
+        """The number of devices that the task holds beyond its need."""
         return len(self.devices) - self.lane.width if self.task.elastic else 0
 
 
 @dataclass(slots=True)
 class Service:
-    """How well the waiting children of a branch are served with one kind of device (`core.credit`).
+    """The level at which children of a branch are served with one kind of device (`core.credit`).
 
     `level` is a score and never falls.  `weight` is the total weight of the children that waited
     for or held such devices when the level was last measured.  `came` is the total weight of the
@@ -79,9 +79,9 @@ class Service:
 
 @dataclass(slots=True)
 class Pool:
-    """The devices of one kind, and those of them that can be assigned now.
+    """The devices of one kind, and which of them can be assigned now.
 
-    A device whose task is leaving counts as free, unless another task was already launched on it.
+    A device with a leaving task counts as free, unless another task was already launched on it.
     `ends` lists when stays are expected to end: (time, task, devices).
     """
 
@@ -179,8 +179,9 @@ class Pool:
     def best(self, lane: Lane, image_on: str | None, pinned: Iterable[str]) -> list[str]:
         """Choose the devices for a task of this lane; an empty list if too few are free.
 
-        The order is: a device that is empty before one whose task is still leaving; the device that
-        holds the task's image; a device to which no waiting task is pinned; the smallest memory.
+        Empty devices come before devices that a task is still leaving.  After that the order is:
+        the device that holds the task's image; devices to which no waiting task is pinned; the
+        smallest memory.
         """
         if lane.pin is not None:
             return [lane.pin] if self.suits(lane.pin, lane) and lane.pin in self.free else []
@@ -230,7 +231,7 @@ class Pool:
 
 
 class Board:
-    """The state of an island now.  `devices` are those that it knows; `tasks` have not ended."""
+    """The state of an island now.  `devices` are all known ones; `tasks` have not ended."""
 
     def __init__(self, policy: Policy, *, now_s: float) -> None:
         self.policy, self.now_s = policy, now_s
@@ -259,7 +260,7 @@ class Board:
         self.promised: Counter[tuple[Path, str]] = Counter()
         # Queues of which only the beginning is loaded -> the key of the last loaded task.
         self.longer: dict[tuple[Branch, Lane], tuple[int, float, str]] = {}
-        # queues of `longer` whose loaded tasks are used up
+        # queues of `longer` without loaded tasks left
         self.short: set[tuple[Branch, Lane]] = set()
         self.elastic: dict[str, Stay] = {}  # elastic stays that are not leaving
         self.grown = 0  # devices that elastic stays hold beyond their need
@@ -277,7 +278,7 @@ class Board:
         self.lifts: dict[tuple[str, str, str], Lift] = {}
         # the floors that are new since the last plan
         self.lifted: dict[tuple[str, str, str], Lift] = {}
-        # branches and kinds whose tasks on devices ended since the last admission
+        # (branch, kind) of tasks that left devices by ending since the last admission
         self.ended: dict[tuple[Branch, str], None] = {}
         # Entries that joined or left a queue since the last plan that is known to be committed.
         self.new: dict[tuple[Branch, str], None] = {}
@@ -297,7 +298,7 @@ class Board:
         self.started: Counter[tuple[str, str]] = Counter()
         self._aging: list[tuple[float, str, int]] = []
         self._due: dict[str, float] = {}  # urgent task -> when it became urgent
-        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs whose patience ended
+        self.aged: Counter[str] = Counter()  # kind -> devices held by gangs that lost patience
         self._pinned: dict[str, set[str]] = {}  # device -> waiting tasks that may be pinned to it
         self.sought: dict[str, str] = {}  # task -> the host on which room for it is tried just now
         self.kept_for: dict[str, str] = {}  # device -> the task that is being moved to it
@@ -459,7 +460,7 @@ class Board:
         self._offer(device, old)
 
     def _offer(self, device: Device, old: Device | None) -> None:
-        """Add the device to those that can be assigned, or remove it."""
+        """Make the device assignable if it accepts work, otherwise not."""
         pool = self.pools.setdefault(device.kind, Pool(device.kind))
         pool.known += old is None
         pool.hosts[device.id] = device.host
@@ -480,9 +481,7 @@ class Board:
                 self.set_task(self.tasks[self.kept_for[device.id]])
 
     def _give(self, pool: Pool, id: str) -> None:
-        """Make a device assignable if it accepts work, is not held, and is not kept for a moving
-        task.
-        """
+        """Make a device assignable if it is open, not held, and not kept for a moving task."""
         if id in pool.open and id not in self.seated and id not in self.kept_for:
             pool.add(id, leaving=id in self.leaving)
 
@@ -518,7 +517,7 @@ class Board:
         return [self.stays[id] for id in (holder, *self.beside.get(device, ())) if id in self.stays]
 
     def look_at_leases(self) -> list[str]:
-        """Return the tasks on lost devices; close free devices whose lease has ended."""
+        """Return the tasks on lost devices; close free devices if their lease has ended."""
         lost = [
             stay.id
             for stay in self.stays.values()
@@ -532,9 +531,7 @@ class Board:
         return sorted(lost)
 
     def is_lost(self, id: str) -> bool:
-        """True if the device is unknown, or its lease and the grace time after the lease have
-        ended.
-        """
+        """True if the device is unknown, or its lease and grace time have ended."""
         device = self.devices.get(id)
         return device is None or device.lease_until_s + self.policy.lost_grace_s <= self.now_s
 
@@ -629,9 +626,7 @@ class Board:
         return self._holding[task.request] <= (task.id in self.stays)
 
     def _count_holding(self, request: str, change: int) -> None:
-        """Count the request's tasks on devices; requeue its other tasks, which may change in
-        freshness.
-        """
+        """Count the request's tasks on devices; requeue its other tasks if freshness changes."""
         before = self._holding[request]
         self._holding[request] += change
         if not self._holding[request]:
@@ -665,10 +660,9 @@ class Board:
         return on_host(here, pool.home(here.width, here.memory_bytes, self._lent()))
 
     def _lent(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Return for each task that holds more than it needs: how many devices it can return now,
-        and which.
+        """Return for each task that holds more than it needs: the devices it can return.
 
-        Only running tasks count whose branches all hold more than their guarantees.
+        Only running tasks count, if all their branches hold more than their guarantees.
         """
         stays = [
             stay
@@ -699,8 +693,7 @@ class Board:
             heappush(self._wake, (not_before_s, task.id))
 
     def _is_away(self, task: Task) -> bool:
-        """True if the task can't be queued now: it moves, is not loaded yet, or its image isn't
-        durable.
+        """True if the task isn't queued now: it moves, isn't loaded, or has no durable image.
 
         Only a gang has to wait for a durable image.
         """
@@ -733,9 +726,7 @@ class Board:
         return [lane.pin for lane in self.tree.lanes if lane.pin is not None]
 
     def looked_at(self, task: Task, *others: Task) -> None:
-        """Note that a task went first in this round, and which tasks made it first or kept it
-        waiting.
-        """
+        """Note that a task went first in this round, and the tasks that led to it or blocked it."""
         self.tried[task.id] = self.tried.get(task.id, ()) + tuple(other.id for other in others)
 
     def pinned_to(self, device: str) -> list[str]:
@@ -744,23 +735,17 @@ class Board:
         return [id for id in ids if self.pin(self.tasks[id]) == device]
 
     def rate(self, lane: Lane) -> int:
-        """Return the cost of one second on the lane's devices, in thousandths, at the highest
-        device cost.
-        """
+        """Return the highest cost of one second on a lane's devices, in thousandths."""
         pool = self.pools.get(lane.kind)
         cost = max(pool.costs, default=MILLI) if pool is not None else MILLI
         return self._dominant(lane, cost * lane.width)
 
     def rate_of(self, task: Task) -> int:
-        """Return the cost of one second of the task on the devices that it holds, in
-        thousandths.
-        """
+        """Return the cost of one second of the task on its devices, in thousandths."""
         return task.cost or self._cost_of(task.holds)
 
     def cost(self, task: Task, devices: Iterable[str]) -> int:
-        """Return the cost of one second of the task on these devices if charged by memory; else
-        0.
-        """
+        """Return the task's cost of one second on these devices if charged by memory; else 0."""
         if not task.memory_bytes:
             return 0
         held = tuple(devices)
@@ -808,10 +793,10 @@ class Board:
         return [self.tasks[id] for id in sorted(due, key=lambda id: (due[id], id))]
 
     def _promises_due(self) -> dict[str, float]:
-        """Rule F9: return the tasks that must go first by their tier's promise, with the time since
-        when.
+        """Rule F9: return the tasks that must go first by their tier's promise, and since when.
 
-        Only tiers whose promises can all be kept count, so the tasks are fewer than the devices.
+        Only tiers with promises that can all be kept count.  So there are fewer such tasks than
+        devices.
         """
         self._promise_due_s, found = NEVER, {}
         for (kind, tier), ids in self._behind.items():
@@ -826,9 +811,7 @@ class Board:
         return found
 
     def honoured(self, kind: str) -> tuple[str, ...]:
-        """Rule F9: return the tiers whose promises fit the devices; the lowest tiers are shed
-        first.
-        """
+        """Rule F9: return the tiers with promises that fit the devices; the lowest are shed."""
         share, pool = self.policy.tier_share, self.pools.get(kind)
         left = float(pool.size()) if pool is not None else 0.0
         kept = []
@@ -840,15 +823,12 @@ class Board:
         return tuple(kept)
 
     def lead_s(self, task: Task) -> float:
-        """Rule F9: return the time that a turn and a switch may take before an urgent task is
-        seated.
-        """
+        """Rule F9: return how early a task is urgent, since a turn and a switch may come first."""
         burst_s, _ = self._bucket(task)
         return min(self.policy.slice_max_s, burst_s / 4)
 
     def _bucket(self, task: Task) -> tuple[float, float]:
-        """Rule F9: return (how long a task may wait at once in s, what it may wait beyond per
-        second).
+        """Rule F9: return (seconds that a task may wait at once, more of every second).
 
         Both together are the waiting time that a window allows.  If there are at least as many
         devices as tasks with a promise, a task may use all of it at once.  If there are fewer
@@ -902,9 +882,7 @@ class Board:
         return pool is not None and task.width > self.policy.aged_share * pool.size()
 
     def may_age(self, task: Task) -> bool:
-        """Rule F7: True if gangs whose patience ended stay within their share of devices with this
-        task.
-        """
+        """Rule F7: True if gangs with ended patience stay within their share with this task."""
         pool = self.pools.get(task.kind)
         if pool is None or not self._ages(task):
             return pool is not None
@@ -1221,7 +1199,7 @@ LEAST_BURST = 1 / 16
 def been_away(
     away: tuple[tuple[float, float], ...], from_s: float, to_s: float, *, window_s: float
 ) -> tuple[tuple[float, float], ...]:
-    """Return `Task.away` with one more interval, without those that left the window (rule F9).
+    """Return `Task.away` with one more interval, without intervals that left the window (rule F9).
 
     Intervals that end in the same part of a window are merged at the end of both.  The remembered
     time is therefore never too short, and at most one part too long.

@@ -1,4 +1,4 @@
-"""One scheduling round of an island: look at the board, decide, and say why.
+"""Run a scheduling round of an island: look at the board, decide, and say why.
 
 `decide` is pure: the same snapshot at the same instant gives the same plan, in whatever order its
 mappings were filled.  `cycle` runs the same round on a board that is kept up to date; its cost
@@ -51,10 +51,10 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     paper = _Paper(board)
     if not board.goes_on:
         board.in_the_way, board.tried = set(), {}
-    # 1. Mark tasks as lost whose devices' leases have ended.
+    # 1. Mark tasks as lost if the lease of a device has ended.
     _count_the_lost(paper)
     # 2. End tasks that were cancelled while they held no device, and tasks that can never start.
-    # 3. Unlock tasks whose start conditions hold; lock tasks whose conditions don't hold.
+    # 3. Unlock tasks if all start conditions hold; lock tasks with unmet conditions.
     # 4. Carry out requested actions for tasks on devices; empty the devices that are drained.
     _look_at_news(paper)
     # Launch moving tasks that can start now on their new devices.
@@ -354,8 +354,7 @@ def _make_smaller(
 
 
 def _land(paper: _Paper) -> None:
-    """Launch the moving tasks whose image is durable, or lost with its device, on their new
-    devices.
+    """Launch moving tasks on their new devices once the image is durable, or lost.
 
     They held a device until now, so they are not queued; limits still apply.
     """
@@ -387,9 +386,7 @@ class _Kept:
 
 
 def _seat_urgent(paper: _Paper) -> dict[str, _Kept]:
-    """Rules F7, F9: seat the tasks that waited too long; keep devices for those that find too
-    few.
-    """
+    """Rules F7, F9: seat the tasks that waited too long; keep devices for the others."""
     board = paper.board
     kept: dict[str, _Kept] = {}
     for task in board.urgent():

@@ -56,7 +56,7 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """A stay that continues with other `devices`; `leaves` are those that it gives up."""
+    """A stay that continues with other `devices`; `leaves` are the devices that it gives up."""
 
     stay: Stay
     devices: tuple[str, ...]
@@ -180,7 +180,7 @@ def given_back(
 
 
 class _Lacks:
-    """The devices that a task still lacks, and those that its limits are exceeded by."""
+    """The devices that a task still lacks, and by how many its limits are exceeded."""
 
     def __init__(self, board: Board, task: Task, paused: Sequence[Stay]) -> None:
         here, leaf, pool = board.lane(task), board.leaf(task), board.pools.get(task.kind)
@@ -323,7 +323,7 @@ def _could_sit(board: Board, kind: str) -> Task | None:
 
 
 class _Shares:
-    """What growing tasks are given in this round, by branch."""
+    """Devices given to growing tasks in this round, by branch."""
 
     def __init__(self, board: Board) -> None:
         self.board = board

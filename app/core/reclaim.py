@@ -22,7 +22,7 @@ So at one instant no task is paused twice, and between two pauses of one task a 
 would be no cycle even if a slice took no time; such cycles would show as needless turns. Without
 guarantees, a task's place is the scores of its branches from the top down, then its priority, its
 freshness, and its age.  (A launch can make the task's siblings less fresh, and makes none fresher.)
-A pause removes tasks for one whose place is before all of theirs.  So of two sets of running tasks,
+A pause removes tasks for one with a place before all of theirs.  So of two sets of running tasks,
 the later set always has the first task that the other set lacks.
 
 A guarantee puts "does it borrow?" before each score, and the answer depends on what runs.  Three
@@ -60,16 +60,16 @@ LOOK_AHEAD_PAIRS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:  # A stay that is paused, and the rule that allows it: "F5" or "F6/F8".
-    """A stay that is paused, and the rule by which: "F5" or "F6/F8"."""
+class Victim:
+    """A stay that is paused, and the rule that allows it: "F5" or "F6/F8"."""
 
     stay: Stay
     rule: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:  # A leaf with preemptible (`ripe`) stays, compared with the waiting task.
-    """A leaf with ripe stays, and how it compares with who waits."""
+class _Side:
+    """A leaf with preemptible (`ripe`) stays, compared with the waiting task."""
 
     leaf: Branch
     theirs: Branch
@@ -321,7 +321,7 @@ class _Claim:
             # With no more slack the stay would be urgent at once.
             return left_s <= self.board.lead_s(task) + RESOLUTION_S
         promised = self.task.epoch and self.board.policy.tier_share.get(self.task.tier)
-        # Of two tasks behind their promises, the one that would be further behind continues.
+        # Of two tasks behind their promises, the task that would be further behind continues.
         return left_s <= (self.board.slack_s(self.task) if promised else 0.0)
 
     def _rule(self, side: _Side, stay: Stay) -> str | None:
@@ -459,7 +459,7 @@ class _Claim:
         return False
 
     def _on_their_way_out(self, branch: Branch) -> Iterator[tuple[bool, int, Branch]]:
-        """Yield, like `FairTree.keys`, siblings of a branch whose pausing tasks will wait soon."""
+        """Yield, like `FairTree.keys`, siblings of a branch with pausing tasks."""
         for id in sorted(set(self.board.leaving.values())):
             stay = self.board.stays[id]
             task, lane = stay.task, stay.lane
@@ -499,7 +499,7 @@ def _last_beside(
 
 
 def shut_by(board: Board, task: Task) -> Branch | None:
-    """Return the lowest branch above a task whose limits leave no room for it; None if all do."""
+    """Return the lowest branch above a task with limits that leave no room for it, or None."""
     leaf, lane = board.leaf(task), board.lane_in_line(task)
     return next((branch for branch in above(leaf) if not branch.room(lane)), None)
 
