@@ -1,25 +1,26 @@
-"""Inside a resident whose task is a command: a stub that runs a program nobody looks into.
+"""Runs a command, an unmodified program, inside a resident: this stub starts and controls it.
 
     supervisor -> zygote -> (keeper ->) stub (this) -> the command and all that it starts
 
-With a world size above 1 it runs so many times, each time as another rank, in the same folder; they
-are one tree, and their process group is ours (`command_gang`).
+With a world size above 1 the stub starts the command once for each rank, all in the same folder.
+The ranks form one process tree, and their process group is ours (`command_gang`).
 
-It speaks with the supervisor as `executor` does, by the same words, so that seat, orders, lease and
-checkpoints are the same for both sorts of residents.  The difference is what a pause is: the whole
-tree of processes is stopped where it stands (`freezing`), at any moment, and stays in memory.
+The stub uses the same messages as `executor`, so slot, orders, lease and checkpoints work the same
+for both kinds of residents.  Only the pause differs: the whole process tree is stopped at any
+moment (`freezing`) and stays in memory.
 
-What always holds:
-* nothing of the command runs without the seat, nor past the trust deadline: the stub reads that by
-  itself, whoever else hangs, and a tree that does not stop in time is ended;
-* its working folder is kept as an image at each pause and every `checkpoint_every_s`, copied while
-  the tree stands still.  Where the processes are lost the command is started again in that folder;
-* the command cannot reach into the stub, though they are the same user (it is not dumpable, and as
-  process 1 it hears no signal from inside).
+Invariants:
+* No process of the command runs without the slot or past the trust deadline.  The stub reads the
+  deadline by itself, even if the supervisor hangs.  A tree that does not stop in time is killed.
+* The working folder is stored as an image at each pause and every `checkpoint_every_s`; it is
+  copied while the tree is stopped.  If the processes are lost, the command is started again in that
+  folder.
+* The command cannot reach into the stub, though both run as the same user: the stub is not
+  dumpable, and as process 1 it gets no signal from inside.
 
-The **step** of a command only counts up: by one for each line of progress, and for each time that
-it was stopped to be paused or kept.  So an image's step is no other's, and what lives in memory is
-never older than the newest image that was made of it.
+The **step** of a command only counts up: by one for each line of progress, and for each stop for a
+pause or an image.  So no two images have the same step, and the state in memory is never older than
+the newest image of it.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
-FREEZE_WITHIN_S = 5.0  # a tree that does not stop so soon is ended
-END_WITHIN_S = 5.0  # to see all of it gone once it was killed
-MEMORY_S = 1.0  # memory is asked for at most this often
+FREEZE_WITHIN_S = 5.0  # a tree that does not stop within this is killed
+END_WITHIN_S = 5.0  # limit until a killed tree is gone
+MEMORY_S = 1.0  # memory is measured at most this often
 
 
 # --- a life ---------------------------------------------------------------------------------------
 
 
 def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> int:
-    """Live; returns the exit status of the process."""
+    """Run the command; return the exit status of the stub."""
     stub = Stub(wire=wire, bulk=bulk, trust=trust, slab=slab)
     try:
         stub.prepare()
@@ -83,10 +84,14 @@ def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> in
 
 @dataclass
 class Stub:
-    """`held` says why the tree stands still: "pause", "trust", "copy"; it runs while that is empty.
+    """Runs one command task.
 
-    `status` is how the command ended, as `os.waitstatus_to_exitcode` says: it does when the first
-    process of every rank has ended, or when that of one has failed, which is then `failed_rank`.
+    `held` has the reasons why the tree is stopped: "pause", "trust", "copy"; it runs while `held`
+    is empty.
+
+    `status` is how the command ended, as in `os.waitstatus_to_exitcode`.  It is set when the first
+    process of every rank has ended, or when the first process of one rank has failed:
+    `failed_rank`.
     """
 
     wire: Wire
@@ -97,25 +102,26 @@ class Stub:
     step: int = 0
     restarts: int = 0
     is_seated: bool = False
-    has_run: bool = False  # since the step was counted up last
+    has_run: bool = False  # it ran since the step was last counted up
     held: set[str] = field(default_factory=lambda: {"pause"})
     wishes: set[str] = field(default_factory=set)
-    asked_seats: int = 0  # 0: by nobody
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # the first of each rank
-    gang: Gang | None = None  # where there are several
+    asked_seats: int = 0  # 0: no resize was ordered
+    # the first process of each rank
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    gang: Gang | None = None  # set if there are several ranks
     status: int | None = None
     failed_rank: int = 0
     cancelled: bool = False
     reported_s: float = 0.0
     measured_s: float = 0.0
     memory_bytes: int = 0
-    stood_s: float = 0.0  # while on the seat, because its folder was copied
+    stood_s: float = 0.0  # time stopped in the slot while its folder was copied
     tree: Tree = None  # type: ignore[assignment]  # filled by `prepare`
     keeping: Keeping = None  # type: ignore[assignment]
     progress: Progress = None  # type: ignore[assignment]
     devices: Devices = None  # type: ignore[assignment]
     wakeups: Wakeups = None  # type: ignore[assignment]
-    settled: dict[str, JSON] = field(default_factory=dict)  # outputs that are stored, or not
+    settled: dict[str, JSON] = field(default_factory=dict)  # answers to outputs: stored or failed
 
     def say(self, word: str, **said: Any) -> None:
         try:
@@ -140,7 +146,7 @@ class Stub:
             self.progress = Progress(folder / INTERNAL / "metrics", _tell_owner)
             inputs = folder / INTERNAL / "inputs"
             bring_in(self.spec["inputs"], lambda: self.wire.fds.pop(0), inputs)
-            self.tree.end(END_WITHIN_S)  # whatever they started when they were unpickled
+            self.tree.end(END_WITHIN_S)  # kill processes that unpickling started
         except OSError as error:
             raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
         self.keeping = Keeping(self, Folder(folder, self.slab))
@@ -148,7 +154,7 @@ class Stub:
         self.say("prepared", preset={}, capabilities=capabilities(self.devices))
 
     def _fill(self, folder: Path) -> None:
-        """The folder as it was kept, or as a command begins."""
+        """Fill the folder from its image, or from the bundle for a new command."""
         image = self.spec["image"]
         try:
             if not image:
@@ -160,7 +166,7 @@ class Stub:
             (folder / INTERNAL).mkdir()
         except (BadLayout, command_folder.BadFolder, slabs.BadIndex) as error:
             raise _failed("image", f"Its working folder could not be restored: {error}") from error
-        except OSError as error:  # the disk, not the image, is to blame
+        except OSError as error:  # the disk is at fault, not the image
             raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
 
     # --- one turn of the loop ---
@@ -175,7 +181,7 @@ class Stub:
         self._mind_progress()
 
     def _wait(self) -> None:
-        """Until something is heard, or time alone changes something."""
+        """Wait for a message, or until time alone changes something."""
         self.listen(max(0.0, self._quiet_s()), self.wakeups.fd, self.progress.fd)
         self.wakeups.clear()
 
@@ -226,21 +232,21 @@ class Stub:
             self._pause()
 
     def _must_run_to_leave(self) -> bool:
-        """Its device memory leaves only while it is not stopped: then the pause waits for that."""
+        """True if a pause must wait: device memory can leave only while the tree is not stopped."""
         return self.devices.can_leave and bool(self.held)
 
     def _cancel(self) -> None:
-        """Ask all of it to end; the supervisor ends by force what takes too long."""
+        """Ask all processes to end; the supervisor kills what takes too long."""
         self.cancelled = True
         if not self.processes or self.held:
-            raise Ending("stopped")  # it may not run any more, not even to tidy up
+            raise Ending("stopped")  # it may not run any more, not even to clean up
         self.tree.send(signal.SIGTERM)
 
     def _pause(self) -> None:
         self.wishes -= {"pause"}
         self.hold("pause")
         self.count_stop()
-        self.held -= {"trust"}  # off the seat nothing runs anyway
+        self.held -= {"trust"}  # off the slot nothing runs anyway
         self._report()
         self.is_seated = False
         self.say("paused", has_state=bool(self.processes))
@@ -248,7 +254,7 @@ class Stub:
     def _go(self) -> None:
         self.wishes -= {"go"}
         self.is_seated = True
-        if self.gang is not None:  # what they were lent besides, before, is not theirs any more
+        if self.gang is not None:  # extra slots from before are not theirs any more
             self.gang.want(1, tell=False)
         self.keeping.off_the_seat_no_more()
         self._mind_trust()
@@ -270,7 +276,7 @@ class Stub:
     # --- stopping and letting go ---
 
     def hold(self, why: str, within_s: float = FREEZE_WITHIN_S) -> None:
-        """From here on nothing of it runs; raises Ending if it cannot be stopped."""
+        """Stop the tree; raises Ending if it cannot be stopped."""
         try:
             if why == "pause":
                 self.devices.leave(self.tree.pids())
@@ -297,7 +303,7 @@ class Stub:
             raise _failed("exit", f"Its device memory could not be restored: {error}") from error
 
     def count_stop(self) -> None:
-        self.step += self.progress.read()  # what it had written before
+        self.step += self.progress.read()  # lines that it wrote before
         if self.has_run:
             self.step, self.has_run = self.step + 1, False
 
@@ -325,7 +331,7 @@ class Stub:
         threads = str(spec["preset"].get("threads", 1))
         return {
             **os.environ,
-            "PYTHONUNBUFFERED": "1",  # what it prints is seen when it is printed
+            "PYTHONUNBUFFERED": "1",  # its output is seen at once
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
@@ -333,14 +339,14 @@ class Stub:
             "ROUNDHOUSE_DEVICE": spec["kind"],
             "ROUNDHOUSE_PARAMS": json.dumps(spec["params"]),
             "ROUNDHOUSE_INPUTS": str(internal / "inputs"),
-            # One of them tells how far they are: what all tell would be counted several times.
+            # One rank reports progress; reports of all ranks would be counted several times.
             "ROUNDHOUSE_METRICS": os.devnull if rank else str(internal / "metrics"),
             "ROUNDHOUSE_RESTARTS": str(self.restarts),
             **(self.gang.environment(rank, self.restarts) if self.gang is not None else {}),
         }
 
     def _reap(self) -> None:
-        """Whatever has ended; of orphans we are the parent."""
+        """Reap ended processes, also orphans: the stub is their parent."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -353,17 +359,18 @@ class Stub:
             if process.pid != pid:
                 continue
             process.returncode = status
-            if status and self.status is None and not self.cancelled:  # else all may tidy up
+            # after a cancel all ranks may clean up
+            if status and self.status is None and not self.cancelled:
                 self.failed_rank, self.status = rank, status
         codes = [process.returncode for process in self.processes]
         if codes and None not in codes and self.status is None:
             self.status = 0
 
     def end_tree(self) -> None:
-        """The command is over when its first processes are: whatever they left behind ends too."""
+        """Kill what is left of the tree: the command ends with its first processes."""
         if not self.processes:
             return
-        with contextlib.suppress(WontStop):  # as process 1 we take it along when we end
+        with contextlib.suppress(WontStop):  # if the stub is process 1, the tree ends with it
             self.tree.end(END_WITHIN_S)
         for process in self.processes:
             process.returncode = process.returncode or 0
@@ -398,17 +405,19 @@ class Stub:
     # --- the end ---
 
     def settle(self) -> None:
-        """The command has ended by itself, or was asked to: its outputs, and the last word."""
+        """Store the outputs and send the final message, once the command has ended or was
+        canceled.
+        """
         self.end_tree()
         if not self.is_seated:
-            raise Abandoned  # killed while it was frozen: nobody ends without a seat
+            raise Abandoned  # killed while frozen: a task ends only in the slot
         if self.cancelled:
             raise Ending("stopped")
         self.step += self.progress.read() + self.has_run
         self._report()
         folder, publish = Path(self.spec["scratch"]), self.spec["publish"]
         if self.status:
-            with contextlib.suppress(Ending):  # how it failed is what counts
+            with contextlib.suppress(Ending):  # the failure of the command is what counts
                 self._put_artifacts(folder)
             who = f"rank {self.failed_rank}: " if self.gang is not None else ""
             raise _failed("exit", who + _how_it_ended(self.status))
@@ -427,7 +436,7 @@ class Stub:
             self._put(ARTIFACTS, artifacts)
 
     def _put(self, name: str, body: Image | File) -> None:
-        """Into the store, and wait until it is there."""
+        """Store an output and wait until it is stored."""
         what = f"output:{name}"
         self.keeping.finish()
         self.say("saving", what=what, at_step=self.step, size_bytes=body.size_bytes)
@@ -446,26 +455,27 @@ class Stub:
 
 
 class Keeping:
-    """Images of the working folder, one at a time; a thread copies, and nothing waits for it.
+    """Makes images of the working folder, one at a time; a thread copies, and nothing waits for it.
 
-    While the command runs: what changed is copied ahead, then the tree is stopped for the rest.
-    While it is paused: the whole is copied at once, as nothing changes.
+    While the command runs, changed files are copied ahead, then the tree is stopped for the rest.
+    While the command is paused, everything is copied at once, as nothing changes.
     """
 
     def __init__(self, stub: Stub, folder: Folder) -> None:
         self.stub, self.folder = stub, folder
-        self.last_step: int | None = None  # of the newest image that is stored or on its way
-        self.left_s = -1e9  # when that one left
+        self.last_step: int | None = None  # step of the newest image that is stored or on its way
+        self.left_s = -1e9  # when the newest image left
         self.saved_s = self.told_s = time.monotonic()
-        self.stage = ""  # "", "ahead", "copy", or "told": from then on the slab is not ours
-        self.failed = False  # the last one was not stored; the supervisor says when to try again
-        self.is_wished = False  # somebody asked for the one that is being made
+        # "", "ahead", "copy" or "told"; from "told" on the slab is the supervisor's
+        self.stage = ""
+        self.failed = False  # the last image was not stored; the supervisor says when to retry
+        self.is_wished = False  # an order requested the current image
         self._result: Kept | BaseException | None = None
         self._done = False
         self._began_s = 0.0
 
     def due_in_s(self) -> float:
-        """How long until something is to be begun here."""
+        """Return the seconds until the next image is due."""
         if self.stage or not self.stub.processes:
             return 60.0
         if "save" in self.stub.wishes:
@@ -490,7 +500,9 @@ class Keeping:
                 self._copy()
 
     def off_the_seat_no_more(self) -> None:
-        """The seat is more urgent than an image that nobody asked for: what was copied stays."""
+        """Abandon the copy of an image that was not requested: the slot is more urgent.  Copied
+        files stay.
+        """
         self.saved_s = time.monotonic()
         every_s = self.stub.spec["checkpoint_every_s"]
         is_overdue = 0 < every_s < self.saved_s - self.told_s
@@ -503,7 +515,7 @@ class Keeping:
             self.last_step, self.failed = None, True
 
     def finish(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until no image is on its way."""
         while self.stage:
             self.stub.listen(0.05, self.stub.wakeups.fd)
             self.stub.wakeups.clear()
@@ -511,7 +523,7 @@ class Keeping:
                 self._done, self.stage = False, ""
 
     def _copy(self) -> None:
-        """Nothing of it runs, from here until all is copied."""
+        """Stop the tree and copy the folder; the tree stays stopped until all is copied."""
         stub = self.stub
         self._began_s = time.monotonic()
         stub.hold("copy")
@@ -535,7 +547,7 @@ class Keeping:
         self.stub.wakeups.wake()
 
     def _copied(self) -> None:
-        """A thread has done its part."""
+        """Continue after a thread has done its part."""
         stage, result = self.stage, self._result
         self.stage, self._result = "", None
         if stage == "copy":
@@ -575,16 +587,18 @@ class Keeping:
 
 
 def capabilities(devices: Devices) -> list[str]:
-    """What can be done with a command, in the words of a task's `capabilities`.
+    """Return what a command supports, in the terms of a task's `capabilities`.
 
-    "pause": at any moment; "restart": it cannot be moved, but is started again in its working
-    folder; "device_memory": while it is paused its device memory is free for others.
+    "pause": at any moment.  "restart": it cannot be moved, but is started again in its working
+    folder. "device_memory": its device memory is free for other tasks while it is paused.
     """
     return ["pause", "restart", *(["device_memory"] if devices.can_leave else [])]
 
 
 class Wakeups:
-    """A descriptor that can be read when a child has ended or a thread has done its part."""
+    """Provides a descriptor that becomes readable when a child ends or a thread has done its
+    part.
+    """
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -592,7 +606,7 @@ class Wakeups:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is full, so it wakes
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so it wakes already
             os.write(self._write, b"w")
 
     def clear(self) -> None:
@@ -601,7 +615,9 @@ class Wakeups:
 
 
 def _tell_owner(what: str) -> None:
-    """Into its log; in a thread, as the command may have filled that and be stopped."""
+    """Write a line into the task's log, in a thread: the command may have filled the pipe and be
+    stopped.
+    """
 
     def write() -> None:
         with contextlib.suppress(OSError):

@@ -1,16 +1,17 @@
-"""A command's working folder as an image in a slab, and back.
+"""Stores a command's working folder as an image in a slab, and restores it.
 
-A command is a program that nobody looks into, so of its state only the files of its working folder
-can be kept and moved.  They lie in the slab as storages, as the files themselves are; the image's
-graph is a list in JSON of what lies where, so nothing is pickled and nothing unpickled.
+A command is an unmodified program, so only the files of its working folder can be stored and moved.
+Each file lies in the slab as a storage, byte for byte.  The image's graph is a JSON list of the
+files and their places, so nothing is pickled or unpickled.
 
-What always holds:
-* an image is of one moment: `copy` is called while nothing of the command runs;
-* that moment is short: `ahead`, while it still runs, copies what has changed, and `copy` only what
-  changed since.  A file is taken to be unchanged if the kernel says so (inode, size, both times),
-  if it was left alone for a while before it was read, and if nobody has it mapped for writing.
+Invariants:
+* An image shows one moment: `copy` is called while no process of the command runs.
+* That moment is short: `ahead` copies changed files while the command still runs, and `copy` copies
+  only later changes.  A file counts as unchanged if the kernel shows the same inode, size and both
+  times, if it was not changed for a while before it was read, and if no process has it mapped for
+  writing.
 
-`INTERNAL` in the folder is ours, for what belongs to one process only: it does not travel.
+`INTERNAL` in the folder is ours, for data of one process only; it is not part of an image.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ JSON = dict[str, Any]
 INTERNAL = ".roundhouse"
 FORMAT = "roundhouse command 1"
 FILES_LIMIT = 20_000
-SETTLED_NS = 100_000_000  # clocks of file systems are coarse: so long a file may change unseen
-WASTE_BYTES = 2**26  # of the slab, where files lay that have grown or gone
+SETTLED_NS = 100_000_000  # file system clocks are coarse: a file may change unseen for so long
+WASTE_BYTES = 2**26  # limit of unused slab space left by files that grew or are gone
 _PIECE = 2**22
 
-#: (path inside the folder, mode, time of change in ns, number of its storage, target of a link)
+#: (path inside the folder, mode, mtime in ns, number of its storage, target of a link)
 Entry = tuple[str, int, int, int | None, str | None]
 
 
 class TooLarge(Exception):
-    """The folder holds more than can be kept; the message says how much can."""
+    """Raised when the folder holds more than can be stored; the message says how much can."""
 
 
 class BadFolder(Exception):
-    """What a checkpoint says about a working folder is no such thing."""
+    """Raised when a checkpoint describes no valid working folder."""
 
 
 class Abandoned(Exception):
-    """Nobody wants this image any more."""
+    """Raised when the image is no longer wanted."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """Where in the slab a file has its place, and what it was when it was copied there."""
+    """The place of a file in the slab, and its state when it was copied there."""
 
     offset: int
     capacity: int
@@ -67,7 +68,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """An image that lies in the slab; `moved_bytes` had to be copied for it at the last moment."""
+    """An image in the slab; `moved_bytes` were copied while the tree was stopped."""
 
     layout: Layout
     moved_bytes: int
@@ -75,23 +76,23 @@ class Kept:
 
 @dataclass
 class Folder:
-    """The working folder `path` of a command, and the slab that its images lie in."""
+    """The working folder `path` of a command, and the slab for its images."""
 
     path: Path
     slab: Slab
-    is_abandoned: bool = False  # set by another thread: a copy that is under way stops
+    is_abandoned: bool = False  # set by another thread to stop a running copy
     _slots: dict[str, _Slot] = field(default_factory=dict)
     _end: int = 0
 
     def ahead(self) -> None:
-        """Copy what has changed, while the command may be changing it; raises TooLarge."""
-        with suppress(FileNotFoundError, NotADirectoryError):  # a folder that went away
+        """Copy changed files while the command may still change them; raises TooLarge."""
+        with suppress(FileNotFoundError, NotADirectoryError):  # a folder was removed
             self._copy_all(mapped=())
 
     def copy(self, about: JSON, mapped: Collection[str] = ()) -> Kept:
-        """The image, `about` in it; nothing of the command may run.  Raises TooLarge, Abandoned.
+        """Make the image, with `about` in it; no process of the command may run.
 
-        `mapped` are the files that somebody has mapped for writing.
+        `mapped` are files that a process has mapped for writing.  Raises TooLarge, Abandoned.
         """
         found, moved_bytes = self._copy_all(mapped)
         storages = [Extent(offset=slot.offset, size=size) for _, slot, size in found]
@@ -105,7 +106,7 @@ class Folder:
         return Kept(layout=layout, moved_bytes=moved_bytes)
 
     def _copy_all(self, mapped: Collection[str]) -> tuple[list[tuple[str, _Slot, int]], int]:
-        """(each file with its place and its size, bytes that were copied)."""
+        """Copy changed files; return (each file with its place and size, bytes copied)."""
         files = {name: status for name, status in self._files()}
         for name in self._slots.keys() - files.keys():
             del self._slots[name]
@@ -128,7 +129,9 @@ class Folder:
                     yield name, status
 
     def _make_room(self, files: dict[str, os.stat_result]) -> None:
-        """A place for each file; raises TooLarge.  What grew gets a new one, with room to grow."""
+        """Give each file a place; a file that grew gets a new place with spare space.  Raises
+        TooLarge.
+        """
         whole = sum(status.st_size for status in files.values())
         if len(files) > FILES_LIMIT or whole > self.slab.limit_bytes:
             raise TooLarge(
@@ -142,7 +145,7 @@ class Folder:
         held = sum(slot.capacity for slot in self._slots.values()) + wanted
         end, spare = self._end + wanted, _capacity
         if end > 2 * held + WASTE_BYTES or end + 200 * len(files) > self.slab.limit_bytes:
-            self._slots, self._end = {}, 0  # all anew, one behind the other
+            self._slots, self._end = {}, 0  # place all files again, without gaps
             lacking, spare = list(files), _pages
         for name in lacking:
             capacity = spare(files[name].st_size)
@@ -156,7 +159,7 @@ class Folder:
         return slot is not None and status.st_size <= slot.capacity
 
     def _room(self, size: int) -> int:
-        """Where the list goes: behind all files."""
+        """Return the place of the list of files: behind all files."""
         if self._end + size > self.slab.limit_bytes:
             raise TooLarge(
                 f"the list of its files takes {size} bytes more than are left for images"
@@ -164,12 +167,12 @@ class Folder:
         return self._end
 
     def _copy(self, name: str, slot: _Slot) -> int:
-        """Into its place; its length, which is cut off at the end of the place."""
+        """Copy a file into its place; return its length, cut at the end of the place."""
         try:
             fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-                return 0  # gone or replaced meanwhile: only while the command runs
+                return 0  # removed or replaced, which happens only while the command runs
             raise
         with os.fdopen(fd, "rb", buffering=0) as file:
             before, at = os.fstat(fd), 0
@@ -190,12 +193,12 @@ class Folder:
             if entry.is_symlink():
                 target = os.readlink(entry.path)
             elif number is None and not entry.is_dir(follow_symlinks=False):
-                continue  # a socket or a pipe: whoever needs it makes it again
+                continue  # a socket or a pipe: the command makes it again if needed
             yield (name, stat.S_IMODE(status.st_mode), status.st_mtime_ns, number, target)
 
 
 def _below(folder: Path, under: str = "") -> Iterator[tuple[os.DirEntry[str], str]]:
-    """(entry, its path inside), parents before what lies in them, the same order everywhere."""
+    """Yield (entry, its path inside the folder), parents first, in the same order everywhere."""
     with os.scandir(folder) as inside:
         entries = sorted(inside, key=lambda entry: entry.name)
     for entry in entries:
@@ -212,7 +215,7 @@ def _seen(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _capacity(size: int) -> int:
-    """With a quarter of room to grow: a log that is written on keeps its place."""
+    """Return the capacity for a file: a quarter more, so that a growing log keeps its place."""
     return _pages(size + size // 4 + 1)
 
 
@@ -224,7 +227,7 @@ def _pages(size: int) -> int:
 
 
 def restore(slab: Slab, layout: JSON, folder: Path) -> JSON:
-    """Make the empty `folder` what the image says, and return what was said `about` it.
+    """Fill the empty `folder` from the image; return the data that was stored as `about`.
 
     Raises BadLayout, BadFolder; OSError if it cannot be written (the disk is full).
     """
@@ -245,7 +248,7 @@ def restore(slab: Slab, layout: JSON, folder: Path) -> JSON:
             with path.open("xb", buffering=0) as file:
                 write_all(file, slab.view(part.offset, part.size))
             date(path, mode, changed_ns)
-    for of in reversed(folders):  # a time of change only lasts when nothing is put in after
+    for of in reversed(folders):  # last, as adding files changes a folder's mtime
         date(*of)
     return body
 
@@ -261,7 +264,7 @@ def _read(slab: Slab, graph: Extent) -> JSON:
 
 
 def _inside(name: str, made: set[str]) -> str:
-    """`name`, if it lies in a folder that was made here: through no link, and nowhere else."""
+    """Return `name` if it lies in a folder made here, so through no link; else raise BadFolder."""
     parent, _, last = name.rpartition("/")
     if parent not in made or last in ("", ".", "..") or name in ("/", INTERNAL):
         raise BadFolder(f"{name!r:.200} is outside the working folder")
@@ -269,7 +272,7 @@ def _inside(name: str, made: set[str]) -> str:
 
 
 def begun_from(code: Path, folder: Path) -> None:
-    """The working folder of a command that begins: a copy of its bundle, which it may write to."""
+    """Fill the working folder of a new command with a writable copy of its bundle."""
     shutil.copytree(code, folder, dirs_exist_ok=True, symlinks=True, copy_function=_copied)
 
 

@@ -1,8 +1,8 @@
-"""The ranks of a command as its stub sees them: what each is told, and on how many seats they sit.
+"""Manages a command's ranks for its stub: their environment and the number of their slots.
 
-A rank is a process of the command like any other, so the stub cannot rely on it: what they share
-(`workers.ground`) is in their hands.  So here nobody waits for its lock, which a rank might keep
-for ever or be frozen with, and nobody believes what is read there but for the number of seats.
+A rank is a process of the command, so the stub cannot trust it: the ranks can write to the shared
+memory (`workers.ground`).  So the stub never waits for the lock there, which a rank might hold for
+ever or while frozen.  It uses no data from there but the number of slots.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from workers import ground, turns
 from workers.ground import Ground
 
-GANG = "ROUNDHOUSE_GANG"  # of a rank's environment: `Handles` and "rank", as JSON
-SITE = Path(__file__).parent / "site"  # of the PYTHONPATH of its ranks
-LOOK_S = 0.05  # so often it is looked whether the seats have changed
+GANG = "ROUNDHOUSE_GANG"  # environment variable of a rank: `Handles` and "rank", as JSON
+SITE = Path(__file__).parent / "site"  # part of the PYTHONPATH of its ranks
+LOOK_S = 0.05  # interval of looks whether the number of slots has changed
 
 
 class Gang:
-    """Made once for each time that the command begins."""
+    """The ranks of one start of the command."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.handles = ground.make(ranks)
-        self.is_told = True  # that they sit on so many seats as are wanted
+        self.is_told = True  # False until the wanted number of slots is reached and reported
         self._wanted = 1
         self._board = Ground(self.handles)
         self._port = _free_port()
@@ -35,21 +35,23 @@ class Gang:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What its ranks inherit."""
+        """The descriptors that its ranks inherit."""
         handles = self.handles
         return (handles.board, handles.land, handles.lock, *handles.bells)
 
     # --- seats ---
 
     def want(self, seats: int, *, tell: bool) -> None:
-        """It comes true where all ranks meet in a collective; not before, and perhaps never."""
+        """Request a number of slots; it takes effect when all ranks meet in a collective, or
+        never.
+        """
         self._wanted, self.is_told = seats, not tell
 
     def has_resized(self) -> int:
-        """The seats that they have come to sit on, told once; 0 while there is nothing to tell."""
+        """Return the new number of slots, once, when the ranks have adopted it; else 0."""
         words, seats = self._board.words, turns.seats(self._board)
-        # One word, written at once: with the lock or without, and again until it has come true.
-        # Never 0: a rank that has just seen a wish would find none.
+        # The word is written in one store, with or without the lock, and again until it takes
+        # effect.  Never 0: a rank that has just seen a request would then find none.
         if words[turns.WISH] != self._wanted and (words[turns.WISH] or seats != self._wanted):
             words[turns.WISH] = self._wanted
         if self.is_told or seats != self._wanted:
@@ -60,7 +62,9 @@ class Gang:
     # --- what a rank is told ---
 
     def environment(self, rank: int, restarts: int) -> dict[str, str]:
-        """As torchrun says it, and how it finds the others."""
+        """Return a rank's environment: the variables of torchrun, and how it finds the other
+        ranks.
+        """
         given = os.environ.get("PYTHONPATH")
         gang = {**asdict(self.handles), "rank": rank}
         return {
@@ -84,7 +88,9 @@ class Gang:
 
 
 def _free_port() -> int:
-    """For what a script does with torch's own means; behind the walls it has its own loopback."""
+    """Return a free port, for a script that uses torch's own means; a sandbox has its own
+    loopback.
+    """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

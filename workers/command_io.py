@@ -1,11 +1,14 @@
-"""What goes into a command and comes out of it: inputs and outputs as files, and its progress.
+"""Gives a command its inputs as files, and reads its outputs and its progress.
 
-An input lies in the folder ROUNDHOUSE_INPUTS: PORT, the bytes of a file that another command made;
-PORT.pt, what a job or a function gave, as `torch.load` reads it; or PORT.safetensors or PORT.npy, a
-datablock or what was published as one.  An output NAME is the file NAME, or NAME with any ending,
-in the working folder; for whoever takes it as an input it is its bytes.  One that is published is
-safetensors or npy.  What lies in the folder `artifacts` there is kept besides, as a zip.  Progress
-is lines of JSON, each an object, written to ROUNDHOUSE_METRICS.
+Inputs lie in the folder ROUNDHOUSE_INPUTS:
+* PORT: the bytes of a file that another command made;
+* PORT.pt: a value from a job or a function, for `torch.load`;
+* PORT.safetensors or PORT.npy: a datablock, or an output published as one.
+
+An output NAME is the file NAME, or NAME with any extension, in the working folder; a task that
+takes it as an input gets its bytes.  A published output is safetensors or npy.  The files below the
+folder `artifacts` are stored too, as a zip.  Progress is lines of JSON, each an object, written to
+ROUNDHOUSE_METRICS.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ _PIECE = 1 << 20
 
 
 def bring_in(inputs: Mapping[str, JSON], take: Callable[[], int], folder: Path) -> None:
-    """Lay the inputs into the new `folder`; `take` gives the open file of each.  Raises Ending."""
+    """Write the inputs into the new `folder`; `take` returns the open file of each.  Raises
+    Ending.
+    """
     folder.mkdir()
     for port, source in sorted(inputs.items()):
         fd = take()
@@ -54,13 +59,15 @@ def bring_in(inputs: Mapping[str, JSON], take: Callable[[], int], folder: Path) 
 
 
 def _copy(fd: int, path: Path) -> None:
-    """Its own copy: what the command writes there reaches nobody else."""
+    """Copy a file, so that writes of the command reach no other task."""
     with os.fdopen(os.dup(fd), "rb") as file, path.open("xb") as copy:
         shutil.copyfileobj(file, copy, _PIECE)
 
 
 def _unpickle(image: Image, port: str, folder: Path) -> None:
-    """Unpickling runs a tenant's code, so it is done in a process of its own, which then ends."""
+    """Unpickle an image and write its value, in a separate process, as unpickling runs tenant
+    code.
+    """
     read, write = os.pipe2(os.O_CLOEXEC)
     if not (child := os.fork()):
         os.close(read)
@@ -77,7 +84,7 @@ def _unpickle(image: Image, port: str, folder: Path) -> None:
 
 def _lay_down(image: Image, path: Path, write: int) -> None:
     status = 1
-    os.closerange(3, write)  # none of our sockets is theirs
+    os.closerange(3, write)  # closes our sockets
     os.closerange(write + 1, 1 << 16)
     try:
         value = context_switch.value(image, around=Surroundings(), accelerator=Accelerator("cpu"))
@@ -99,7 +106,7 @@ def _lay_down(image: Image, path: Path, write: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file in the working folder, as it lies there."""
+    """A file in the working folder, unchanged."""
 
     path: Path
     size_bytes: int
@@ -111,7 +118,7 @@ class File:
 
 
 def output_of(name: str, folder: Path, *, step: int, publish: bool) -> Image | File:
-    """The output of that name, out of the working folder; raises Ending."""
+    """Return the output of this name from the working folder; raises Ending."""
     found = [path for path in folder.iterdir() if _is_called(path, name)]
     if len(found) != 1:
         there = ", ".join(sorted(path.name for path in found)) or "none"
@@ -144,9 +151,9 @@ def _tensors(path: Path) -> File:
 
 
 def artifacts_of(folder: Path, zipped: Path) -> File | None:
-    """The plain files below `artifacts` in the working folder, as the new file `zipped`.
+    """Zip the plain files below `artifacts` in the working folder into the new file `zipped`.
 
-    None if there are none; raises OSError.
+    None if there are no such files; raises OSError.
     """
     found = sorted(_plain_files(folder / "artifacts"))
     if not found:
@@ -180,18 +187,19 @@ def _is_called(path: Path, name: str) -> bool:
 
 
 class Progress:
-    """A named pipe that the command writes lines to; `metrics` is what the last one said."""
+    """A named pipe to which the command writes lines; `metrics` is the content of the last line."""
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         os.mkfifo(path, 0o600)
-        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # so it never ends
+        # O_RDWR, so that reads never see the end of file
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self.metrics: JSON = {}
         self.is_new = False
         self._rest = b""
         self._complain, self._has_complained = complain, False
 
     def read(self) -> int:
-        """Take in what was written; how many lines of progress that were."""
+        """Read what was written; return the number of lines of progress."""
         data = b""
         with suppress(BlockingIOError):
             data = os.read(self.fd, 1 << 16)

@@ -1,10 +1,10 @@
-"""In a process of a command's rank, once it asks for its process group (`workers.site`).
+"""Joins a process of a command to its gang when it asks for its process group (`workers.site`).
 
     script -> init_process_group(...) -> here: joined to the gang -> the group is ours
 
-From then on it takes turns with the other ranks as a rank of a job does; before that it runs as any
-process.  The first process of a rank that asks is the rank; another one that the script starts, and
-a script that makes a world of another size, gets what torch gives it.
+From then on the process takes turns with the other ranks, as a rank of a job does; before that it
+runs like any process.  The first process of a rank that asks becomes the rank.  Further processes
+that the script starts, and a script that makes a world of another size, get torch's own group.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from workers.ground import LAND_BYTES, Ground, Handles
 from workers.splice import Rank
 from workers.turns import State
 
-# Ranks that wait for each other, or for one that has died, are found out without any deadline; and
-# a clock goes on while all of them are frozen.
+# Ranks that wait for each other, or for a dead rank, are detected without a deadline.  A deadline
+# would also expire while all ranks are frozen.
 DEADLINE_S = 365 * 86400.0
-GO_FIRST_S = 10.0  # so long who ends because of others waits for them to be gone
+GO_FIRST_S = 10.0  # limit of the wait of a rank that ends because of others, until they have ended
 
 _rank: Rank | None = None
-_begun = 1  # default groups so far
+_begun = 1  # default groups made so far
 
 
 def init_process_group(
     stock: Callable[..., None], arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
-    """As torch's own, which is `stock`; whatever backend is asked for, it is `splice`."""
+    """Replace torch's function, which is `stock`: any requested backend becomes `splice`."""
     global _rank
     is_our_own = collectives.BACKEND in (*arguments[:1], named.get("backend"))
     if not is_our_own and _rank is None:
@@ -50,9 +50,9 @@ def init_process_group(
 
 
 def _joined(world_size: int) -> Rank | None:
-    """This process as the rank that it is, on its first turn; None where it is none.
+    """Return this process as its rank, on its first turn; None if it is no rank.
 
-    Raises RuntimeError where it cannot be one.
+    Raises RuntimeError if it cannot become one.
     """
     told = json.loads(os.environ[GANG])
     number = told.pop("rank")
@@ -74,7 +74,9 @@ def _joined(world_size: int) -> Rank | None:
 
 
 def _begin_again(rank: Rank) -> None:
-    """A default group after one that was destroyed: by all, as it takes that one's name."""
+    """Make a default group after one was destroyed; all ranks must call it, as the name is
+    reused.
+    """
     global _begun
     _begun += 1
     store = collectives.SharedStore(rank.turns, rank.timeout_s)
@@ -85,7 +87,7 @@ def _begin_again(rank: Rank) -> None:
 
 
 def _is_open(handles: Handles) -> bool:
-    """Whether these descriptors are still what they were when we were started."""
+    """True if these descriptors are still open as they were at the start of the process."""
     try:
         return os.fstat(handles.land).st_size == LAND_BYTES
     except OSError:
@@ -93,7 +95,7 @@ def _is_open(handles: Handles) -> bool:
 
 
 def _leave(rank: Rank, pid: int) -> None:
-    """This process ends, however."""
+    """End this process's rank; called when the process ends for any reason."""
     if os.getpid() == pid:
         _let_others_go_first(rank)
         rank.turns.finish()
@@ -105,7 +107,9 @@ def _tell(stock: Callable[..., None], rank: Rank, *exception: Any) -> None:
 
 
 def _let_others_go_first(rank: Rank) -> None:
-    """If this one ends because of others: so that who ended first is the one heard, and named."""
+    """If this rank ends because of others, wait for the ranks that ended first, so that they are
+    reported.
+    """
     ground, until_s = rank.turns.ground, time.monotonic() + GO_FIRST_S
     if not rank.turns.words[turns.FAILED]:
         return
