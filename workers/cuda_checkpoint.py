@@ -1,19 +1,19 @@
-"""CUDA processes off the device and back, whatever program they run: the driver's checkpoint API.
+"""Moves CUDA processes off the device and back, whatever they run: the driver's checkpoint API.
 
 `cuCheckpointProcess*` moves all device memory of another process into host memory that the driver
-keeps, and gives the device back: lock, checkpoint; later restore, unlock.  While it is locked the
-process's CUDA calls block; its other threads go on, so it is stopped (`freezing`) afterwards, and
-let go before it is restored: part of the work is done by a thread of that process.
+holds, and frees the device: lock, checkpoint; later restore, unlock.  While a process is locked its
+CUDA calls block and its other threads go on.  So it is stopped (`freezing`) afterwards, and
+continued before it is restored: a thread of that process does part of the work.
 
-What always holds:
-* every call has a deadline: drivers have been seen to hang here for ever, without a word.  A call
-  that is not back in time is left behind, and its process must be ended;
-* several processes leave one after the other, and if one cannot be locked, none is left locked;
-* what the driver cannot do is found out before anybody relies on it (`Devices.found`): then a
-  pause frees no device memory, and the task's capabilities do not say "device_memory".
+Invariants:
+* Every call has a deadline, as drivers have been seen to hang here for ever without an error.  A
+  call that is late is abandoned, and its process must be killed.
+* Several processes leave one after the other; if one cannot be locked, none stays locked.
+* Missing driver support is found before any task relies on it (`Devices.found`): then a pause frees
+  no device memory, and the task's capabilities have no "device_memory".
 
 Limits, by the driver's own documentation: no memory shared between processes (CUDA IPC) before
-driver 610, no unified memory, no MPS; the same device afterwards.
+driver 610, no unified memory, no MPS, and the process returns to the same device.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-LOCK_WITHIN_S = 10.0  # work that was submitted must finish first
-MOVE_WITHIN_S = 180.0  # about 5 GB/s have been seen, and devices have up to 140 GB
-ANSWER_WITHIN_S = 5.0  # calls that move nothing
+LOCK_WITHIN_S = 10.0  # submitted work must finish first
+MOVE_WITHIN_S = 180.0  # about 5 GB/s were measured, and devices have up to 140 GB
+ANSWER_WITHIN_S = 5.0  # limit of calls that move no memory
 _LOOK_S = 0.05
 
-RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)  # CUprocessState
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)  # values of CUprocessState
 _STATES = ("running", "locked", "checkpointed", "failed")
 _REFUSED = frozenset({800, 801, 802, 803})  # not permitted, not supported, not ready, old driver
 
 
 class NotDone(Exception):
-    """The driver did not do it, or not in time; the message says which process and which call."""
+    """Raised when the driver failed or was late; the message says which process and which call."""
 
 
 class Driver(Protocol):
-    """What is asked of the driver; each call raises NotDone with the driver's own words."""
+    """The calls to the driver; each raises NotDone with the driver's own words."""
 
     def state(self, pid: int) -> int: ...
     def lock(self, pid: int, timeout_ms: int) -> None: ...
@@ -52,9 +52,9 @@ class Driver(Protocol):
 
 @dataclass
 class Devices:
-    """The devices under one tree of processes; `away` are those whose device memory has left.
+    """The device memory of one process tree; `away` are the processes without it now.
 
-    `may_go_on` is asked while a call lasts: where it says no, the call is given up.
+    `may_go_on` is called while a driver call lasts; if it returns False, the call is abandoned.
     """
 
     driver: Driver | None
@@ -71,7 +71,7 @@ class Devices:
         return self.driver is not None
 
     def leave(self, pids: Iterable[int]) -> None:
-        """All of their device memory into host memory; raises NotDone: then they must be ended."""
+        """Move the processes' device memory into host memory; after NotDone they must be killed."""
         if self.driver is None or self.away:
             return
         of_devices = [pid for pid in pids if self.is_of(pid)]
@@ -89,7 +89,7 @@ class Devices:
             self.away.append(pid)
 
     def come_back(self) -> None:
-        """Onto the devices again, and on; raises NotDone."""
+        """Move the device memory back and unlock the processes; raises NotDone."""
         if self.driver is None:
             return
         for pid in self.away:
@@ -107,7 +107,7 @@ class Devices:
         self._do("lock", pid, LOCK_WITHIN_S + 1, lambda pid: driver.lock(pid, timeout_ms))
 
     def _do(self, what: str, pid: int, within_s: float, call: Callable[[int], Any]) -> Any:
-        """`call(pid)` in a thread of its own, which is left behind if it is not back in time."""
+        """Run `call(pid)` in a separate thread, which is abandoned if it is late."""
         answer: list[Any] = []
         ended = threading.Event()
 
@@ -133,7 +133,7 @@ class Devices:
 
 
 def _holds_a_device(pid: int) -> bool:
-    """It has a CUDA device open; one that only may is left alone."""
+    """True if the process has mapped a CUDA device; other processes are left alone."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text("utf-8", "replace")
     except OSError:
@@ -154,7 +154,9 @@ _CALLS = (
 
 
 def _driver() -> Driver | None:
-    """The driver, if it has this API and lets us use it; None where nobody can tell in time."""
+    """Return the driver if it has this API and permits its use; None if that is not known in
+    time.
+    """
     try:
         from cuda.bindings import driver as bindings  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -164,7 +166,7 @@ def _driver() -> Driver | None:
     asked = Devices(driver=None)
     try:
         found = asked._do("probe", 0, ANSWER_WITHIN_S, lambda _: _is_served(bindings))
-    except (NotDone, RuntimeError):  # the bindings know the call, and the driver does not
+    except (NotDone, RuntimeError):  # the bindings have the call, but the driver does not
         return None
     return _Bindings(bindings) if found else None
 
@@ -178,7 +180,7 @@ def _is_served(bindings: Any) -> bool:
 
 
 class _Bindings:
-    """`Driver` by way of cuda-bindings."""
+    """Implements `Driver` with cuda-bindings."""
 
     def __init__(self, bindings: Any) -> None:
         self.bindings = bindings

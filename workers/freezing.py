@@ -1,18 +1,17 @@
-"""A tree of processes, stopped at any moment and let go again, whatever it is doing.
+"""Stops a tree of processes at any moment and continues it, whatever it is doing.
 
-Which processes: where the tree has process ids of its own, we are process 1 there and it is all
-others; elsewhere it is all that descends from us, and we adopt orphans, so that neither a double
-fork nor a session of its own leads out of it.
+Which processes: with a PID namespace of its own, this process is process 1 there and the tree is
+all other processes.  Otherwise the tree is all descendants of this process.  It adopts orphans, so
+neither a double fork nor a new session leaves the tree.
 
-How: SIGSTOP, which nobody can catch, block or ignore.  A fork that was under way ends before or
-after the signal, so what is found running is signalled again until every thread of every process
-stands still.  Only then is the tree `frozen`; one that does not get there in time is reported, and
-must be ended by the caller.  What the command itself had stopped stays stopped when it is let go.
+How: SIGSTOP, which no process can catch, block or ignore.  A fork in progress ends before or after
+the signal, so running processes are signalled again until every thread of every process is stopped.
+Only then is the tree `frozen`.  A tree that does not stop in time is reported, and the caller must
+kill it.  Processes that the command itself had stopped stay stopped when the tree continues.
 
-What always holds: after `freeze` returned, no instruction of the tree is executed until `thaw`.  A
-thread inside the kernel that cannot be interrupted (state D) stops before it gets back to its
-program, so such a one is waited for only for a moment: a parent in `vfork` stands there for as long
-as its stopped child.
+Invariant: between the return of `freeze` and `thaw`, the tree executes no instruction.  A thread in
+an uninterruptible system call (state D) stops before it returns to its program.  Such a thread is
+waited for only briefly: a parent in `vfork` stays there as long as its stopped child.
 """
 
 from __future__ import annotations
@@ -30,28 +29,35 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 _STILL = frozenset("TtZXx")  # stopped, traced, or dead
 _IN_KERNEL = "D"
-_PATIENCE_S = 0.25  # so long what is inside the kernel is waited for
+_PATIENCE_S = 0.25  # how long to wait for threads in uninterruptible system calls
 _LOOK_AGAIN_S = 0.0005
 
 
 class WontStop(Exception):
-    """Some of the tree still runs; the message says which processes, and in which state."""
+    """Raised when a part of the tree still runs; the message says which processes, in which
+    states.
+    """
 
 
 class Tree:
-    """All processes below us.  `is_alone`: we are process 1 of process ids of our own."""
+    """The processes of the tree.  `is_alone`: this process is process 1 of its own PID
+    namespace.
+    """
 
     def __init__(self, *, is_alone: bool) -> None:
         if is_alone and os.getpid() != 1:
             raise ValueError("only process 1 is alone; signalling all would reach strangers")
         self.is_alone = is_alone
         self.is_frozen = False
-        self._stopped_before: set[int] = set()  # by the command itself
+        self._stopped_before: set[int] = set()  # processes that the command itself had stopped
         if not is_alone:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def pids(self) -> list[int]:
-        """Empty where the walls hide /proc: then `send` alone knows them, as process 1."""
+        """Return the process ids of the tree; empty if the sandbox hides /proc.
+
+        Without /proc only `send` reaches the processes, if this process is process 1.
+        """
         us = os.getpid()
         if self.is_alone:
             return [pid for pid in _all() if pid != us]
@@ -64,7 +70,7 @@ class Tree:
         return sorted(below - {us})
 
     def freeze(self, within_s: float) -> None:
-        """Raises WontStop."""
+        """Stop the tree; raises WontStop."""
         if self.is_frozen:
             return
         began_s = time.monotonic()
@@ -90,7 +96,7 @@ class Tree:
                 self._send(pid, signal.SIGCONT)
 
     def end(self, within_s: float) -> None:
-        """Kill all of it, and see it gone; raises WontStop if some of it stays."""
+        """Kill the tree and wait until it is gone; raises WontStop if a part of it stays."""
         until_s = time.monotonic() + within_s
         while True:
             self.send(signal.SIGKILL)
@@ -104,21 +110,24 @@ class Tree:
 
     def send(self, number: signal.Signals) -> None:
         if self.is_alone:
-            self._send(-1, number)  # at once: the kernel lets no fork come between
+            self._send(-1, number)  # atomic: no fork can come in between
         else:
             for pid in self.pids():
                 self._send(pid, number)
 
     def memory_bytes(self) -> int:
-        """Memory that is nobody else's; of what is shared with a file, nothing."""
+        """Return the private memory of the tree; memory shared with files does not count."""
         return sum(_memory_bytes(pid) for pid in self.pids())
 
     def written_maps(self, folder: Path) -> set[str]:
-        """Files below `folder` that are mapped for writing: they change unseen by any clock."""
+        """Return files below `folder` that are mapped for writing: they change without a new
+        mtime.
+        """
         return {path for pid in self.pids() for path in _written_maps(pid, f"{folder}/")}
 
     def _send(self, pid: int, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # gone, or seen to move afterwards
+        # gone, or `freeze` sees that it still runs
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
@@ -137,7 +146,7 @@ def _parents() -> dict[int, int]:
 
 
 def _stat(pid: int, thread: str = "") -> list[str]:
-    """State, parent, ... as proc_pid_stat(5) says from its third field on; empty if it is gone."""
+    """Return the fields of proc_pid_stat(5) from the third, the state, on; empty if it is gone."""
     of = _PROC / str(pid)
     if thread:
         of = of / "task" / thread
@@ -145,7 +154,7 @@ def _stat(pid: int, thread: str = "") -> list[str]:
         text = (of / "stat").read_text("utf-8", "replace")
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # its name may hold anything, brackets too
+    return text.rpartition(")")[2].split()  # its name may contain anything, even brackets
 
 
 def _states(pid: int) -> Iterator[str]:
@@ -159,7 +168,7 @@ def _states(pid: int) -> Iterator[str]:
 
 
 def _moving(pid: int) -> str:
-    """The states of those of its threads that do not stand still."""
+    """Return the states of its threads that are not stopped."""
     return "".join(sorted({state for state in _states(pid) if state not in _STILL}))
 
 

@@ -1,12 +1,11 @@
-"""Configure torch as a preset says, and read it back.
+"""Configures torch as a preset says, and reads the settings back.
 
-Which parameters there are, and what they may be, is decided in `app.core.preset`; here each is
-applied to this process and read back from torch itself.  A difference is an error, never a
-warning.
+`app.core.preset` defines the parameters and their values.  This module applies each to this process
+and reads it back from torch itself.  A difference is an error, never a warning.
 
-`fingerprint` is all that is known to change the bits of a result; it travels with every image.
-What of it a process can still change, `impose` makes what it was; what is left makes a restored job
-`equivalent` instead of `exact`.
+`fingerprint` has everything that is known to change the bits of a result; it travels with every
+image.  `impose` restores what a process can still change.  A remaining difference makes a restored
+job `equivalent` instead of `exact`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 class NotTaken(Exception):
-    """The device did not take the preset; `differences` are sentences, one for each parameter."""
+    """Raised when torch did not take the preset; `differences` has a sentence for each
+    parameter.
+    """
 
     def __init__(self, differences: list[str]) -> None:
         self.differences = differences
@@ -51,7 +52,7 @@ def _cudnn_benchmark(wanted: bool) -> None:
 
 
 def _flushes_denormals() -> bool:
-    # torch has no getter: the smallest float64 tells
+    # torch has no getter: test with the smallest float64
     smallest = torch.full((1,), 5e-324, dtype=torch.float64)
     return bool(smallest.mul(1.0).item() == 0.0)
 
@@ -71,12 +72,12 @@ SETTINGS = {
 
 
 def configure(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Apply every parameter to this process; what was read back.  Raises NotTaken."""
+    """Apply every parameter to this process; return the values read back.  Raises NotTaken."""
     found = {}
     for name, value in wanted.items():
         setting = SETTINGS.get(name)
         if setting is None:
-            continue  # not read back: a difference
+            continue  # not read back, so it counts as a difference
         try:
             setting.apply(value)
             found[name] = setting.read()
@@ -100,7 +101,7 @@ _VARIABLES = (
     "OPENBLAS_CORETYPE",
     "OPENBLAS_NUM_THREADS",
     "PYTHONHASHSEED",
-)  # read when a process starts; ATEN_CPU_CAPABILITY is told by `cpu_capability`
+)  # read when a process starts; ATEN_CPU_CAPABILITY is covered by `cpu_capability`
 
 
 def _flag(of: Any, name: str) -> Setting:
@@ -116,7 +117,7 @@ def _attention(name: str) -> Setting:
 
 _matmul, _cudnn, _mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
 
-#: What a process can change at any time, each as it is said in JSON.  The words for all matrix
+#: Settings that a process can change at any time, with values in JSON.  Settings for all matrix
 #: products come before those for one kind, which they would overwrite.
 IMPOSABLE = {
     **SETTINGS,
@@ -150,7 +151,9 @@ IMPOSABLE = {
 
 
 def fingerprint() -> dict[str, Any]:
-    """Everything known to change the bits of a result, as JSON; travels with every image."""
+    """Return everything known to change the bits of a result, as JSON; it travels with every
+    image.
+    """
     return {
         **_of_machine(),
         **_of_cuda(),
@@ -172,7 +175,7 @@ def _of_machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Vendor, family and model: libraries choose their kernels by them."""
+    """Return vendor, family and model of the processor: libraries choose their kernels by them."""
     if not _CPUINFO.exists():
         return platform.processor()
     pairs = (line.partition(":")[::2] for line in _CPUINFO.read_text().splitlines())
@@ -199,18 +202,20 @@ def _of_gpu() -> dict[str, Any]:
 
 
 def impose(before: Mapping[str, Any]) -> list[str]:
-    """Make this process compute like the one of a fingerprint; what is left of `differences`."""
+    """Make this process compute like the process of a fingerprint; return the remaining
+    differences.
+    """
     for name, setting in IMPOSABLE.items():
         if name in before and setting.read() != before[name]:
             try:
                 setting.apply(before[name])
             except (AttributeError, RuntimeError, TypeError, ValueError):
-                continue  # not here, or not any more: a difference
+                continue  # not available or no longer changeable: a difference
     return differences(before, fingerprint())
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A sentence for each thing that may change bits and is not what it was; none: `exact`."""
+    """Return a sentence for each difference that may change bits; none means `exact`."""
     return [
         f"{name}: {_said(before, name)} where the image was made, {_said(now, name)} here"
         for name in sorted({*before, *now})
