@@ -1,1 +1,1 @@
-"""The REST API under /v1: routers, what they take in and give out, and who may call them."""
+"""The REST API under /v1: its routers, the forms of its input and output, and access control."""

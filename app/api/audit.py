@@ -1,7 +1,7 @@
-"""The audit log: what administrators did, and whether its chain still stands.
+"""The audit log: lists what administrators did, and verifies that no record was changed.
 
-A tenant admin reads what concerns its tenant and those below it, without the key and address of who
-is not of these; a platform admin reads everything.
+A tenant admin reads the records of the own tenant and of tenants below it.  Keys and addresses of
+users of other tenants are hidden.  A platform admin reads everything.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def list_audit_events(
     since: Time = None,
     until: Time = None,
 ) -> dict[str, Any]:
-    """Changes of tenants, users, keys, devices, hosts and presets; what was asked of others' work;
-    what was read of other tenants' requests, tasks and checkpoints by id (once an hour); sign-ins.
+    """Lists changes of tenants, users, keys, devices, hosts and presets, sign-ins, and actions on
+    other users' work.  Reading a request, task or checkpoint of another tenant by id is recorded
+    once an hour.
     """
     wanted = {
         AuditEvent.tenant_id: tenant_id,
@@ -126,7 +127,7 @@ def list_audit_events(
     known = of_caller(caller, AuditEvent.user_tenant_id)
     query = select(AuditEvent, known.label("known")).where(of_caller(caller, AuditEvent.tenant_id))
     query = query.where(*(column == value for column, value in wanted.items() if value is not None))
-    if key_id is not None:  # whose key is not shown cannot be asked for either
+    if key_id is not None:  # a key that is not shown to the caller cannot be searched for either
         query = query.where(AuditEvent.key_id == key_id, known)
     if since is not None:
         query = query.where(AuditEvent.at >= since)
@@ -148,7 +149,7 @@ def _shown(row: AuditEvent, *, known: bool, seen: set[str]) -> dict[str, Any]:
 
 
 def _tenants_seen(session: Session, caller: Caller, rows: list[AuditEvent]) -> set[str]:
-    """Of those that a tenant of these rows was put below: one may not be told of others."""
+    """Return the parent tenants named in these rows that the caller may know of."""
     named = {side.get("parent_id") for row in rows for side in (row.before, row.after)} - {None}
     if not named:
         return set()
@@ -175,11 +176,11 @@ def verify_audit_events(
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """Reads the chain from its beginning, or from a record that is `known`, and names the first one
-    that was changed, put in or taken out.
+    """Reads the chain from its beginning, or from a `known` record, and names the first record that
+    was changed, inserted or removed.
 
-    Keep `known` where this database's administrators cannot write: only with it is it found that
-    the end was cut off, or everything written anew.
+    Keep `known` where this database's administrators cannot write.  Without it, a log whose end was
+    cut off, or which was written anew as a whole, cannot be detected.
     """
     id, _, hash = (known or "").partition(":")
     found = audit.verified(session, Known(int(id), hash) if known else Known())

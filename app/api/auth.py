@@ -1,12 +1,13 @@
-"""Who calls: an API key, a token of the identity provider, or a signed-in browser becomes a Caller.
+"""Authenticates calls: an API key, an identity provider's token or a browser session gives a
+Caller.
 
-A key is `rh_<id>_<secret><check>`.  The id finds the row, of the secret only a SHA-256 is kept (it
-has 256 random bits, so a slow hash would add nothing), and the check tells a mistyped key from an
-unknown one without asking the database.  The tenant always comes from the key, never from the body.
+A key is `rh_<id>_<secret><check>`.  The id finds the row.  Only a SHA-256 of the secret is stored;
+as the secret has 256 random bits, a slow hash would add nothing.  The check tells a mistyped key
+from an unknown one without a query.  The tenant always comes from the key, never from the body.
 
-A cookie may read, and may change something only from a page of our own origin.
+A cookie may read.  It may change something only in a call from a page of our own origin.
 
-What a caller may see and act on is in `app.api.reach`.
+`app.api.reach` decides what a caller may see and act on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from app.settings import settings
 COOKIE = rates.SESSION_COOKIE
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 NO_SECRET = ""  # the hash of no secret
-USES_EVERY_S = 60.0  # `last_used_at` is written at most this often
+USES_EVERY_S = 60.0  # seconds; `last_used_at` is written at most this often
 
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
@@ -49,9 +50,10 @@ _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """`scopes`: what its key is narrowed to, None if it is not; `service`: a program.
+    """The user or program that makes a call.
 
-    `in_root`: of the root tenant, which owns no share and so submits nothing.
+    `scopes` are the only ones that the key has, or None if it has all; `service`: a program.
+    `in_root`: of the root tenant, which owns no share and so cannot submit work.
     """
 
     user_id: str
@@ -81,7 +83,7 @@ def new_key(
     scopes: Sequence[str] | None = None,
     expires_at: datetime | None = None,
 ) -> str:
-    """Make a key; returns the token, which nobody can ever read again."""
+    """Make a key; returns the token, which cannot be read again."""
     if role not in ROLES:
         raise ValueError(f"there is no role {role!r}; roles are {', '.join(ROLES)}")
     id = _random(_ID_LENGTH)
@@ -103,7 +105,7 @@ def new_key(
 
 
 def id_of(token: str) -> str | None:
-    """The public part of a token, or None if it was mistyped or never was one."""
+    """Return the public part of a token, or None if the token is mistyped or not one of ours."""
     parts = token.split("_")
     if len(parts) != 3 or parts[0] != "rh" or len(parts[1]) != _ID_LENGTH or not token.isascii():
         return None
@@ -112,7 +114,10 @@ def id_of(token: str) -> str | None:
 
 
 def caller_of_key(session: Session, token: str) -> Caller:
-    """Raises Unauthenticated, with the same words for a wrong, an expired and a revoked key."""
+    """Return the caller to whom a valid key belongs.
+
+    Raises Unauthenticated, with the same words for a wrong, an expired and a revoked key.
+    """
     id = id_of(token)
     if id is None:
         raise Unauthenticated("this is not an API key: mistyped, or cut short?")
@@ -123,7 +128,7 @@ def caller_of_key(session: Session, token: str) -> Caller:
 
 
 def owner_of_key(session: Session, token: str) -> Caller | None:
-    """Whom a key names, whether it opens anything or not."""
+    """Return the owner of the key that the token names, even if the token does not authenticate."""
     id = id_of(token)
     if id is None:
         return None
@@ -158,7 +163,7 @@ def _owners(*which: ColumnElement[bool]) -> Any:
     )
 
 
-# Every call asks one of these, and to build a statement costs more than to run it.
+# Prepared once, because every call runs one of them and building costs more than running it.
 _OF_KEY = _callers(ApiKey.id == bindparam("id"))
 _OF_COOKIE = _callers(
     ApiKey.id
@@ -207,12 +212,15 @@ def _sha256(token: str) -> str:
 
 
 def caller_of_token(session: Session, token: str) -> Caller:
-    """Raises Unauthenticated, Forbidden or Unavailable."""
+    """Return the caller of an identity provider's token.
+
+    Raises Unauthenticated, Forbidden or Unavailable.
+    """
     provider = people.provider()
     if provider is None:
         raise Unauthenticated("this is not an API key, and tokens are not taken here")
     person = people.of_token(session, provider, token)
-    # All tokens of somebody count as one key.
+    # All tokens of a person count as one key.
     return _caller_of(person, key_id=f"oidc-{person.user_id}")
 
 
@@ -221,9 +229,9 @@ def _caller_of(person: Person, *, key_id: str) -> Caller:
 
 
 def sign_in_person(session: Session, person: Person) -> tuple[Caller, str]:
-    """Open a browser session for somebody who has just signed in: (who it is, the cookie's value).
+    """Open a browser session for a person who has just signed in; returns (caller, cookie value).
 
-    It stands for a key that nobody has, so it is listed and can be revoked like one.
+    The session belongs to a key without a secret, so it is listed and can be revoked like a key.
     """
     ends = _session_ends()
     key = session.scalar(
@@ -252,10 +260,10 @@ def sign_in_person(session: Session, person: Person) -> tuple[Caller, str]:
 
 
 def sign_in(session: Session, token: str) -> tuple[Caller, str]:
-    """Open a browser session for a key: (who it is, the cookie's value); raises Unauthenticated."""
+    """Open a browser session for a key: returns (caller, cookie value); raises Unauthenticated."""
     caller = caller_of_key(session, token)
     if caller.service or caller.scopes is not None:
-        # The pages show all that a role may see, and a program reads none.
+        # The pages show all that a role may see, and a program reads no pages.
         raise Unauthenticated("this key is for programs: it has scopes, or is a service account's")
     return caller, _new_cookie(session, caller.key_id, _session_ends())
 
@@ -275,7 +283,10 @@ def sign_out(session: Session, cookie: str) -> None:
 
 
 def caller_of_cookie(session: Session, cookie: str) -> Caller:
-    """Raises Unauthenticated; a revoked key ends its browser sessions."""
+    """Return the caller of a browser session.
+
+    Raises Unauthenticated; a revoked key ends its browser sessions.
+    """
     row = session.execute(_OF_COOKIE, {"sha256": _sha256(cookie)}).one_or_none()
     if row is None:
         raise Unauthenticated("you are not signed in any more")
@@ -283,7 +294,7 @@ def caller_of_cookie(session: Session, cookie: str) -> Caller:
 
 
 def from_our_origin(request: Request) -> bool:
-    """Whether a browser says that a page of ours made this call."""
+    """True if the browser reports that one of our own pages made this call."""
     if site := request.headers.get("sec-fetch-site"):
         return site == "same-origin"
     host = request.headers.get("host")
@@ -303,7 +314,7 @@ _cookie = APIKeyCookie(
 
 
 async def identified(request: Request) -> Caller:
-    """Whose call it is; looked up at most once for a call."""
+    """Return the caller; looked up at most once per call."""
     known: Caller | None = getattr(request.state, "caller", None)
     if known is None:
         known = request.state.caller = await _identified(request)
@@ -332,7 +343,10 @@ async def authenticated(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
     cookie: Annotated[str | None, Security(_cookie)],
 ) -> Caller:
-    """The caller, whose scope allows this call.  `bearer` and `cookie` are for the document."""
+    """Return the caller, after a check of the scope.
+
+    `bearer` and `cookie` are only there for the OpenAPI document.
+    """
     caller = await identified(request)
     _check_scope(caller, request.scope["route"])
     audit.begin(session, call_of(request, caller, operation_id(request.scope["route"])))
@@ -340,7 +354,7 @@ async def authenticated(
 
 
 def _known(token: str) -> Caller | None:
-    """Without a look into the database."""
+    """Return a recently seen caller without a query, or None."""
     if (caller := callers.get(token)) is not None:
         uses.note(caller.key_id)
     return caller
@@ -369,7 +383,7 @@ async def _in_turn(request: Request, credential: str, look_up: LookUp) -> Caller
 
 
 def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
-    counted = rates.count_known(request, credential)  # no connection is held yet
+    counted = rates.count_known(request, credential)  # no database connection is held yet
     if not counted:
         wrong_keys.check_address(request)
     try:
@@ -385,7 +399,7 @@ def _counted(request: Request, credential: str, look_up: LookUp) -> Caller:
 
 
 def count_wrong_key(session: Session, request: Request, token: str, operation: str) -> None:
-    """Count and record a credential that did not let its caller in."""
+    """Count and record a credential that did not authenticate."""
     owner = owner_of_key(session, token)
     if owner is not None:
         call = call_of(request, owner, operation)
@@ -403,7 +417,10 @@ def _check_scope(caller: Caller, route: ScopedRoute) -> None:
 
 
 def call_of(request: Request, caller: Caller, operation: str) -> audit.Call:
-    """For the audit log.  Behind a proxy that uvicorn trusts the address is the client's."""
+    """Describe the call for the audit log.
+
+    Behind a proxy that uvicorn trusts, the address is the client's.
+    """
     return audit.Call(
         operation=operation,
         user=caller.user_name,
@@ -424,7 +441,7 @@ def check_role(caller: Caller, *roles: str) -> None:
 
 
 def require(*roles: str) -> Any:
-    """A dependency: the caller, who has one of these roles; raises Forbidden."""
+    """Return a dependency that gives the caller; it raises Forbidden without one of these roles."""
 
     async def allowed(caller: Authed) -> Caller:
         check_role(caller, *roles)
@@ -442,7 +459,7 @@ Submitter = Annotated[Caller, require("platform_admin", "tenant_admin", "member"
 
 
 class Uses:
-    """Collects which keys were used, so that a call does not have to write a row for it."""
+    """Collects which keys were used, so that a call need not write a row."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -41,7 +41,7 @@ _BODY = {
     "description": "a zip, tar or tar.gz",
     "content": {
         kind: {"schema": {"type": "string", "format": "binary"}}
-        # The first is what generators of clients know to send; the bytes say which archive it is.
+        # Client generators send the first of these; the bytes tell which kind of archive it is.
         for kind in (
             "application/octet-stream",
             "application/zip",
@@ -70,11 +70,12 @@ async def put_bundle(
     caller: Submitter,
     content_range: ContentRange = None,
 ) -> Response:
-    """The bytes are the archive itself.  It is looked through without running or unpacking it:
-    plain files only, no path that leaves the bundle, limits on number and size.
+    """The body is the archive itself.  The service inspects the archive without running or
+    unpacking it: plain files only, no path that leaves the bundle, limits on number and size.
 
-    A large one can be sent in parts, and goes on where it broke: ask with `bytes */TOTAL` how far
-    it is.  What your tenant has need not be sent again, and is no error (200 instead of 201).
+    A large archive can be sent in parts, and resumed after a break: ask with `bytes */TOTAL` how
+    much has arrived.  A bundle that your tenant already has need not be sent again; sending it is
+    no error (200 instead of 201).
     """
     length = http.headers.get("content-length")
     if content_range is None and length is None:
@@ -93,7 +94,10 @@ def _wanted(caller: Caller, sha256: str, size_bytes: int) -> Wanted:
 
 
 async def _of_unknown_length(http: HttpRequest, caller: Caller, sha256: str) -> Begun | Done:
-    """One that breaks is begun anew; its size is limited at the edge."""
+    """Receive an upload of unknown length; after a break it starts again from the beginning.
+
+    The middleware in `app.api.edge` limits its size.
+    """
     with tempfile.TemporaryFile(prefix="roundhouse-bundle-") as file:
         async for piece in http.stream():
             await run_in_threadpool(file.write, piece)
@@ -114,7 +118,7 @@ def _stored(done: Done) -> JSONResponse:
 
 
 def _looked_through(sha256: str) -> dict[str, Any]:
-    """Look through a stored bundle; raises Gone if the store does not have it any more."""
+    """Inspect a stored bundle; raises Gone if the store does not have it any more."""
     with tempfile.NamedTemporaryFile(prefix="roundhouse-bundle-") as file:
         try:
             with Store.at(settings().store_address).open(sha256) as stored:
@@ -132,7 +136,7 @@ def _looked_through(sha256: str) -> dict[str, Any]:
     responses=declared(404),
 )
 def get_bundle(sha256: Sha256, caller: Authed, session: Db) -> Bundle:
-    """What is known of it; its bytes are for the devices only."""
+    """Shows what is known of the bundle.  Only devices can read its bytes."""
     return _visible(session, caller, sha256)
 
 
@@ -143,14 +147,14 @@ def get_bundle(sha256: Sha256, caller: Authed, session: Db) -> Bundle:
     responses=declared(404),
 )
 def head_bundle(sha256: Sha256, caller: Authed, session: Db) -> Response:
-    """Tells whether it must be uploaded, without a body."""
+    """Tells whether the bundle must be uploaded; the answer has no body."""
     _visible(session, caller, sha256)
     return Response()
 
 
 @router.get("/bundles", response_model=Page[BundleOut], summary="List your tenant's bundles")
 def list_bundles(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """By the SHA-256 of their bytes."""
+    """Lists the bundles in the order of their SHA-256."""
     query = select(Bundle).where(Bundle.tenant_id == caller.tenant_id)
     return paging.read(session, query, by=Bundle.sha256).page()
 

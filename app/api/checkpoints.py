@@ -1,4 +1,4 @@
-"""Checkpoints: which tensors are in one, and those as a safetensors file."""
+"""Checkpoints: lists the tensors in a checkpoint, and exports them as a safetensors file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FILE = {
 
 @router.get("/checkpoints/{id}", response_model=CheckpointOut, summary="Show a checkpoint")
 def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
-    """When it was made, at which step, how large it is, and who signed it."""
+    """Shows when it was made, at which step, how large it is, and which host signed it."""
     return _visible(session, caller, id)
 
 
@@ -46,7 +46,9 @@ def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
     responses=declared(410, 503),
 )
 def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """All that its job holds, found by attribute; it is not unpickled for that."""
+    """Lists all tensors that the job holds, by attribute; the checkpoint is not unpickled for
+    that.
+    """
     manifest = _manifest(_visible(session, caller, id))
     tensors = [
         {
@@ -70,10 +72,11 @@ def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 def export_checkpoint(
     id: str, caller: Authed, session: Db, names: Names = None
 ) -> StreamingResponse:
-    """Every tensor for itself, contiguous, whatever it shared memory with.
+    """Writes every tensor separately and contiguous, even if tensors shared memory.
 
-    What safetensors has no word for is left out, and named in the file's metadata.  If a chunk
-    turns out to be damaged on the way, the answer ends before its `Content-Length`.
+    Tensors of types that safetensors does not have are left out, and named in the file's metadata.
+    If a chunk turns out to be damaged during the download, the answer ends before its
+    `Content-Length`.
     """
     checkpoint = _visible(session, caller, id)
     chunks = _store().chunks(checkpoint.tenant_id)

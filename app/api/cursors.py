@@ -1,7 +1,7 @@
-"""Keyset pages: an opaque cursor names the last item seen, and the next page starts after it.
+"""Keyset pagination: an opaque cursor names the last item seen, and the next page starts after it.
 
-A list takes a `Paged`, and reads with `paging.read`, or, where the rows come from elsewhere, up to
-`paging.most` of them after `paging.cursor` and cuts them with `paging.cut`.
+A list takes a `Paged` and reads with `paging.read`.  If its rows come from elsewhere, it takes up
+to `paging.most` of them after `paging.cursor` and cuts them with `paging.cut`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def seal(*key: Any) -> str:
 
 
 def opened(cursor: str, parts: int = 1, *, where: str = "?cursor") -> list[str]:
-    """The key in a cursor; raises BadInput."""
+    """Return the key in a cursor; raises BadInput."""
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):
@@ -65,20 +65,20 @@ def _bad(where: str) -> BadInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The rows of one page, and the cursor of the next, if there is one."""
+    """The rows of one page, and the cursor of the next page, if there is one."""
 
     rows: list[Any]
     next_cursor: str | None
 
     def page(self, shown: Sequence[Any] | None = None) -> dict[str, Any]:
-        """The answer: the rows, or what is `shown` for each of them."""
+        """Return the answer: the rows, or what is `shown` for each of them."""
         items = self.rows if shown is None else list(shown)
         return {"items": items, "next_cursor": self.next_cursor}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paging:
-    """Which page is asked for.  `marked`: its cursors are of no use in other lists."""
+    """The page that is requested.  `marked`: its cursors are rejected by other lists."""
 
     http: Request
     response: Response
@@ -88,7 +88,7 @@ class Paging:
 
     @property
     def cursor(self) -> str | None:
-        """What `cut` was given for the last item of the page before; raises BadInput."""
+        """The key of the last item of the page before, as given to `cut`; raises BadInput."""
         if self.given is None:
             return None
         if not self.given.startswith(self._mark):
@@ -97,7 +97,7 @@ class Paging:
 
     @property
     def _mark(self) -> str:
-        """Of this list: a cursor of another one names an item that is nowhere in this one."""
+        """Short hash of the route, so that another list's cursor is rejected."""
         if not self.marked:
             return ""
         path = str(self.http.scope["route"].path)
@@ -105,7 +105,7 @@ class Paging:
 
     @property
     def most(self) -> int:
-        """So many rows are read: one more than are shown says that there is a next page."""
+        """The number of rows to read: one more than are shown, to know if there is a next page."""
         return self.limit + 1
 
     def read(
@@ -116,9 +116,10 @@ class Paging:
         by: InstrumentedAttribute[Any],
         newest_first: bool = False,
     ) -> Found:
-        """The page in the order of `by`, a column whose values differ in the rows of the query.
+        """Read the page in the order of `by`, a column whose values differ in all rows of the
+        query.
 
-        A row is what the query selects: the value itself if that is one.  Raises BadInput.
+        A row is what the query selects; a single value is given as itself.  Raises BadInput.
         """
         if (cursor := self.cursor) is not None:
             open_ = opened_numbers if by.type.python_type is int else opened
@@ -132,7 +133,7 @@ class Paging:
         return self.cut(rows, [seal(row.page_key) for row in found])
 
     def cut(self, rows: list[Any], cursors: list[str]) -> Found:
-        """The first `limit` of at most `most` rows, each of which has its cursor."""
+        """Make a page of the first `limit` of at most `most` rows, each with its cursor."""
         following = self._mark + cursors[self.limit - 1] if len(rows) > self.limit else None
         if following:
             url: URL = self.http.url.include_query_params(cursor=following)
@@ -141,7 +142,7 @@ class Paging:
 
 
 def of_at_most(default: int, *, marked: bool = True) -> Any:
-    """A dependency: the Paging of a list with `default` items on a page if nobody says how many."""
+    """Return a dependency: the Paging of a list with `default` items per page."""
 
     def paging(
         http: Request, response: Response, limit: Limit = default, cursor: Cursor = None
@@ -154,5 +155,5 @@ def of_at_most(default: int, *, marked: bool = True) -> Any:
 Paged = Annotated[Paging, of_at_most(50)]
 PagedBy100 = Annotated[Paging, of_at_most(100)]
 PagedBy200 = Annotated[Paging, of_at_most(200)]
-#: Each item shows its cursor.
+#: For lists in which each item shows its cursor.
 PagedByItem = Annotated[Paging, of_at_most(200, marked=False)]

@@ -1,6 +1,6 @@
 """Datablocks: named tensors of a tenant, uploaded, downloaded, listed, deleted.
 
-How an upload goes on where it broke is in `app.api.uploading`.
+`app.api.uploading` describes how an upload resumes after a break.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ async def put_datablock(
     caller: Submitter,
     content_range: ContentRange = None,
 ) -> Response:
-    """The bytes become the next version of `name`, when all of them are there, have the hash that
-    was said, and are tensors: safetensors, or npy without objects.  Nothing in them is run.
+    """Makes the bytes the next version of `name`, once all have arrived, have the given hash, and
+    are tensors: safetensors, or npy without objects.  Nothing in them is run.
 
-    What your tenant has already, under any name, need not be sent: ask with `bytes */TOTAL` first.
+    Bytes that your tenant already has, under any name, need not be sent: ask with `bytes */TOTAL`
+    first.
     """
     sent = Sent.of(content_range, http.headers.get("content-length"))
     wanted = Wanted(
@@ -119,10 +120,11 @@ def _shown(row: Datablock, *, holders: int) -> DatablockOut:
     responses=downloads.ANSWERS,
 )
 def get_datablock(name: AnyVersion, caller: Authed, session: Db, asked: Download) -> Response:
-    """The newest version, if none is named; `Content-Location` says which one it is.
+    """Sends the newest version, if none is named; `Content-Location` tells which version it is.
 
-    The `ETag` is the SHA-256 of the whole.  All of it is checked on the way: if it turns out to be
-    damaged the answer ends before its `Content-Length`.  Check a file put together from ranges.
+    The `ETag` is the SHA-256 of the whole file.  The whole file is verified during the download: if
+    it is damaged, the answer ends before its `Content-Length`.  Verify a file put together from
+    ranges yourself.
     """
     row = _named(session, caller, name)
     return downloads.answer(row.sha256, row.size_bytes, _headers(row), asked)
@@ -135,7 +137,7 @@ def get_datablock(name: AnyVersion, caller: Authed, session: Db, asked: Download
     responses=declared(404),
 )
 def head_datablock(name: AnyVersion, caller: Authed, session: Db) -> Response:
-    """What a download would say, without the bytes."""
+    """Sends the headers of a download, without the bytes."""
     row = _named(session, caller, name)
     length = {"Content-Length": str(row.size_bytes)}
     return Response(headers=_headers(row) | length, media_type="application/octet-stream")
@@ -169,7 +171,7 @@ def list_datablocks(
     format: Literal["safetensors", "npy"] | None = None,
     latest: Annotated[bool, Query(description="only the newest version of each name")] = False,
 ) -> dict[str, Any]:
-    """Every version that has not been deleted, of the tenants that you see."""
+    """Lists every version that has not been deleted, of the tenants that you see."""
     query = select(Datablock).where(
         of_caller(caller, Datablock.tenant_id), Datablock.deleted_at.is_(None)
     )
@@ -185,7 +187,7 @@ def list_datablocks(
 
 
 def _newest() -> Any:
-    """The newest version of the same name."""
+    """Return a subquery: the newest version of the same name."""
     other = aliased(Datablock)
     same = (other.tenant_id == Datablock.tenant_id, other.name == Datablock.name)
     query = select(func.max(other.version)).where(*same, other.deleted_at.is_(None))
@@ -202,13 +204,16 @@ def _newest() -> Any:
     responses=declared(403, 404),
 )
 def delete_datablock(name: OneVersion, caller: Submitter, session: Db) -> DatablockOut:
-    """It has its name no longer, and no new task can take it.  Its bytes stay as long as tasks that
-    have not ended need them (`holders`), and go some minutes after.
+    """Frees the name of this version, so that no new task can take it.
+
+    The bytes stay as long as tasks that have not ended need them (`holders`), and go some minutes
+    later.
     """
     row = _named(session, caller, name)
     if caller.role == "member" and row.user_id != caller.user_id:
         raise Forbidden("only who made it or an administrator may do that, not a member")
-    session.refresh(row, with_for_update=True)  # so who submits now either had it, or finds none
+    # lock: a concurrent submission either already holds this version, or does not find it
+    session.refresh(row, with_for_update=True)
     audit.asked(session, row)
     if row.deleted_at is None:
         row.deleted_at = session.scalar(select(func.now()))

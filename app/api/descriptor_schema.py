@@ -1,7 +1,7 @@
-"""The descriptor as the OpenAPI page shows it.
+"""The schema of the descriptor for the OpenAPI page.
 
-`core.descriptor` reads and checks; this only describes, and a test holds the two together: the
-example is accepted, and every field named here is known there.
+`core.descriptor` reads and checks descriptors; this module only describes them.  A test compares
+the two: the example is accepted, and every field named here is known there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXAMPLE: dict[str, Any] = {
 
 
 def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
-    """What may be left out may be null, too, and means the same."""
+    """Return the schema of an object; an optional field may also be null, which means the same."""
     return {
         "type": "object",
         "properties": {
@@ -54,7 +54,9 @@ def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[st
 
 
 def _ref(name: str) -> dict[str, Any]:
-    """A schema of COMPONENTS: named once, a generated client has one class for it."""
+    """Return a reference to a schema of COMPONENTS, so that a generated client has one class for
+    it.
+    """
     return {"$ref": f"#/components/schemas/{name}"}
 
 
@@ -287,7 +289,7 @@ SCHEMA = {
     "examples": [EXAMPLE],
 }
 
-#: `app.api.openapi` puts these into the document, where bodies refer to them.
+#: `app.api.openapi` adds these to the document, where bodies refer to them.
 COMPONENTS = {
     "Descriptor": SCHEMA,
     "DescriptorTask": _TASK,

@@ -1,7 +1,7 @@
-"""Islands, hosts and devices: what there is to run on, and what of it takes new work.
+"""Islands, hosts and devices: what there is to run on, and which of it takes new work.
 
-Everybody may look, as it is what they share; which task is on a device is told only to those who
-may see the task.  Changes are for platform admins.
+All users may look, because the devices are shared.  The task on a device is shown only to callers
+who may see the task.  Changes are for platform admins.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ router = v1_router("devices")
 
 @router.get("/islands", response_model=Page[IslandOut], summary="List islands")
 def list_islands(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Each with its scheduler, and how many devices it has."""
+    """Lists each island with its scheduler and its number of devices."""
     return paging.read(session, _islands(), by=Island.name).page()
 
 
@@ -49,7 +49,7 @@ def list_islands(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
     "/islands/{name}", response_model=IslandOut, summary="Show an island", responses=declared(404)
 )
 def get_island(name: str, caller: Authed, session: Db) -> Any:
-    """Its scheduler, and how many devices it has."""
+    """Shows the island's scheduler and its number of devices."""
     found = session.execute(_islands().where(Island.name == name)).one_or_none()
     if found is None:
         raise NotFound("island", name)
@@ -76,13 +76,13 @@ def _islands() -> Any:
 
 @router.get("/hosts", response_model=Page[HostOut], summary="List hosts")
 def list_hosts(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Each with how many devices it has, and how many of them are up."""
+    """Lists each host with its number of devices, and how many of them are up."""
     return paging.read(session, _hosts(), by=Host.name).page()
 
 
 @router.get("/hosts/{name}", response_model=HostOut, summary="Show a host", responses=declared(404))
 def get_host(name: str, caller: Authed, session: Db) -> Any:
-    """How many devices it has, how many of them are up, and whether it takes new work."""
+    """Shows how many devices the host has, how many are up, and whether it takes new work."""
     return _host_out(session, name)
 
 
@@ -93,10 +93,10 @@ def get_host(name: str, caller: Authed, session: Db) -> Any:
     responses=declared(403, 404),
 )
 def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
-    """What runs there moves to free devices while it runs, or is paused at its next safe point and
-    goes on when its turn comes; no step is lost.
+    """Moves the host's tasks to free devices while they run, or pauses them at their next safe
+    point; paused tasks resume in their turn.  No step is lost.
 
-    `devices` of it that are not `busy` any more can be switched off.
+    `devices` of the host that are no longer `busy` can be switched off.
     """
     return _cordon_host(session, name, True, by=caller.user_name)
 
@@ -108,7 +108,7 @@ def drain_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
     responses=declared(403, 404),
 )
 def uncordon_host(name: str, caller: PlatformAdmin, session: Db) -> Any:
-    """A device of it that is cordoned itself stays so."""
+    """Lets the host take work again.  Devices that are cordoned themselves stay cordoned."""
     return _cordon_host(session, name, False, by=caller.user_name)
 
 
@@ -161,7 +161,7 @@ def list_devices(
     island: str | None = None,
     kind: str | None = None,
 ) -> dict[str, Any]:
-    """What each is, whether it is up and busy, and what of it takes new work."""
+    """Lists each device: whether it is up and busy, and whether it takes new work."""
     query = _devices(caller)
     if island is not None:
         query = query.where(Device.island == island)
@@ -175,7 +175,7 @@ def list_devices(
     "/devices/{id}", response_model=DeviceOut, summary="Show a device", responses=declared(404)
 )
 def get_device(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
-    """What it is, whether it is up and busy, and its `ETag` for a change."""
+    """Shows whether the device is up and busy, and its `ETag` for a change."""
     return _device_out(session, response, caller, id)
 
 
@@ -211,7 +211,9 @@ def change_device(
 def cordon_device(
     id: str, response: Response, caller: PlatformAdmin, session: Db
 ) -> dict[str, Any]:
-    """What runs there moves to a free device while it runs, or is paused at its next safe point."""
+    """Moves the device's tasks to free devices while they run, or pauses them at their next safe
+    point.
+    """
     return _cordon_device(session, response, caller, id, True)
 
 
@@ -224,7 +226,7 @@ def cordon_device(
 def uncordon_device(
     id: str, response: Response, caller: PlatformAdmin, session: Db
 ) -> dict[str, Any]:
-    """If its host is drained, it takes none before that is let work again, too."""
+    """Lets the device take work again.  If its host is drained, that must be ended too."""
     return _cordon_device(session, response, caller, id, False)
 
 
@@ -294,7 +296,7 @@ def _sandbox(said: Sandbox) -> dict[str, Any]:
 
 
 def _facts(said: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a device that everybody may know; memory is told as sums only."""
+    """Return the facts of a device that all users may know; memory is shown as sums only."""
     shown = {name: said[name] for name in _SHOWN if name in said}
     pairs = [pair for pair in said.get("held_bytes", {}).values()]
     on_device, on_host = (sum(pair[n] for pair in pairs) for n in (0, 1))
@@ -317,7 +319,7 @@ _SHOWN = (
     responses=declared(403),
 )
 def list_enrolments(paging: Paged, caller: PlatformAdmin, session: Db) -> dict[str, Any]:
-    """Which devices may speak, with which key; and those that may not any more."""
+    """Lists the devices that may connect, each with its key, and those that no longer may."""
     return paging.read(session, select(Enrolment), by=Enrolment.device_id).page()
 
 
@@ -329,8 +331,9 @@ def list_enrolments(paging: Paged, caller: PlatformAdmin, session: Db) -> dict[s
     responses=declared(403, 409),
 )
 def create_enrolment(body: EnrolmentIn, caller: PlatformAdmin, session: Db) -> Enrolment:
-    """Its heartbeats count from now on, if its host signed them with this key.  Another key is
-    taken only after the enrolment was revoked.
+    """Accepts the device's heartbeats from now on, if its host signed them with this key.
+
+    Another key is accepted only after this enrolment was revoked.
     """
     return enrolment.enrol(session, body.device_id, body.key, by=caller.user_name)
 
@@ -342,7 +345,7 @@ def create_enrolment(body: EnrolmentIn, caller: PlatformAdmin, session: Db) -> E
     responses=declared(403, 404),
 )
 def revoke_enrolment(device_id: str, caller: PlatformAdmin, session: Db) -> Enrolment:
-    """It is not heard any more: when its lease ends its tasks go on elsewhere, from their last
-    checkpoint.  `drain` it first, and no step is lost.
+    """Ignores the device from now on.  When its lease ends, its tasks continue elsewhere, from
+    their last checkpoint.  To lose no step, `drain` the device first.
     """
     return enrolment.revoke(session, device_id)

@@ -1,7 +1,7 @@
-"""A blob of the store as the answer of a call: all of it, or the part that is asked for.
+"""Answers a call with a blob of the store: all of it, or the range that is requested.
 
-The `ETag` is its SHA-256.  All of it is checked on the way: if it turns out to be damaged the
-answer ends before its `Content-Length`.  What is put together from parts the caller must check.
+The `ETag` is the blob's SHA-256.  The whole blob is verified on the way: if it is damaged, the
+answer ends before its `Content-Length`.  The caller must verify what it puts together from ranges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class Asked:
-    """What the headers of a call say about which part of a blob it wants, and whether."""
+    """The headers of a call that say which range of a blob it wants, and under which conditions."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Asked:
         self.range, self.if_range, self.if_none_match = range, if_range, if_none_match
 
     def part(self, etag: str, size: int) -> tuple[int, int]:
-        """From where to where; all of it for what is no range that is understood (RFC 9110, 14.2).
+        """Return start and end of the range; without a valid range, the whole (RFC 9110, 14.2).
 
         Raises BadRange.
         """
@@ -71,7 +71,7 @@ def headers_of(sha256: str, filename: str) -> dict[str, str]:
 
 
 def answer(sha256: str, size: int, headers: dict[str, str], asked: Asked) -> Response:
-    """Raises BadRange, Gone, Unavailable."""
+    """Build the answer; raises BadRange, Gone, Unavailable."""
     etag = headers["ETag"]
     if asked.if_none_match is not None and etag in asked.if_none_match.split(", "):
         return Response(status_code=304, headers=headers)

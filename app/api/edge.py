@@ -1,9 +1,9 @@
-"""What every call passes before a router sees it: an id, a limit on its body, strict reading.
+"""Checks every call before a router sees it: a request id, a limit on the body, strict parsing.
 
-JSON is read more strictly than Python's `json` does: a doubled key, NaN, an infinite number, a NUL
-and half a surrogate pair are refused, because Postgres or the next reader would understand
-something else.  A query parameter that a route does not know is an error, as a typo in a filter
-must not list everything, and so is one that comes twice where the last would silently win.
+JSON is parsed more strictly than by Python's `json`: a repeated key, NaN, an infinite number, a NUL
+and half a surrogate pair are rejected, because Postgres or the next reader would understand
+something else.  A query parameter that a route does not know is an error, because a typo in a
+filter must not list everything.  So is a parameter given twice where the last would silently win.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from app.core.descriptor import Fault
 from app.errors import BadInput, TooLarge, TooManyCalls, WrongMediaType
 from app.settings import settings
 
-DRAINED_BYTES = 64 * 2**20  # of a body that is too large: so much is still read, and thrown away
-LARGE_BYTES = 2**16  # a body above this is parsed off the event loop
-DIGITS = 1000  # of a whole number; it takes long to read one that has very many
+DRAINED_BYTES = 64 * 2**20  # of a body that is too large: bytes still read, and discarded
+LARGE_BYTES = 2**16  # a larger body is parsed off the event loop
+DIGITS = 1000  # most digits of a whole number, because parsing very many takes long
 DEPTH = 32  # levels of nesting in a JSON body
 
 _ONCE = ("Authorization", "Idempotency-Key", "Content-Range", "If-Match", "Last-Event-ID")
@@ -45,7 +45,7 @@ _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin
 
 
 class RequestId:
-    """Every call has an id: the caller's `X-Request-ID` if it is a decent one, else ours."""
+    """Gives every call an id: the caller's `X-Request-ID` if it is well formed, else a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -72,9 +72,9 @@ class RequestId:
 
 
 class AtOnce:
-    """Refuses calls of a key that has `settings().key_calls_max` calls under way, at little cost.
+    """Rejects, at little cost, calls of a key with `settings().key_calls_max` calls in progress.
 
-    Streams and waits count while they last.  Calls of unknown keys count by their address.
+    Streams and waits count while they last.  Calls with unknown keys count by their address.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -100,17 +100,19 @@ class AtOnce:
 
 
 class BodyTooLarge(HTTPException):
-    """An HTTPException, because FastAPI would call any other error of a body a 400."""
+    """The body is too large; an HTTPException, because FastAPI answers other body errors with
+    400.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(413, f"the body is larger than {limit_bytes} bytes")
 
 
 class BodyLimit:
-    """Refuses bodies above `limit_of(path)` bytes, by their announced or their real length.
+    """Rejects bodies above `limit_of(path)` bytes, by their announced or their real length.
 
-    What the client is already sending is read and thrown away (up to a bound), since many clients
-    only look at an answer after they have sent everything.
+    The rest of the body is still read and discarded, up to DRAINED_BYTES, because many clients read
+    the answer only after they have sent everything.
     """
 
     def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
@@ -157,7 +159,7 @@ async def _drain(receive: Receive) -> None:
 
 
 def v1_router(tag: str, *statuses: int) -> APIRouter:
-    """A router under /v1 that reads strictly; `statuses` are the problems it may answer with."""
+    """Return a router under /v1 that parses strictly; `statuses` are its possible problems."""
     return APIRouter(
         prefix="/v1",
         tags=[tag],
@@ -188,7 +190,7 @@ class StrictRoute(ScopedRoute):
 
     @cached_property
     def query_parameters(self) -> dict[str, ModelField]:
-        """By the name that a caller gives them."""
+        """The query parameters by the name that a caller gives them."""
         fields = get_flat_params(self.dependant)
         return {field.alias: field for field in fields if isinstance(field.field_info, Query)}
 
@@ -213,14 +215,16 @@ def _calls_of(dependant: Dependant) -> Iterator[object]:
 
 
 def _check_given_once(headers: Headers) -> None:
-    """Where we would read the first, somebody between us and the caller may have read the last."""
+    """Reject repeated headers: a proxy may have read the last one where we would read the first."""
     for name in _ONCE:
         if len(headers.getlist(name)) > 1:
             raise BadInput.at(f"{name}:", "this header came twice; give it once", "given-twice")
 
 
 def _check_media_type(headers: Headers) -> None:
-    """A form of another origin could send any other type without being asked first."""
+    """Reject other media types than JSON: a form of another origin could send them without
+    preflight.
+    """
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     packed = headers.get("content-encoding", "identity").strip().lower()
     if has_body and packed != "identity":
@@ -233,7 +237,7 @@ def _check_media_type(headers: Headers) -> None:
 
 
 def strict_json(body: bytes) -> Any:
-    """Raises json.JSONDecodeError, which FastAPI makes a validation error."""
+    """Parse JSON strictly; raises json.JSONDecodeError, which FastAPI makes a validation error."""
     try:
         value = json.loads(
             body.decode("utf-8"),
@@ -247,7 +251,7 @@ def strict_json(body: bytes) -> Any:
         raise
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
-    except ValueError as error:  # a UnicodeDecodeError is one, too
+    except ValueError as error:  # includes UnicodeDecodeError
         raise json.JSONDecodeError(str(error), "", 0) from error
     return value
 
@@ -294,8 +298,9 @@ def _plain(value: Any, depth: int) -> None:
 
 
 async def known_parameters(request: Request) -> None:
-    """A dependency: refuses query parameters that the route does not declare or that come twice
-    where one is meant, and NULs.
+    """Reject query parameters that are unknown, repeated without being lists, or contain a NUL.
+
+    A dependency of routes.
     """
     known = request.scope["route"].query_parameters
     given = request.query_params.multi_items()
@@ -320,7 +325,7 @@ async def known_parameters(request: Request) -> None:
 
 
 def _not_text(query: bytes) -> Iterator[Fault]:
-    """Parameters that are not UTF-8: else they would be read as something similar."""
+    """Yield faults for parameters that are not UTF-8, which would be read as something else."""
     for part in query.split(b"&"):
         try:
             unquote_to_bytes(part).decode()

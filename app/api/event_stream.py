@@ -1,6 +1,6 @@
-"""A stream of server-sent events is counted while it is open, and refused beyond a bound.
+"""Counts open streams of server-sent events, and rejects further ones beyond a limit.
 
-A stream that waits costs a connection to the client and some memory, and nothing else.
+A stream that waits costs only a connection to the client and some memory.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from app.api.auth import Caller
 from app.errors import AppError, TooManyCalls, Unavailable
 from app.settings import settings
 
-FULL_S = 5  # after so long whoever has too many streams may try again
+FULL_S = 5  # seconds after which a caller with too many streams may try again
 
 
 class OpenStreams:
-    """How many are open in this process, of each key and in all."""
+    """Counts the streams open in this process, per key and in total."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()
 
     def refusal(self, key_id: str) -> AppError | None:
-        """Why this key may not open another one."""
+        """Return why this key may not open another stream; None if it may."""
         if self._of[key_id] >= settings().key_streams_max:
             detail = f"This key has {self._of[key_id]} streams open and may have no more: end one"
             return TooManyCalls(detail, retry_after_s=FULL_S)
@@ -39,7 +39,7 @@ class OpenStreams:
 
     @contextmanager
     def one(self, key_id: str) -> Iterator[None]:
-        """Counts one more while the context lasts."""
+        """Count one more stream while the context lasts."""
         self._of[key_id] += 1
         try:
             yield
@@ -53,7 +53,7 @@ open_streams = OpenStreams()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events to one caller: counted as long as it is open, and refused beyond that."""
+    """Server-sent events to one caller: counted while open, and rejected beyond the limits."""
 
     def __init__(self, events: AsyncIterator[Any], caller: Caller, cache: str = "no-cache") -> None:
         headers = {"Cache-Control": cache, "X-Accel-Buffering": "no"}

@@ -1,12 +1,12 @@
-"""Admits as many calls at once as there are connections to the database; tenants take turns.
+"""Admits as many calls at once as there are database connections; tenants take turns.
 
-A call that was admitted may hold a thread and a connection.  A call that waits here holds neither,
-so that those who were admitted always get both, and no flood of one tenant delays another tenant by
-more than a few calls.  A call that was not admitted after WAIT_S is refused (503, `Retry-After`).
+An admitted call may hold a thread and a connection.  A waiting call holds neither.  So admitted
+calls always get both, and a flood of one tenant delays another tenant by a few calls at most.  A
+call that is not admitted within WAIT_S is rejected (503, `Retry-After`).
 
 A connection is held within one piece of work of one thread: `GatedRoute` runs an endpoint, checks
-what it returned, commits and gives the connection back without leaving the thread.  An `async`
-endpoint holds no connection itself; it does each read with `in_thread`.
+its result, commits and returns the connection without leaving the thread.  An `async` endpoint
+holds no connection itself; it does each read with `in_thread`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from app.db import POOL_SIZE, POOL_WAIT_S, released
 from app.errors import Unavailable
 
 WAIT_S = POOL_WAIT_S
-SHARE = POOL_SIZE // 2  # of one tenant
+SHARE = POOL_SIZE // 2  # most calls of one tenant at once
 
 Result = TypeVar("Result")
 
 
 class Gate:
-    """Belongs to one event loop.  `whose` is a tenant, or the address of an unknown caller."""
+    """The gate of one event loop.  `whose` is a tenant, or the address of an unknown caller."""
 
     def __init__(self, width: int = POOL_SIZE, share: int = SHARE) -> None:
         self.width, self.share = width, share
@@ -47,7 +47,7 @@ class Gate:
 
     @asynccontextmanager
     async def entered(self, whose: str, wait_s: float = WAIT_S) -> AsyncIterator[None]:
-        """Raises Unavailable after `wait_s`."""
+        """Hold an admission during the context; raises Unavailable after `wait_s`."""
         await self._enter(whose, wait_s)
         try:
             yield
@@ -89,7 +89,7 @@ class Gate:
             self._admit(whose_turn)
 
     def _next(self) -> str | None:
-        """The tenant that was served longest ago, of those that wait and may have one more."""
+        """Return the tenant served longest ago of those that wait and may have one more call."""
         return next((whose for whose in self._waiting if self._has_room(whose)), None)
 
     def _admit(self, whose: str) -> None:
@@ -107,7 +107,7 @@ _gate: RunVar[Gate] = RunVar("gate")
 
 
 def gate() -> Gate:
-    """The gate of the running event loop."""
+    """Return the gate of the running event loop."""
     found = _gate.get(None)
     if found is None:
         found = Gate()
@@ -118,13 +118,13 @@ def gate() -> Gate:
 async def in_thread(
     whose: str, act: Callable[..., Result], *given: Any, wait_s: float = WAIT_S
 ) -> Result:
-    """Do this in a thread once it is this caller's turn; raises Unavailable after `wait_s`."""
+    """Run `act` in a thread once it is this caller's turn; raises Unavailable after `wait_s`."""
     async with gate().entered(whose, wait_s):
         return await run_in_threadpool(act, *given)
 
 
 class GatedRoute(APIRoute):
-    """Runs a plain `def` endpoint when it is the caller's turn; its body has come by then."""
+    """Runs a plain `def` endpoint when it is the caller's turn, after its body has arrived."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
         self.is_gated = not inspect.iscoroutinefunction(endpoint)
@@ -144,7 +144,7 @@ class GatedRoute(APIRoute):
         return run
 
     def _checked(self, answer: Any) -> Any:
-        """The answer as its model, made while rows can still be read; FastAPI takes it as it is."""
+        """Build the answer's model while rows can still be read; FastAPI sends it unchanged."""
         if self.response_field is None or isinstance(answer, Response):
             return answer
         value, faults = self.response_field.validate(answer, {}, loc=("response",))
@@ -166,7 +166,7 @@ class GatedRoute(APIRoute):
 
 
 async def read_body(request: Request) -> None:
-    """Starlette keeps what was read, so that whoever asks for the body next has it at once."""
+    """Read the whole body; Starlette keeps it for later readers."""
     try:
         await request.body()
     except ClientDisconnect as error:

@@ -1,4 +1,4 @@
-"""Graphs: what a task of many small functions runs, kept under the SHA-256 of its JSON."""
+"""Graphs: programs of many small functions, stored under the SHA-256 of their JSON."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Sha256 = Annotated[
 def put_graph(
     response: Response, sha256: Sha256, body: GraphIn, caller: Submitter, session: Db
 ) -> Graph:
-    """From then on a task runs it by its name alone: `run: {graph: "sha256:…"}`.
+    """Stores the graph, so that a task can run it by its name: `run: {graph: "sha256:…"}`.
 
-    A graph that a request holds whole is kept just so.  Its functions are looked for when a request
-    names the bundle.
+    A graph that is sent within a request is stored in the same way.  Its functions are looked up
+    when a request names the bundle.
     """
     try:
         sent = graphs.read(body)
@@ -62,7 +62,7 @@ def put_graph(
     "/graphs/{sha256}", response_model=GraphOut, summary="Show a graph", responses=declared(404)
 )
 def get_graph(sha256: Sha256, caller: Authed, session: Db) -> Graph:
-    """As it was sent."""
+    """Shows the graph as it was sent."""
     found = session.get(Graph, (caller.tenant_id, sha256))
     if found is None:
         raise NotFound("graph", sha256)
@@ -71,6 +71,6 @@ def get_graph(sha256: Sha256, caller: Authed, session: Db) -> Graph:
 
 @router.get("/graphs", response_model=Page[GraphSummary], summary="List your tenant's graphs")
 def list_graphs(paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """By their SHA-256."""
+    """Lists the graphs in the order of their SHA-256."""
     query = select(Graph).where(Graph.tenant_id == caller.tenant_id)
     return paging.read(session, query, by=Graph.sha256).page()

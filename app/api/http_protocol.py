@@ -1,11 +1,11 @@
-"""uvicorn's HTTP protocol with bounds on what a connection may bring before it is a call.
+"""uvicorn's HTTP protocol with limits on what a connection may send before it is a call.
 
     uvicorn app.main:app --http app.api.http_protocol:BoundedProtocol
 
-uvicorn's own settings bound neither a header section that httptools reads, nor how long a client
-may take to send one, nor how long a client may not read an answer.  (With h11 the header section is
-bounded, the times are not, and each call costs more.)  Closed without an answer are connections
-that send or take nothing for too long; a header section that is too large is answered with 431.
+uvicorn's own settings limit neither the size of a header section that httptools reads, nor the time
+to send one, nor the time to read an answer.  (h11 limits the header section but not the times, and
+each call costs more.)  Connections that send or take nothing for too long are closed without an
+answer.  A header section that is too large is answered with 431.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _HalfOpen = OrderedDict["BoundedProtocol", None]
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    HEAD_BYTES: ClassVar = 2**16  # of a header section, or of trailers
-    HEAD_S: ClassVar = 10.0  # for a header section to come whole
-    BODY_BYTES: ClassVar = 2**12  # at least so many of a body come in each BODY_S
+    HEAD_BYTES: ClassVar = 2**16  # limit of a header section, or of trailers
+    HEAD_S: ClassVar = 10.0  # seconds for a complete header section
+    BODY_BYTES: ClassVar = 2**12  # least bytes of a body that must arrive in each BODY_S
     BODY_S: ClassVar = 20.0
-    WRITE_S: ClassVar = 60.0  # an answer may lie so long before the client takes any of it
+    WRITE_S: ClassVar = 60.0  # seconds that an answer may wait before the client takes any of it
     CONNECTIONS_MAX: ClassVar = 4000
-    HALF_OPEN_MAX: ClassVar = 2000  # connections whose header section has not come whole
-    PIPELINED_MAX: ClassVar = 16  # calls of a connection that wait for the answer of another
+    HALF_OPEN_MAX: ClassVar = 2000  # connections without a complete header section yet
+    PIPELINED_MAX: ClassVar = 16  # calls of a connection that wait for the answer to an earlier one
 
     _half_open: ClassVar[WeakKeyDictionary[ServerState, _HalfOpen]] = WeakKeyDictionary()
 
@@ -47,8 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, *args, **more)
         self._others = self._half_open.setdefault(server_state, OrderedDict())
         self._awaits_head = self._awaits_body = False
-        self._unread_bytes = 0  # received since the parser last had something whole
-        self._body_bytes = 0  # received since somebody looked
+        self._unread_bytes = 0  # received since the parser last completed something
+        self._body_bytes = 0  # received since the last look
         self._reading: TimerHandle | None = None
         self._writing: TimerHandle | None = None
 
@@ -81,7 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self._awaits_head:  # several calls came at once
+        if not self._awaits_head:  # several calls arrived at once
             self._await_head()
 
     def on_headers_complete(self) -> None:
@@ -114,7 +114,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_within(self.HEAD_S, self._look_at_head)
 
     def _look_at_head(self) -> None:
-        """What the client does not send because we do not read is not held against it."""
+        """Abort the connection, unless the header is missing only because we paused reading."""
         if self.flow.read_paused:
             self._read_within(self.HEAD_S, self._look_at_head)
         else:
@@ -154,7 +154,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
-        """A transport that closes waits without end until the client has taken the rest."""
+        """Abort the transport after WRITE_S; else a closing one waits for the client without
+        end.
+        """
         self._writing = _cancelled(self._writing)
         self._writing = self.loop.call_later(self.WRITE_S, self.transport.abort)
 

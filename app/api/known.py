@@ -1,8 +1,7 @@
-"""Callers whose keys were good a moment ago, so that one who calls all the time is not looked up
-each time.
+"""Caches callers whose keys were valid a moment ago, so that frequent callers need no query.
 
-What this process commits about keys, users and tenants counts at once; what another commits, and a
-key that expires, KNOWN_S later at most.  What was committed past the ORM goes unseen as long.
+Changes of keys, users and tenants that this process commits count at once.  Changes committed by
+other processes, expired keys, and changes committed past the ORM count KNOWN_S later at most.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ KNOWN_S = 1.0
 KEPT = 10_000
 
 _TELLING: tuple[type[Base], ...] = (ApiKey, User, Tenant)
-_CHANGED = "callers"  # in `session.info`: it changed rows of these
+_CHANGED = "callers"  # key in `session.info`: the session changed rows of these tables
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     caller: Caller
-    until_s: float  # by the monotonic clock
+    until_s: float  # seconds of the monotonic clock
 
 
 class Callers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of: OrderedDict[bytes, _Known] = OrderedDict()
-        self.round = 0  # grows whenever all is forgotten
+        self.round = 0  # grows whenever the cache is emptied
 
     def get(self, token: str) -> Caller | None:
         with self._lock:
@@ -47,7 +46,9 @@ class Callers:
         return known.caller if known is not None and time.monotonic() < known.until_s else None
 
     def keep(self, token: str, caller: Caller, round: int) -> None:
-        """As it was looked up in that round: what changed meanwhile is not overlooked."""
+        """Keep a caller that was looked up in `round`; ignored if the cache was emptied since
+        then.
+        """
         known = _Known(caller, time.monotonic() + KNOWN_S)
         with self._lock:
             if round == self.round:

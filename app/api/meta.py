@@ -1,4 +1,4 @@
-"""About the service itself: is it alive, can it work, and what does its API look like?"""
+"""The service itself: liveness, readiness, and the API page."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from app.models import Device, Island
 from app.settings import settings
 
 REDIS_TIMEOUT_S = 2.0
-REFUSAL_TOLD = timedelta(minutes=5)  # how long what a device refused is told; it tries again sooner
-READY_S = 4.0  # all checks together
+# how long a device's refusal is reported; the device tries again sooner
+REFUSAL_TOLD = timedelta(minutes=5)
+READY_S = 4.0  # limit of all checks together
 MIGRATIONS = Path(__file__).parent.parent.parent / "migrations"
 
 router = APIRouter(tags=["meta"])
@@ -44,7 +45,7 @@ class Check(BaseModel):
 
 
 class Readiness(BaseModel):
-    """`ready` if every check is ok."""
+    """The result of all checks; `ready` if every check is ok."""
 
     model_config = {
         "json_schema_extra": {
@@ -57,7 +58,7 @@ class Readiness(BaseModel):
 
 @router.get("/livez", response_model=Alive, summary="Is the process alive?")
 async def get_livez() -> Alive:
-    """Asks nothing else, and needs no thread and no connection."""
+    """Checks nothing else, and needs no thread and no connection."""
     return Alive()
 
 
@@ -68,9 +69,9 @@ async def get_livez() -> Alive:
     responses={503: {"model": Readiness, "description": "not all checks are ok"}},
 )
 async def get_readyz() -> JSONResponse:
-    """Postgres with the newest schema, Redis, a leader for each island, and a device that is up.
+    """Checks Postgres and its schema, Redis, a leader for each island, and a device that is up.
 
-    Work is also accepted while the scheduler, Redis or the devices are away: it waits.
+    Work is accepted even while the scheduler, Redis or the devices are down: it waits.
     """
     postgres, redis = await asyncio.gather(
         _in_time("postgres", _database_checks), _in_time("redis", lambda: {"redis": _redis()})
@@ -82,7 +83,7 @@ async def get_readyz() -> JSONResponse:
 
 
 async def _in_time(name: str, ask: Callable[[], dict[str, Check]]) -> dict[str, Check]:
-    """What was found, within READY_S whatever hangs; a thread that hangs is left behind."""
+    """Return the checks' results within READY_S; a thread that hangs is abandoned."""
     try:
         async with asyncio.timeout(READY_S):
             return await to_thread.run_sync(ask, abandon_on_cancel=True, limiter=_checkers(name))
@@ -91,7 +92,7 @@ async def _in_time(name: str, ask: Callable[[], dict[str, Check]]) -> dict[str, 
 
 
 def _checkers(name: str) -> CapacityLimiter:
-    """Threads beside those of the calls, which may all be taken."""
+    """Return a limiter with threads of its own, because calls may occupy all others."""
     found = _limiters.get({})
     _limiters.set(found)
     return found.setdefault(name, CapacityLimiter(2))
@@ -145,7 +146,7 @@ def _devices(session: Session) -> Check:
 
 
 def _sandbox(session: Session) -> Check:
-    """What stands around tenants' code on each device that is up; whichever refuses to serve."""
+    """Describe the sandbox of each device that is up, and devices that refuse to serve."""
     is_up = Device.lease_until > func.now()
     refused = Device.facts.has_key("refuses") & (Device.seen_at > func.now() - REFUSAL_TOLD)
     query = select(Device.id, Device.facts).where(or_(is_up, refused)).order_by(Device.id)

@@ -1,7 +1,7 @@
-"""GET /metrics for Prometheus: what this process answered, beside what `app.metrics` reads.
+"""GET /metrics for Prometheus: this process's answers, and the figures of `app.metrics`.
 
-It tells of all tenants, so it takes a key of the root tenant, of any role (a viewer there sees
-nothing else of anybody), or a platform admin's.
+The figures cover all tenants.  So the call needs a key of the root tenant, of any role, or a
+platform admin's key.  (A viewer of the root tenant sees nothing else of other tenants.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUNDS_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.
 
 EXAMPLE = 'roundhouse_waiting_tasks{kind="cuda"} 3.0\n'
 
-disable_created_metrics()  # a series more for each counter, of no use
+disable_created_metrics()  # they would double the counters' series, to no use
 registry = CollectorRegistry()
 ProcessCollector(registry=registry)
 registry.register(wrong_keys.counted)
@@ -53,7 +53,7 @@ seconds = Histogram(
 
 
 class Measured:
-    """Counts every answer, and how long it took until it began: a stream may go on for hours."""
+    """Counts every answer, and the time until it begins, because a stream may last for hours."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -73,7 +73,7 @@ class Measured:
         try:
             await self.app(scope, receive, send_measured)
         except Exception:
-            if not answered:  # Starlette answers it outside of us
+            if not answered:  # Starlette answers it outside of this middleware
                 _count(scope, 500, time.perf_counter() - began_s)
             raise
 
@@ -85,7 +85,7 @@ def _count(scope: Scope, status: int, took_s: float) -> None:
 
 
 def _operation(scope: Scope) -> str:
-    """A word of a closed list, whatever the path was."""
+    """Return a word of a closed set, whatever the path is."""
     route = scope.get("route")
     if isinstance(route, APIRoute):
         return operation_id(route)
@@ -123,8 +123,10 @@ class _Together:
 def get_metrics(
     request: Request, session: Db, _: Annotated[Caller, Depends(_watcher, scope="function")]
 ) -> Response:
-    """In the text format of Prometheus, or OpenMetrics by `Accept`.  The table of all of them is in
-    docs/operations.md.  Figures out of the database may be some seconds old.
+    """Answers in the text format of Prometheus, or OpenMetrics by `Accept`.
+
+    docs/operations.md has the table of all figures.  Figures from the database may be some seconds
+    old.
     """
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(_Together(figures.newest(session))), media_type=media_type)

@@ -1,8 +1,8 @@
-"""The OpenAPI document: what FastAPI gathers from the routes, made whole.
+"""Completes the OpenAPI document that FastAPI gathers from the routes.
 
-Added is what a route cannot say of itself: that an error has one media type and no other, what a
-page of a list looks like, and an example for every part of a path, which is that of the thing it
-names, unless the part has one of its own.
+It adds what a route cannot declare: the only media type of errors, the form of a list's page, and
+an example for every part of a path.  That is the example of the thing that the part names, unless
+the part has its own example.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REF = "#/components/schemas/"
 
 
 def install(app: FastAPI) -> None:
-    """Have `app.openapi()` give the whole document."""
+    """Make `app.openapi()` return the completed document."""
     gather = app.openapi
 
     def openapi() -> JSON:
@@ -34,7 +34,7 @@ def install(app: FastAPI) -> None:
 
 
 def completed(document: JSON) -> JSON:
-    """The document with all that is missing; it is changed in place."""
+    """Add all that is missing to the document, in place."""
     schemas = document["components"]["schemas"]
     _add_problem(schemas)
     schemas.update(deepcopy(COMPONENTS))
@@ -60,7 +60,7 @@ def _add_problem(schemas: JSON) -> None:
 
 
 def _put_nulls_back(document: JSON) -> None:
-    """FastAPI drops what is null, in examples too: what is required and not there was null."""
+    """Restore nulls in examples, which FastAPI drops: a missing required field was null."""
     schemas = document["components"]["schemas"]
     for schema in schemas.values():
         for example in schema.get("examples", ()):
@@ -93,16 +93,16 @@ def _items(page: JSON) -> JSON:
 
 
 def _example(schemas: JSON, schema: JSON) -> Any:
-    """The first one of a schema, or of what it refers to."""
+    """Return the first example of a schema, or of the schema that it refers to."""
     if "$ref" in schema:
         schema = schemas[schema["$ref"].removeprefix(_REF)]
     return next(iter(schema.get("examples", ())), None)
 
 
 def _named(document: JSON, path: str, parameter: str) -> Any:
-    """How the thing at `{parameter}` of this path is called in its own example.
+    """Return the value of `{parameter}` in the example of the thing that it names.
 
-    The thing is shown at the path up to there, or listed at the path before.
+    The thing is shown at the path up to the parameter, or listed at the path before it.
     """
     named = f"{{{parameter}}}"
     before = path.partition(named)[0]
@@ -115,7 +115,7 @@ def _named(document: JSON, path: str, parameter: str) -> Any:
 
 
 def _answered(schemas: JSON, operation: JSON) -> Any:
-    """The example of what an operation answers, or of the items it lists."""
+    """Return the example of an operation's answer, or of the items that it lists."""
     for status in ("200", "201"):
         answer = operation["responses"].get(status, {}).get("content", {})
         media = answer.get("application/json", {})

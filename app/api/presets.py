@@ -30,7 +30,7 @@ Kind = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="
 
 @router.get("/presets", response_model=Page[PresetOut], summary="List presets")
 def list_presets(caller: Authed, session: Db) -> dict[str, Any]:
-    """All of them; there are few."""
+    """Lists all presets; there are few."""
     query = select(Preset).order_by(Preset.task_type, Preset.kind)
     return {"items": list(session.scalars(query)), "next_cursor": None}
 
@@ -42,7 +42,7 @@ def list_presets(caller: Authed, session: Db) -> dict[str, Any]:
     responses=declared(404),
 )
 def get_preset(task_type: TaskType, kind: Kind, caller: Authed, session: Db) -> Preset:
-    """What is configured on a device of that kind before such a task runs."""
+    """Shows the parameters set on a device of that kind before such a task runs."""
     found = session.get(Preset, (task_type, kind))
     if found is None:
         raise NotFound("preset", f"{task_type}/{kind}")
@@ -58,7 +58,7 @@ def get_preset(task_type: TaskType, kind: Kind, caller: Authed, session: Db) -> 
 def put_preset(
     task_type: TaskType, kind: Kind, body: PresetIn, caller: PlatformAdmin, session: Db
 ) -> Preset:
-    """Counts from the next launch on.  A device that does not take it fails the task, with the
+    """Applies from the next launch on.  If a device does not take a value, the task fails with the
     difference.
     """
     if kind not in preset.KINDS:
@@ -66,7 +66,8 @@ def put_preset(
         raise BadInput.at("{kind}", f"there is no device kind {kind!r}; known: {known}", "unknown")
     if faults := preset.check(body.params, kind=kind):
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=faults)
-    # One writer at a time, so that the audit log knows what each one found; readers go on.
+    # One writer at a time, so that the audit log records the state before each change; readers go
+    # on.
     session.execute(text("lock table presets in share row exclusive mode"))
     row = session.get(Preset, (task_type, kind))
     if row is None:

@@ -1,7 +1,7 @@
-"""Whatever goes wrong leaves as `application/problem+json` (RFC 9457); its `type` can be opened.
+"""Answers every error as `application/problem+json` (RFC 9457), with a `type` that can be opened.
 
-Own errors, FastAPI's, Starlette's and the database's all become the same body here.  A pointer is
-a JSON Pointer into the body sent; "?name" names a query parameter, "name:" a header, "{name}" a
+Errors of this service, FastAPI, Starlette and the database all get the same body here.  A pointer
+is a JSON Pointer into the body sent; "?name" names a query parameter, "name:" a header, "{name}" a
 part of the path.  The page behind a `type` says what it means and what to do.
 """
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 2
 
-#: What each type means, and what to do about it.
+#: The meaning of each type, and what to do about it.
 MEANINGS = {
     "validation-error": (
         "Something in the input has no meaning here: a field that does not exist, a value out of "
@@ -140,7 +140,7 @@ _OF_STATUS = {404: "not-found", 405: "method-not-allowed", 413: "payload-too-lar
 
 
 def install(app: FastAPI) -> None:
-    """Have everything that is raised below `app` answered as a problem."""
+    """Answer every exception raised in `app` with a problem."""
     app.add_exception_handler(AppError, _app_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -212,7 +212,7 @@ def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def bad_input(error: RequestValidationError) -> errors.BadInput:
-    """The same in our words."""
+    """Convert FastAPI's validation errors to BadInput."""
     found = error.errors()
     faults = tuple(_fault(item) for item in found[:MAX_FAULTS])
     if len(found) > MAX_FAULTS:
@@ -236,7 +236,7 @@ def _fault(item: Mapping[str, Any]) -> Fault:
 
 
 def pointer(path: Iterable[str | int]) -> str:
-    """A JSON Pointer (RFC 6901)."""
+    """Return a path as a JSON Pointer (RFC 6901)."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
@@ -258,7 +258,7 @@ def _http_exception(request: Request, error: Exception) -> JSONResponse:
 
 
 def _methods(request: Request) -> list[str]:
-    """All that the address knows; a route only tells its own, and the first that fits answers."""
+    """Return all methods of the address; a single route knows only its own."""
     known: set[str] = set()
     for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT"):
         scope = {**request.scope, "method": method}
@@ -279,9 +279,11 @@ def _database_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """Starlette raises the error again after the answer, so that the server logs it."""
+    """Answer an unexpected error; Starlette raises it again afterwards, so that the server logs
+    it.
+    """
     answer = of_error(request, AppError())
-    answer.headers["X-Request-ID"] = request_id_of(request)  # sent outside the middleware
+    answer.headers["X-Request-ID"] = request_id_of(request)  # this answer bypasses the middleware
     return answer
 
 
@@ -308,7 +310,7 @@ _CALL = re.compile(r"(GET|PUT|POST|PATCH|DELETE) (/v1/[^\s,.;)]+)")
 
 
 def _linked(app: FastAPI, text: str) -> str:
-    """Every call that it names leads to its place on the page of the API."""
+    """Link every call that the text names to its place on the API page."""
     paths = app.openapi()["paths"]
 
     def link(call: re.Match[str]) -> str:
@@ -336,7 +338,7 @@ def _page(title: str, body: str) -> str:
 
 
 def declared(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Problem responses, as FastAPI's `responses=`; `app.api.openapi` adds their schema."""
+    """Return problem responses for FastAPI's `responses=`; `app.api.openapi` adds their schema."""
     return {status: _content(status) for status in statuses}
 
 

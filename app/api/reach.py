@@ -1,8 +1,9 @@
-"""What a caller may see and act on.
+"""Decides what a caller may see and act on.
 
-A platform admin sees everything, a tenant admin what belongs to the own tenant and to those below
-it, others what belongs to their tenant; the rest is not found, so that nobody learns which ids
-exist.  A member acts on their own requests, a tenant admin on all that it sees, a viewer on none.
+A platform admin sees everything, a tenant admin what belongs to the own tenant and to tenants below
+it, other users what belongs to their tenant.  Everything else is reported as not found, so that ids
+of other tenants stay unknown.  A member acts on their own requests, a tenant admin on all requests
+in view, a viewer on none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from app.models import Request, Task
 
 
 def of_caller(caller: Caller, tenant_id: InstrumentedAttribute[Any]) -> ColumnElement[bool]:
-    """A condition: the row belongs to a tenant that the caller sees."""
+    """Return a condition: the row belongs to a tenant that the caller sees."""
     if caller.sees_all:
         return true()
     if caller.role == "tenant_admin":
@@ -60,7 +61,7 @@ def task_to_act_on(session: Session, caller: Caller, id: str) -> Task:
 
 
 def may_act(caller: Caller, found: Request | Task) -> bool:
-    """On something that the caller sees."""
+    """True if the caller may act on a request or task that the caller sees."""
     if caller.role in ("platform_admin", "tenant_admin"):
         return True
     return caller.role == "member" and found.user_id == caller.user_id

@@ -1,18 +1,18 @@
-"""The life of a datablock's copies: one table, read as "a STATE copy that sees MOVE becomes ...".
+"""The states of a datablock's copies, as one table: "a STATE copy that sees MOVE becomes ...".
 
 A datablock is immutable: a new version is another datablock.  A copy is one place where it lies: a
-device's memory, a host's memory, a disk, the store.  Two rules hold between its copies: at most one
-is `exclusive`, and then none is `shared`; and while somebody needs it, a whole copy lies somewhere
-or the tasks that made it can run again.  Only the functions of `Datablock` move copies, and they
-keep the first rule; `check` tells of both.
+device's memory, a host's memory, a disk, the store.  Two rules hold between its copies.  At most
+one is `exclusive`, and then none is `shared`.  While the block is needed, a whole copy lies
+somewhere or the tasks that made it can run again.  Only the methods of `Datablock` move copies, and
+they keep the first rule; `check` reports breaches of both.
 
-A block is counted whole: readers that have not run yet, and whoever holds its name.  At nought all
-of its copies may go.
+A block has one count of references for all copies: readers that have not run yet, and holders of
+its name.  At zero, all of its copies may go.
 
-Here too: which copies give way when memory is short, which tasks must run again when copies are
-lost, and planned bytes against moved ones.  Nothing is moved here; `workers` do that.
+This module also computes which copies give way when memory is short, which tasks must run again
+when copies are lost, and planned bytes against moved ones.  It moves nothing; `workers` do that.
 
-The table is printed by `python -m app.core.datablock`, for docs/graphs.md.
+`python -m app.core.datablock` prints the table, for docs/graphs.md.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from enum import StrEnum
 
 class State(StrEnum):
     absent = "absent"
-    in_flight = "in_flight"  # room is reserved; it is on its way, or being computed
-    exclusive = "exclusive"  # whole, and the only one
-    shared = "shared"  # whole, and others are too
-    spilled = "spilled"  # put aside in a slower place, to come back here
-    invalid = "invalid"  # the memory is held, what it holds is not this block any more
-    lost = "lost"  # the place died with it
+    in_flight = "in_flight"  # memory is reserved; the block is on its way, or being computed
+    exclusive = "exclusive"  # whole, and the only whole copy
+    shared = "shared"  # whole, as are other copies
+    spilled = "spilled"  # moved to a slower place, to come back here
+    invalid = "invalid"  # the memory is held, but no longer contains this block
+    lost = "lost"  # the place died, and the copy with it
 
 
 class Move(StrEnum):
-    """What happens to one copy."""
+    """A change of one copy."""
 
     Expect = "Expect"
     Made = "Made"
@@ -48,9 +48,9 @@ class Move(StrEnum):
     Lose = "Lose"
 
 
-# Made and Arrived both end a flight: as the only whole copy, or as one of several.  Joined and
-# Alone follow what happened to the other copies.  Overwrite hands a copy's memory to the block that
-# an in-out port writes.
+# Made and Arrived both end a transfer: Made as the only whole copy, Arrived as one of several.
+# Joined and Alone follow from changes of other copies.  Overwrite hands a copy's memory to the
+# block that an in-out port writes.
 COPY: dict[str, dict[str, str]] = {
     "absent": {"Expect": "in_flight"},
     "in_flight": {"Made": "exclusive", "Arrived": "shared", "Fail": "absent", "Lose": "lost"},
@@ -77,7 +77,7 @@ HOLDS_MEMORY = WHOLE | {State.in_flight, State.invalid}
 
 
 class IllegalMove(Exception):
-    """A copy was told to make a move that its state does not know."""
+    """The copy's state does not allow the move."""
 
     def __init__(self, block: str, place: str, state: str, move: str) -> None:
         self.block, self.place, self.state, self.move = block, place, state, move
@@ -88,7 +88,7 @@ class IllegalMove(Exception):
 
 
 class StillNeeded(Exception):
-    """The last whole copy of a block was told to go while somebody needs it."""
+    """The last whole copy of a block was to be dropped while the block is still needed."""
 
     def __init__(self, block: str, place: str, refs: int) -> None:
         self.block, self.place, self.refs = block, place, refs
@@ -108,10 +108,10 @@ class Gone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datablock:
-    """One datablock: its bytes, who needs it, and the state of its copy at each place.
+    """One datablock: its size, its reference count, and the state of its copy at each place.
 
-    `refs` counts readers that have not run and holders of its name.  A place not in `copies` has
-    none.  `recipe`: can it be made again by tasks?
+    `refs` counts readers that have not run and holders of its name.  A place that is not in
+    `copies` has no copy.  `recipe`: tasks can make the block again.
     """
 
     id: str
@@ -125,64 +125,70 @@ class Datablock:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The places from which it can be read, by name."""
+        """The places from which the block can be read, by name."""
         return tuple(sorted(place for place, state in self.copies.items() if state in WHOLE))
 
     @property
     def free(self) -> bool:
-        """Nobody needs it: all of its copies may go."""
+        """True if no reader or holder is left, so that all copies may go."""
         return self.refs == 0
 
     def held_bytes(self, place: str) -> int:
         return self.bytes if self.state(place) in HOLDS_MEMORY else 0
 
     def took(self, more: int = 1) -> Datablock:
-        """`more` readers or holders came."""
+        """Count `more` readers or holders."""
         return replace(self, refs=self.refs + more)
 
     def released(self, fewer: int = 1) -> Datablock:
-        """`fewer` readers or holders went; raises ValueError if there were not so many."""
+        """Count off `fewer` readers or holders; raises ValueError if there are fewer than that."""
         if fewer > self.refs:
             raise ValueError(f"{self.id} is needed by {self.refs}, {fewer} cannot let go of it")
         return replace(self, refs=self.refs - fewer)
 
     def expect(self, place: str) -> Datablock:
-        """Room is reserved at `place` and the bytes are asked for."""
+        """Record that memory at `place` is reserved and the bytes are requested."""
         return self._moved(place, Move.Expect)
 
     def landed(self, place: str) -> Datablock:
-        """The bytes are there, whole; an only copy is one no more."""
+        """Record that the bytes are whole at `place`; a copy that was `exclusive` becomes
+        `shared`.
+        """
         others = self.whole
         if not others:
             return self._moved(place, Move.Made)
         return self._moved(place, Move.Arrived)._follow(others, State.exclusive, Move.Joined)
 
     def failed(self, place: str) -> Datablock:
-        """The transfer was given up."""
+        """Record that the transfer to `place` was given up."""
         return self._moved(place, Move.Fail)
 
     def spilled(self, place: str) -> Datablock:
-        """It gives way at `place`, to come back: another copy must be whole by then."""
+        """Move the copy at `place` to a slower place, to come back; another copy must be whole by
+        then.
+        """
         return self._moved(place, Move.Spill)._settled()
 
     def dropped(self, place: str) -> Datablock:
-        """Its memory at `place` is free; raises StillNeeded for the last whole copy in need."""
+        """Free the copy at `place`; raises StillNeeded if it is the last whole copy and still
+        needed.
+        """
         if self.refs and self.whole == (place,):
             raise StillNeeded(self.id, place, self.refs)
         return self._moved(place, Move.Drop)._settled()
 
     def overwritten(self, place: str) -> Datablock:
-        """Its memory at `place` becomes that of an in-out port's next version.
+        """Give the memory of the copy at `place` to the next version that an in-out port writes.
 
-        The port reads it, so that is one of `refs`; if another needs the only copy, it must be
-        copied instead, and this raises StillNeeded.
+        The port's own read is one of `refs`.  If others need the only whole copy, this raises
+        StillNeeded: the block must be copied instead.
         """
         if self.refs > 1 and self.whole == (place,):
             raise StillNeeded(self.id, place, self.refs - 1)
         return self._moved(place, Move.Overwrite)._settled()
 
     def lost(self, places: Iterable[str]) -> Datablock:
-        """Those places died, with whatever they held of it."""
+        """Record that these places died, with their copies."""
         block = self
         for place in sorted(set(places) & set(self.copies)):
             if "Lose" in COPY[block.state(place)]:
@@ -190,7 +196,10 @@ class Datablock:
         return block._settled()
 
     def _settled(self) -> Datablock:
-        """After a copy went: the one that is left is alone; with none, nothing is put aside."""
+        """Adjust the other copies after one went.
+
+        A single whole copy becomes exclusive.  Without any whole copy, spilled copies are dropped.
+        """
         if not self.whole:
             return self._follow(self.copies, State.spilled, Move.Drop)
         return self._follow(self.whole, State.shared, Move.Alone) if len(self.whole) == 1 else self
@@ -213,7 +222,7 @@ class Datablock:
 
 
 def check(block: Datablock) -> tuple[str, ...]:
-    """What is wrong between the copies of a block, in sentences; empty if nothing is."""
+    """Report, in sentences, which rules the copies of a block break; empty if none."""
     states = Counter(block.copies.values())
     faults = []
     if states[State.exclusive] > 1 or (states[State.exclusive] and states[State.shared]):
@@ -235,8 +244,9 @@ def check(block: Datablock) -> tuple[str, ...]:
 class Held:
     """A copy that may give way at a place.
 
-    `next_use` is the place in the plan's order of the next task that reads it here, None if none
-    does.  `clean`: it is whole elsewhere too, or nobody needs it: dropping it loses nothing.
+    `next_use` is the position in the plan of the next task that reads the block here; None if no
+    task does.  `clean`: the block is whole elsewhere too, or not needed, so dropping the copy loses
+    nothing.
     """
 
     block: str
@@ -246,11 +256,11 @@ class Held:
 
 
 def victims(held: Iterable[Held], need_bytes: int) -> tuple[Held, ...]:
-    """Who gives way, in order, so that `need_bytes` come free; all of them if that is too little.
+    """Return the copies to drop, in order, to free `need_bytes`; all of them if that is too little.
 
-    By the known plan (Belady 1966): what is used farthest in the future goes first, what is never
-    used here again before all.  Among equals clean copies go first, then large ones.  Whoever is
-    not needed to reach the sum stays.
+    The order follows the known plan (Belady 1966): copies never used here again go first, then
+    those used farthest in the future.  Among equals clean copies go first, then large ones.  Copies
+    that turn out not to be needed for the sum stay.
     """
     chosen, freed = list[Held](), 0
     for copy in sorted(held, key=_farthest):
@@ -275,7 +285,7 @@ def _farthest(copy: Held) -> tuple[int, int, bool, int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cone:
-    """Tasks that must run again, in an order in which they can, and the blocks they make anew."""
+    """Tasks that must run again, in a possible order, and the blocks that they make anew."""
 
     tasks: tuple[str, ...] = ()
     blocks: frozenset[str] = frozenset()
@@ -288,15 +298,15 @@ def cone(
     maker: Mapping[str, str],
     reads: Mapping[str, tuple[str, ...]],
 ) -> Cone:
-    """The smallest set of finished tasks that makes the wanted blocks whole again.
+    """Return the smallest set of finished tasks that makes the wanted blocks whole again.
 
     `whole` are the blocks that lie somewhere, `maker` the task that wrote each block, `reads` the
-    blocks each task reads.  It is the smallest: a block has one maker, so each task in it has to
-    run.  Raises Gone for a block that no task makes.
+    blocks that each task reads.  The set is the smallest because a block has one maker, so each
+    task in it has to run.  Raises Gone for a block that no task makes.
     """
     blocks, again, entered = set[str](), list[str](), set[str]()
     todo = [(block, False) for block in sorted(set(wanted) - whole, reverse=True)]
-    while todo:  # depth first: a task stands behind the makers of what it reads
+    while todo:  # depth first: a task follows the makers of what it reads
         block, met = todo.pop()
         if met:
             again.append(maker[block])
@@ -320,9 +330,9 @@ Way = tuple[str, str, str]  # block, from, to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Bytes by way (block, from, to): as planned, and as counted where they were moved.
+    """Bytes by way (block, from, to): as planned, and as measured when they were moved.
 
-    A tenant is charged `moved_bytes`; in a run without losses the two tables are equal.
+    A tenant is charged `moved_bytes`.  In a run without losses both tables are equal.
     """
 
     planned: Mapping[Way, int] = field(default_factory=dict)
@@ -337,14 +347,14 @@ class Account:
         return sum(self.moved.values())
 
     def counting(self, moved: Iterable[tuple[Way, int]]) -> Account:
-        """With what was moved now; the same way may come again."""
+        """Add bytes that were moved now; a way may occur several times."""
         count = Counter(self.moved)
         for way, bytes_ in moved:
             count[way] += bytes_
         return replace(self, moved=dict(count))
 
     def differences(self) -> tuple[str, ...]:
-        """A sentence for each way whose bytes are not those planned; empty if all are."""
+        """Return a sentence for each way whose moved bytes differ from the planned ones."""
         ways = sorted({*self.planned, *self.moved})
         pairs = ((way, self.planned.get(way, 0), self.moved.get(way, 0)) for way in ways)
         return tuple(
@@ -355,7 +365,7 @@ class Account:
 
 
 def account(planned: Iterable[tuple[Way, int]]) -> Account:
-    """An account of what is planned, nothing moved yet."""
+    """Return an account of the planned bytes, with nothing moved yet."""
     count = Counter[Way]()
     for way, bytes_ in planned:
         count[way] += bytes_
@@ -363,7 +373,7 @@ def account(planned: Iterable[tuple[Way, int]]) -> Account:
 
 
 def table() -> str:
-    """The table as Markdown, one row a state, one column a move."""
+    """Return the table as Markdown, one row per state, one column per move."""
     rows = [["state", *Move], ["---"] * (len(Move) + 1)]
     rows += [[state, *(COPY[state].get(move, "·") for move in Move)] for state in State]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

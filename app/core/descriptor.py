@@ -1,10 +1,10 @@
-"""A task descriptor: what a tenant writes, read once, and every fault of it told at once.
+"""Reads a task descriptor, which is what a tenant submits, and reports all of its faults at once.
 
-`parse` turns plain JSON values into frozen ones with all defaults filled in, or raises
-BadDescriptor with a JSON Pointer for each fault.  `as_json` writes a task down again in full, so
-that `parse` reads back the same.
+`parse` turns plain JSON values into frozen ones with all defaults filled in.  If there are faults,
+it raises BadDescriptor with a JSON Pointer for each fault.  `as_json` writes a task in full, so
+that `parse` reads back an equal task.
 
-Whether the tasks fit together, and whether they can ever run here, is `core.graph`'s to say.
+`core.graph` checks whether the tasks fit together and whether they can ever run here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ TIERS = ("premium", "standard", "basic")
 ENDS = ("done", "failed", "cancelled")
 RUNS = ("job", "function", "command", "graph")
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-ONE_DEVICE = ("function", "command")  # of these ranks stay where they are, if nothing else is said
+# ranks of these stay on their devices, unless the descriptor says otherwise
+ONE_DEVICE = ("function", "command")
 
 MAX_TASKS = 1000
 MAX_ISLANDS = 64
-MAX_FAULTS = 100  # more are counted, not listed
-UNKNOWN_TOLD = 10  # unknown fields of one object; more are counted
-MAX_HINTED = 64  # characters of a name that may be a mistyped one
-MAX_COMPARED = 200  # names with which such a name is compared
-MAX_DEPTH = 32  # lists and objects inside each other
-MAX_PARAMS_BYTES = 256 * 1024  # of one task, as JSON
-MAX_COMMAND_BYTES = 64 * 1024  # of all its words, and of its parameters as JSON: what exec takes
+MAX_FAULTS = 100  # further faults are counted, not listed
+UNKNOWN_TOLD = 10  # unknown fields listed per object; further ones are counted
+MAX_HINTED = 64  # characters; for a longer name no similar name is suggested
+MAX_COMPARED = 200  # known names with which an unknown name is compared
+MAX_DEPTH = 32  # nesting of lists and objects
+MAX_PARAMS_BYTES = 256 * 1024  # bytes per task, as JSON
+# bytes of all words, and of the parameters as JSON: the limit of exec
+MAX_COMMAND_BYTES = 64 * 1024
 MAX_WORDS = 1000
 MAX_LABELS = 64
 MAX_MEMORY_BYTES = 2**50
@@ -58,7 +60,7 @@ _CHECKPOINT_RULE = 'the id of a checkpoint: "ckp_" and 32 hexadecimal digits'
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing wrong with the input: where (a JSON Pointer), what, and a stable code."""
+    """One fault of the input: its place (a JSON Pointer), a sentence, and a stable code."""
 
     pointer: str
     detail: str
@@ -66,7 +68,7 @@ class Fault:
 
 
 class BadDescriptor(Exception):
-    """What was sent is no descriptor; `faults` says all that is wrong with it."""
+    """The input is not a valid descriptor; `faults` lists all that is wrong with it."""
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         self.faults = faults
@@ -78,11 +80,13 @@ class BadDescriptor(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
+    """What a task runs: `kind` is one of RUNS, with `entry` "module:Name" or, for a command,
+    `argv`.
 
-    `graph` is "sha256:<hex>" of one that the tenant has, or its JSON, as `core.taskgraph` reads it.
-    `part` is what a leg runs of it (`core.legs`), `took_ms` how long its nodes took before, and
-    `made_bytes` how large their blocks were; nobody writes these, so `parse` knows none.
+    `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
+    (`core.taskgraph`). `part` is the part of the graph that a leg runs (`core.legs`).  `took_ms`
+    and `made_bytes` are how long the graph's nodes took before, and how large their blocks were.
+    These three are computed, so `parse` rejects them.
     """
 
     kind: str
@@ -96,9 +100,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where an input comes from: `output` of the task `name`, or the datablock `name`.
+    """The source of an input: `output` of the task `name`, or the datablock `name`.
 
-    `version` is that of a datablock; None is the newest at the time of the submission.
+    `version` is the version of a datablock; None is the newest at the time of the submission.
     """
 
     kind: str  # "task" or "datablock"
@@ -108,7 +112,7 @@ class Source:
 
     @property
     def block(self) -> str:
-        """The block that it names: "TASK.OUTPUT", "NAME" or "NAME@VERSION"."""
+        """The name of the block: "TASK.OUTPUT", "NAME" or "NAME@VERSION"."""
         if self.kind == "task":
             return f"{self.name}.{self.output}"
         return self.name if self.version is None else f"{self.name}@{self.version}"
@@ -116,7 +120,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Start conditions beyond the inputs; `not_before_s` is seconds since 1970."""
+    """Start conditions other than the inputs; `not_before_s` is in seconds since 1970."""
 
     after: tuple[str, ...] = ()
     not_before_s: float | None = None
@@ -125,9 +129,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """From `min` to `max` devices of one kind, each with at least `memory_bytes`.
+    """Asks for `min` to `max` devices of one kind, each with at least `memory_bytes`.
 
-    They lie on one host, or `across_hosts` of an island.
+    The devices lie on one host, or on several hosts of an island if `across_hosts` is set.
     """
 
     kind: str = "cpu"
@@ -153,9 +157,9 @@ class Notify:
 class TaskDescriptor:
     """`type` selects the preset; `inputs` maps a port to its source; `retry_max` counts crashes.
 
-    `publish` maps an output to the datablock of which it becomes a new version; `from_checkpoint`
-    is the id of a checkpoint of another task, to go on from instead of beginning.  A graph may be
-    cut into portions for as many as `islands`, and a gang that may lie across hosts span so many.
+    `publish` maps an output to the datablock that gets it as its new version.  `from_checkpoint` is
+    the id of a checkpoint of another task, from which this job continues.  `islands` is the most
+    islands that a graph may be partitioned for, or that a gang with `across_hosts` may span.
     """
 
     name: str
@@ -298,7 +302,7 @@ def _graph(fields: Fields) -> str | JSON:
 
 
 def _check_command(fields: Fields, task: TaskDescriptor) -> None:
-    """What a program can be given when it is started is bounded by the operating system."""
+    """Report a command or parameters that exceed what the operating system passes to a program."""
     argv = task.run.argv
     size = sum(len(word.encode()) for word in argv)
     if len(argv) > MAX_WORDS or size > MAX_COMMAND_BYTES:
@@ -317,7 +321,7 @@ def _check_command(fields: Fields, task: TaskDescriptor) -> None:
 
 
 def _launcher(argv: Sequence[str]) -> str:
-    """The program that starts ranks, if the command is one; else ""."""
+    """Return the launcher of ranks that the command runs, or "" if it runs none."""
     program = argv[0].rpartition("/")[2] if argv else ""
     if program == "torchrun":
         return program
@@ -356,7 +360,7 @@ def _inputs(fields: Fields) -> dict[str, Source]:
 
 
 def source_of(said: str) -> Source | None:
-    """What an input says, or None if it says nothing that is known."""
+    """Return the source that an input names, or None if the text has no valid form."""
     if said.startswith("datablock:"):
         return datablock(said.removeprefix("datablock:"))
     name, _, output = said.rpartition(".")
@@ -366,7 +370,9 @@ def source_of(said: str) -> Source | None:
 
 
 def datablock(said: str) -> Source | None:
-    """The datablock that "NAME" or "NAME@VERSION" means, or None if that is none."""
+    """Return the datablock that "NAME" or "NAME@VERSION" names, or None if the form is not
+    valid.
+    """
     name, at, version = said.partition("@")
     if not NAME.fullmatch(name) or (at and not _VERSION.fullmatch(version)):
         return None
@@ -402,7 +408,7 @@ def _start(fields: Fields) -> Start:
 
 
 def _executors(body: JSON) -> int:
-    """Of a graph that says no more: as many as the devices that it may have."""
+    """Return the default world size of a graph: the most devices that it may have."""
     devices = body.get("devices")
     said = devices if isinstance(devices, dict) else {}
     most = said.get("min") if said.get("max") is None else said["max"]
@@ -474,7 +480,7 @@ def _notify(fields: Fields) -> Notify | None:
 
 
 def as_json(task: TaskDescriptor) -> JSON:
-    """The task in full, every default written out; `parse` reads the same task from it."""
+    """Return the task in full, every default written out; `parse` reads the same task from it."""
     said = {"command": list(task.run.argv), "graph": task.run.graph}
     run: Any = said.get(task.run.kind, task.run.entry)
     before = {"took_ms": dict(task.run.took_ms), "made_bytes": dict(task.run.made_bytes)}
@@ -520,9 +526,10 @@ def _rfc3339(at_s: float | None) -> str | None:
 
 
 class Fields:
-    """One object of the input: each field is read once, faults are gathered, the rest is unknown.
+    """Reads the fields of one object of the input and collects faults; fields never read are
+    unknown.
 
-    A field that is missing, null or wrong reads as its default, so that reading goes on.
+    A field that is missing, null or wrong reads as its default, so that reading can go on.
     """
 
     def __init__(self, body: object, pointer: str, faults: list[Fault], given: bool = True) -> None:
@@ -543,11 +550,13 @@ class Fields:
                 self.fault(key, f"{key} is required", "missing")
 
     def close(self) -> None:
-        """Every field that nobody read is unknown; the first of them are told, each with a hint."""
+        """Report each field that was not read as unknown, up to UNKNOWN_TOLD of them, with a
+        hint.
+        """
         known = set(self._known)
         unknown = [key for key in self.body if key not in known]
         for key in unknown[:UNKNOWN_TOLD]:
-            # Nobody is told of faults beyond MAX_FAULTS.
+            # Faults beyond MAX_FAULTS are not listed, so no similar name is searched for them.
             near = near_name(key, self._known) if len(self.faults) < MAX_FAULTS else None
             hint = f"did you mean {near!r}?" if near else f"known: {', '.join(self._known)}"
             where = key if len(key) <= MAX_HINTED else ""
@@ -556,7 +565,7 @@ class Fields:
             self.fault("", f"and {more} more unknown fields", "unknown-field")
 
     def text(self, key: str, default: Any, pattern: re.Pattern[str], rule: str) -> Any:
-        """A text, or `default` (which may be None)."""
+        """Return a text, or `default` (which may be None)."""
         value = self._read(key, str, "a text")
         if value is None:
             return default
@@ -566,7 +575,7 @@ class Fields:
         return value
 
     def texts(self, key: str, pattern: re.Pattern[str] | None, rule: str) -> tuple[str, ...]:
-        """Texts, no two of them equal if they are to match a pattern."""
+        """Return a list of texts; a text that must match `pattern` may occur only once."""
         good: list[str] = []
         for n, value in enumerate(self._read(key, list, "a list") or []):
             if not isinstance(value, str):
@@ -580,7 +589,7 @@ class Fields:
         return tuple(good)
 
     def integer(self, key: str, default: int, *, least: int, most: int) -> int:
-        """A whole number, also one written as 8e9."""
+        """Return a whole number; a form like 8e9 is accepted."""
         value = self._read(key, (int, float), "a whole number")
         if value is None:
             return default
@@ -613,16 +622,17 @@ class Fields:
         return default
 
     def time(self, key: str) -> float | None:
-        """An RFC 3339 time with its offset, as seconds since 1970."""
+        """Return an RFC 3339 time, which must have an offset, in seconds since 1970."""
         value = self._read(key, str, "a text")
         if value is None:
             return None
         try:
             at = datetime.fromisoformat(value)
             if at.tzinfo is not None and "T" in value.upper():
-                return at.astimezone(UTC).timestamp()  # it has to have a year there, too
+                # raises OverflowError if the year in UTC is out of range
+                return at.astimezone(UTC).timestamp()
         except (ValueError, OverflowError):
-            pass  # told below, like a time without an offset
+            pass  # reported below, like a time without an offset
         self.fault(key, f"must be a time like 2026-01-31T18:00:00+01:00; got {_shown(value)}")
         return None
 
@@ -631,7 +641,7 @@ class Fields:
         return value
 
     def items(self, key: str, *, least: int, most: int) -> list[tuple[str, object]]:
-        """The items of a list with their pointers."""
+        """Return the items of a list, each with its pointer."""
         value = self._read(key, list, "a list")
         if value is None and self.given and self.body.get(key) is None:
             self.fault(key, f"{key} is required", "missing")
@@ -640,13 +650,13 @@ class Fields:
         return [(f"{self.pointer}/{key}/{n}", item) for n, item in enumerate((value or [])[:most])]
 
     def inside(self, key: str) -> Fields:
-        """The object under `key`; one that was not given reads as all defaults."""
+        """Return the object under `key`; if it is missing, all of its fields read as defaults."""
         self._known.append(key)
         given = self.body.get(key) is not None
         return Fields(self.body.get(key), f"{self.pointer}/{key}", self.faults, given)
 
     def _read(self, key: str, kind: type | tuple[type, ...], wanted: str) -> Any:
-        """The value under `key`, or None if it is missing, null or of another kind."""
+        """Return the value under `key`, or None if it is missing, null or of another kind."""
         self._known.append(key)
         value = self.body.get(key)
         if value is None:
@@ -658,7 +668,9 @@ class Fields:
 
 
 def not_plain(body: object) -> Iterator[Fault]:
-    """What JSON in Postgres cannot hold, or what is nested too deep to be meant."""
+    """Yield faults for values that JSON in Postgres cannot hold, and for nesting beyond
+    MAX_DEPTH.
+    """
     stack: list[tuple[str, object, int]] = [("", body, 0)]
     while stack:
         where, value, depth = stack.pop()
@@ -705,7 +717,10 @@ def _shown(text: str) -> str:
 
 
 def near_name(word: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant; nothing long is compared, as that takes long."""
+    """Return the known name that was probably meant.
+
+    Names longer than MAX_HINTED are not compared, because that takes long.
+    """
     if len(word) > MAX_HINTED:
         return None
     near = get_close_matches(word, list(islice(known, MAX_COMPARED)), n=1)
@@ -713,5 +728,5 @@ def near_name(word: str, known: Iterable[str]) -> str | None:
 
 
 def escaped(key: str) -> str:
-    """A key as one token of a JSON Pointer."""
+    """Escape a key as one token of a JSON Pointer."""
     return str(key).replace("~", "~0").replace("/", "~1")

@@ -1,7 +1,7 @@
-"""A request's tasks as a graph: is it sound, what needs what, and can it ever run here?
+"""The tasks of a request as a graph: checks it, orders it, and tells if it can ever run here.
 
-Nodes are tasks.  An edge is a start condition: `after` (order alone) or an input (order and data).
-Nothing here knows of time or devices at work; when an edge is met is `core.decide`'s to see.
+Nodes are tasks.  An edge is a start condition: `after` (order only) or an input (order and data).
+This module knows no time and no devices at work; `core.decide` finds out when an edge is met.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from app.core.descriptor import Descriptor, Fault, TaskDescriptor, near_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """One edge into a task: it starts when `task` is done; `port` takes its `output`.
+    """One edge into a task: the task starts when `task` is done; `port` takes its `output`.
 
-    Both are "" for an edge of `after`.  What comes `late` it need not wait for: a leg of a graph
-    may run by then.
+    `port` and `output` are "" for an edge of `after`.  The task need not wait for an input that may
+    come `late`: a leg of a graph may already run when the input arrives.
     """
 
     task: str
@@ -29,7 +29,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """So many `devices` of a host that have as much memory."""
+    """A number of devices of one host with equal memory."""
 
     island: str
     host: str
@@ -39,21 +39,21 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a deployment, or an island of it, has of one device kind."""
+    """The devices of one kind in a deployment, or in one of its islands."""
 
     alike: tuple[Alike, ...]
 
     @property
     def memory_bytes(self) -> int:
-        """Of the largest device."""
+        """Memory of the largest device, in bytes; 0 if there is none."""
         return max((some.memory_bytes for some in self.alike), default=0)
 
     def by_island(self, memory_bytes: int) -> Counter[str]:
-        """How many have so much, on each island."""
+        """Count the devices with at least `memory_bytes`, per island."""
         return self._counted(memory_bytes, lambda some: some.island)
 
     def together(self, memory_bytes: int) -> int:
-        """How many have so much and lie on one host, at most."""
+        """Return the most devices with at least `memory_bytes` that lie on one host."""
         return max(self._counted(memory_bytes, lambda some: some.host).values(), default=0)
 
     def _counted(self, memory_bytes: int, by: Callable[[Alike], str]) -> Counter[str]:
@@ -65,12 +65,15 @@ class Offer:
 
 
 def needs(descriptor: Descriptor) -> dict[str, tuple[Need, ...]]:
-    """The edges into each task, those of `after` first; datablocks are no edges."""
+    """Return the edges into each task, those of `after` first; datablocks make no edges."""
     return {task.name: tuple(need for _, need in _edges(task)) for task in descriptor.tasks}
 
 
 def order(descriptor: Descriptor) -> tuple[str, ...]:
-    """The tasks so that each stands behind what it needs, else as written; cycles are left out."""
+    """Return the tasks in an order in which each follows what it needs, without tasks in cycles.
+
+    Tasks that may go in any order stand as written.
+    """
     waits = {
         name: {need.task for need in edges if not need.late}
         for name, edges in needs(descriptor).items()
@@ -80,7 +83,7 @@ def order(descriptor: Descriptor) -> tuple[str, ...]:
         for other in needed:
             wanted_by.setdefault(other, []).append(name)
     ready = [name for name in waits if not waits[name]]
-    for name in ready:  # grows while it is walked
+    for name in ready:  # grows during the iteration
         for follower in wanted_by[name]:
             waits[follower].discard(name)
             if not waits[follower]:
@@ -92,14 +95,14 @@ def order(descriptor: Descriptor) -> tuple[str, ...]:
 
 
 def check(descriptor: Descriptor) -> tuple[Fault, ...]:
-    """Unknown tasks and outputs, and cycles; empty if the graph is sound."""
+    """Report unknown tasks and outputs, or else a cycle; empty if the graph is sound."""
     tasks = {task.name: task for task in descriptor.tasks}
     faults = [fault for n, task in enumerate(descriptor.tasks) for fault in _loose(n, task, tasks)]
     return tuple(faults) or tuple(_cycle(descriptor))
 
 
 def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
-    """(where it is written below the task, the edge)"""
+    """Yield (pointer below the task, edge)."""
     for n, name in enumerate(task.start.after):
         yield f"start/after/{n}", Need(task=name)
     late = (task.run.part or {}).get("late", ())
@@ -110,7 +113,7 @@ def _edges(task: TaskDescriptor) -> Iterator[tuple[str, Need]]:
 
 
 def _loose(n: int, task: TaskDescriptor, tasks: Mapping[str, TaskDescriptor]) -> Iterator[Fault]:
-    """Edges of the n-th task that lead nowhere."""
+    """Yield faults for edges of the n-th task that lead to no task or output."""
     for where, need in _edges(task):
         pointer = f"/tasks/{n}/{where}"
         if need.task == task.name:
@@ -130,7 +133,10 @@ def _hint(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
 
 
 def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
-    """One cycle by name, if there is any: walk back along needs that never come up in `order`."""
+    """Yield a fault that names one cycle, if there is any.
+
+    It is found by walking back along needs that `order` leaves out.
+    """
     sound = set(order(descriptor))
     edges = needs(descriptor)
     stuck = [task.name for task in descriptor.tasks if task.name not in sound]
@@ -152,7 +158,7 @@ PARTING = ("job", "graph")  # what may run on several devices
 
 
 def unsatisfiable(descriptor: Descriptor, kinds: Mapping[str, Offer]) -> tuple[Fault, ...]:
-    """What can never run in a deployment that offers `kinds`, and what is not built yet."""
+    """Report what can never run in a deployment that offers `kinds`, and what is not built yet."""
     return tuple(
         Fault(f"/tasks/{n}/{where}", told, "unsatisfiable")
         for n, task in enumerate(descriptor.tasks)
@@ -175,7 +181,7 @@ def _too_much(task: TaskDescriptor, kinds: Mapping[str, Offer]) -> Iterator[tupl
 
 
 def _too_many(task: TaskDescriptor, offer: Offer) -> Iterator[tuple[str, str]]:
-    """Of those that are large enough."""
+    """Yield a fault if there are too few of the devices that have enough memory."""
     wanted = task.devices
     devices = offer.by_island(wanted.memory_bytes)
     spans = task.islands if task.run.kind == "job" else 1

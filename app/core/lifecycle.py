@@ -1,16 +1,17 @@
-"""The life of a task: one table, read aloud as "a STATE task that sees MOVE becomes ...".
+"""The states of a task and the moves between them, as one table: "a STATE task after MOVE becomes
+...".
 
-Two rules hold.  A state changes only by a move in this table, and only `app.journal` applies one.
-A paused task is a *waiting* task with an image: one queue, one rule.  A migration is a pause here
-and a launch there, so there is no moving state.
+Two rules hold.  A state changes only by a move in this table, and only `app.journal` applies moves.
+A paused task is a *waiting* task with an image, so there is one queue with one rule.  A migration
+is a pause on one device and a launch on another, so there is no state for it.
 
-`blocked` means that a start condition does not hold (an input is missing, `after` has not ended,
-`not_before` lies ahead, or somebody holds it); `Locked` takes a waiting task back there when its
+`blocked` means that a start condition does not hold: an input is missing, `after` has not ended,
+`not_before` lies ahead, or the task is held.  `Locked` takes a waiting task back there when its
 owner holds it.  `starting` begins when the island commits a Launch, which raises the task's epoch
-by one; `running` begins when the device says so, and goes on while it takes turns there with
-others (`Share`).  `stopping` waits for the device to let go.
+by one.  `running` begins when the device reports it, and goes on while the task takes turns with
+others on a device (`Share`).  In `stopping` the island waits for the device to release the task.
 
-The table is printed by `python -m app.core.lifecycle`, for docs/architecture.md.
+`python -m app.core.lifecycle` prints the table, for docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class State(StrEnum):
 
 
 class Move(StrEnum):
-    """What happens to a task: decided by the island, or reported by a device."""
+    """A change of a task's state: decided by the island, or reported by a device."""
 
     Unlocked = "Unlocked"
     Locked = "Locked"
@@ -52,9 +53,9 @@ class Move(StrEnum):
     Stopped = "Stopped"
 
 
-# What may end a task's stay on a device, whatever it was doing there.  Failed goes back to the
-# queue while attempts are left; GaveUp is Failed with none left.  A device that shuts down pauses
-# what it holds without being told.
+# Moves that may end a task's stay on a device, in whatever state it is there.  Failed goes back to
+# the queue while attempts are left; GaveUp is Failed with none left.  A device that shuts down
+# pauses its tasks without an order.
 _ON_A_DEVICE = {
     "Paused": "waiting",
     "Finished": "done",
@@ -76,8 +77,8 @@ LIFE: dict[str, dict[str, str]] = {
     "running": {"Splice": "splicing", "Share": "running", "Pause": "pausing", **_ON_A_DEVICE},
     "splicing": {"Spliced": "running", **_ON_A_DEVICE},
     "pausing": _ON_A_DEVICE,
-    # Events that were already under way when the cancel was written still arrive: they change
-    # nothing until the device has let go.
+    # Events sent before the device got the cancel still arrive: they change nothing until the
+    # device has released the task.
     "stopping": {
         "Started": "stopping",
         "Paused": "stopping",
@@ -100,7 +101,7 @@ NOT_STARTED = frozenset({State.blocked, State.waiting})
 
 
 class IllegalMove(Exception):
-    """A task was told to make a move that its state does not know."""
+    """The task's state does not allow the move."""
 
     def __init__(self, task: str, state: str, move: str) -> None:
         self.task, self.state, self.move = task, state, move
@@ -109,14 +110,17 @@ class IllegalMove(Exception):
 
 
 def after(task: str, state: str, move: str) -> State:
-    """The state that `move` leads to; raises IllegalMove if the table has no such move."""
+    """Return the state that `move` leads to; raises IllegalMove if the table has no such move."""
     if move not in LIFE[state]:
         raise IllegalMove(task, state, move)
     return State(LIFE[state][move])
 
 
 def request_state(states: Iterable[str], *, started: bool) -> str:
-    """What a request is, from what its tasks are; `started`: one of them has ever run."""
+    """Return the state of a request from the states of its tasks.
+
+    `started`: at least one task has ever run.
+    """
     states = set(states)
     if states <= ENDED:
         for end in (State.failed, State.cancelled):
@@ -127,7 +131,7 @@ def request_state(states: Iterable[str], *, started: bool) -> str:
 
 
 def table() -> str:
-    """The table as Markdown, one row a state, one column a move."""
+    """Return the table as Markdown, one row per state, one column per move."""
     rows = [["state", *Move], ["---"] * (len(Move) + 1)]
     rows += [[state, *(LIFE[state].get(move, "·") for move in Move)] for state in State]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

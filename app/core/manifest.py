@@ -1,16 +1,17 @@
-"""What a checkpoint is made of: its parts, the chunks with their bytes, and the names in it.
+"""The contents of a checkpoint: its parts, the chunks with their bytes, and the names in it.
 
-An image has numbered parts: 0 is the pickled graph, n + 1 is storage n.  `planned` cuts them into
-chunks; a manifest says which bytes of which part lie in which chunk, so reading one needs no plan.
+An image has numbered parts: 0 is the pickled graph, n + 1 is storage n.  `planned` cuts the parts
+into chunks.  A manifest records which bytes of which part lie in which chunk, so a reader needs no
+plan.
 
-What always holds:
-* the cut depends on the sizes of the parts and on nothing else: replicas of a job, and its
-  checkpoints one after the other, are cut alike, and equal bytes become equal chunks;
-* every byte of every part lies in exactly one chunk; a manifest of which that is not true is none;
+Invariants:
+* The cut depends only on the sizes of the parts.  So replicas of a job, and its successive
+  checkpoints, are cut alike, and equal bytes become equal chunks.
+* Every byte of every part lies in exactly one chunk; otherwise the manifest is not valid.
 * `from_json(as_json(manifest)) == manifest`.
 
-No bytes and no hashes are computed here, and nobody's word is believed: a manifest was written on
-another machine, and its table of tensors comes from a tenant's process.
+This module computes no bytes and no hashes.  It trusts no input: a manifest was written on another
+machine, and its table of tensors comes from a tenant's process.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ JSON = dict[str, Any]
 
 FORMAT = "roundhouse manifest 1"
 
-CHUNK_BYTES = 4 * 2**20  # so many in each chunk of a large part
-TAIL_BYTES = 2**20  # a last piece smaller than this joins the one before
-SMALL_BYTES = 2**16  # parts smaller than this share chunks,
-GROUP_BYTES = 2**18  # up to so many bytes in one: they are written anew if one of them changed
+CHUNK_BYTES = 4 * 2**20  # bytes in each chunk of a large part
+TAIL_BYTES = 2**20  # a last piece smaller than this joins the piece before
+SMALL_BYTES = 2**16  # bytes; smaller parts share chunks
+# bytes; limit of a shared chunk, which is written again if one of its parts changes
+GROUP_BYTES = 2**18
 LARGEST_CHUNK_BYTES = CHUNK_BYTES + TAIL_BYTES
 
-#: Bytes of one element, by the name of torch's type.
+#: Bytes of one element, by torch's name of the dtype.
 DTYPES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4,
     "uint64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
@@ -48,7 +50,9 @@ _GRAPH = 0
 
 
 class BadManifest(Exception):
-    """Not a manifest; `path` says where, like "ranks[0].chunks[3].spans[1]"."""
+    """The input is not a valid manifest; `path` is the place, like
+    "ranks[0].chunks[3].spans[1]".
+    """
 
     def __init__(self, path: str, told: str) -> None:
         self.path, self.told = path, told
@@ -67,12 +71,14 @@ class Span:
     size: int
 
 
-Cut = tuple[Span, ...]  # whose bytes, one behind the other, are one chunk
+Cut = tuple[Span, ...]  # the bytes of the spans, in order, are one chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """`address` is the BLAKE3 hash of the spans' bytes, one behind the other."""
+    """A content-addressed piece; `address` is the BLAKE3 hash of the bytes of its spans, in
+    order.
+    """
 
     address: str
     spans: Cut
@@ -84,7 +90,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A graph or a storage; `device` is "cpu" or "cuda": where a storage lay."""
+    """A graph or a storage; `device` is "cpu" or "cuda", where a storage lay."""
 
     size: int
     device: str = "cpu"
@@ -93,7 +99,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """Where the elements of one tensor lie: `stride` and `offset` count elements."""
+    """The place of one tensor's elements; `stride` and `offset` count elements."""
 
     name: str
     storage: int
@@ -111,12 +117,12 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Bytes of its elements, each once."""
+        """Bytes of all elements, each counted once."""
         return self.elements * DTYPES[self.dtype]
 
     @property
     def end(self) -> int:
-        """The first byte of its storage behind its last element."""
+        """The offset in the storage just after the last element, in bytes."""
         if not self.elements:
             return 0
         steps = zip(self.shape, self.stride, strict=True)
@@ -128,7 +134,7 @@ class Tensor:
 class Rank:
     """One rank's image.  `parts[0]` is its graph, `parts[n + 1]` its storage number n.
 
-    `tensors` are in the order of their names.
+    `tensors` are sorted by name.
     """
 
     parts: tuple[Part, ...]
@@ -138,7 +144,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """Whose image it is and of which step; `fingerprint` is that of the process that staged it."""
+    """The image's owner, task and step; `fingerprint` is that of the process that staged it."""
 
     tenant: str
     task: str
@@ -154,7 +160,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Of the images themselves, however little of it was new."""
+        """Bytes of the images themselves, however few of them were new in the store."""
         return sum(part.size for rank in self.ranks for part in rank.parts)
 
     @property
@@ -166,11 +172,11 @@ class Manifest:
 
 
 def planned(sizes: Sequence[int]) -> list[Cut]:
-    """How parts of these sizes are cut into chunks; every byte lies in one, in order.
+    """Cut parts of these sizes into chunks; every byte lies in one chunk, in order.
 
-    The graph (part 0) is by itself, as it changes with every step.  Large parts are cut at fixed
-    places; small ones are gathered in order, however many large ones lie between them, so that a
-    thousand tiny tensors are not a thousand files.
+    The graph (part 0) has its own chunks, because it changes with every step.  Large parts are cut
+    at fixed places.  Small parts are gathered in order, even across large parts between them, so
+    that a thousand tiny tensors do not become a thousand files.
     """
     cuts: list[Cut] = []
     group: list[Span] = []
@@ -201,7 +207,7 @@ def _spans(part: int, size: int) -> Iterator[Span]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes that are signed and kept: equal manifests have equal ones."""
+    """Return the bytes that are signed and stored; equal manifests have equal bytes."""
     return json.dumps(as_json(manifest), sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -238,7 +244,7 @@ def tensors_as_json(tensors: Sequence[Tensor]) -> JSON:
 
 
 def decode(body: bytes) -> Manifest:
-    """The manifest that `encode` made; raises BadManifest."""
+    """Return the manifest from which `encode` made `body`; raises BadManifest."""
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -247,7 +253,7 @@ def decode(body: bytes) -> Manifest:
 
 
 def from_json(body: Any) -> Manifest:
-    """Raises BadManifest at the first thing that is wrong."""
+    """Return the manifest; raises BadManifest at the first fault."""
     fields = _object(body, "")
     if fields.get("format") != FORMAT:
         raise BadManifest("format", f"{fields.get('format')!r:.60}, not {FORMAT!r}")
@@ -326,16 +332,16 @@ def _must_cover(parts: Sequence[Part], chunks: Sequence[Chunk], path: str) -> No
 
 
 def tensors_from_json(body: Any, storages: Sequence[Part], *, path: str) -> tuple[Tensor, ...]:
-    """A table of tensors that lie inside `storages`, by name; raises BadManifest.
+    """Read a table of tensors that lie inside `storages`, by name; raises BadManifest.
 
-    Written as `{name: [storage, dtype, shape, stride, offset]}`, with the last three in elements.
+    The form is `{name: [storage, dtype, shape, stride, offset]}`, with the last three in elements.
     """
     named = sorted(_object(body, path).items())
     return tuple(_tensor(name, row, storages, f"{path}[{name!r:.80}]") for name, row in named)
 
 
 def tensors_told(body: Any, storages: Sequence[Part]) -> tuple[Tensor, ...]:
-    """The same of what a tenant's process says: rows that make no sense are left out."""
+    """Read such a table from a tenant's process; rows that are not valid are left out."""
     found = []
     for name, row in sorted(body.items()) if isinstance(body, dict) else ():
         with suppress(BadManifest):
@@ -357,7 +363,7 @@ def _tensor(name: str, body: Any, storages: Sequence[Part], path: str) -> Tensor
     )
     if len(tensor.shape) != len(tensor.stride):
         raise BadManifest(path, "its shape and its stride differ in length")
-    if tensor.size > _LARGEST_TENSOR:  # by strides of 0 a few bytes can be made to seem endless
+    if tensor.size > _LARGEST_TENSOR:  # strides of 0 let a few bytes pose as an endless tensor
         raise BadManifest(path, f"a tensor of {tensor.size} bytes")
     if tensor.storage >= len(storages):
         raise BadManifest(path, f"storage {tensor.storage}, and there are {len(storages)}")

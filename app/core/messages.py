@@ -1,22 +1,22 @@
-"""What travels between an island and its devices: orders down, heartbeats up, answers down.
+"""Messages between an island and its devices: orders down, heartbeats up, answers down.
 
-Messages are hints; Postgres is the truth.  Any of them may be lost, doubled or late, and three
-things make that harmless:
+Messages are hints; Postgres is the truth.  Any message may be lost, repeated or late.  Three things
+make that harmless:
 
-* every order and event carries `(task, epoch, seq)`; a stale or doubled one changes nothing;
-* a heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
-  and log line that has not been acknowledged yet.  Losing one only delays it to the next;
-* the `Answer` to a heartbeat says until when the device may go on (its lease), what arrived, and
-  which of the residents it named belong to an older epoch and must be dropped.
+* Every order and event carries `(task, epoch, seq)`; a stale or repeated one changes nothing.
+* A heartbeat (`Alive`) is the *whole* truth of a device: every resident it holds, and every event
+  and log line that is not acknowledged yet.  A lost heartbeat only delays these to the next one.
+* The `Answer` to a heartbeat says until when the device may go on (its lease), which events
+  arrived, and which of the named residents belong to an older epoch and must be dropped.
 
-A resident may take the seat only after an answer to a heartbeat *that named it* said "keep", or
-while its Launch is so fresh that the answer could be no other; and it steps only until the lease of
-the last answer ends.  So an order that comes late, or to a device that has been given up, runs
-nothing: the answer to the first heartbeat that names it says "drop".
-(tests/app/test_protocol.py finds two devices running one task if this is left out.)
+A resident may take the slot only after an answer to a heartbeat *that named it* said "keep", or
+while its Launch is so fresh that the answer could only be "keep".  It steps only until the lease of
+the last answer ends.  So an order that arrives late, or at a device that the island has given up,
+runs nothing: the answer to the first heartbeat that names its resident says "drop".
+(tests/app/test_protocol.py finds two devices that run one task if this rule is left out.)
 
-Everything is JSON.  `encode` and `decode` are exact inverses; `decode` refuses what is not well
-formed, so that no name has to be looked at again.
+All messages are JSON.  `encode` and `decode` are exact inverses.  `decode` rejects names that are
+not well formed, so no later code has to check a name again.
 """
 
 from __future__ import annotations
@@ -45,35 +45,38 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch(Order):
-    """Seat this task: at once if the device is free, else when the one being paused has let go.
+    """Give this task the slot: at once if the device is free, else after the paused task has left.
 
-    `images` are checkpoints to go on from, newest first, as `{"sha256", "step", "key"}`, `key`
-    being the public one of the host that signed it; a device that
-    still holds a paused resident of this task at the newest step goes on from that instead, and one
-    that kept a newer image in the epoch before, of which the island had not heard, from that.
-    `budget_us` is what is left of `max_duration_s`, measured in seat time.  Of the `outputs`, those
-    to `publish` are kept as files of tensors (`core.tensorfile`), the others as images.
+    `images` are checkpoints to resume from, newest first, as `{"sha256", "step", "key"}`.  `key` is
+    the public key of the host that signed the checkpoint.  A device that still holds a paused
+    resident of this task at the newest step resumes from the resident instead.  A device that kept
+    a newer image of the epoch before, of which the island had not heard, resumes from that image.
 
-    A gang's `seats` lie on one host or several, home's first; this device is of the `host` with
-    that number.  On any but home it is an outpost, which runs ranks there and says nothing of them:
-    home does.  `links` are {"secret"}, and for an outpost {"home": [address, port]}: how it joins
-    them (`workers.links`).
+    `budget_us` is what is left of `max_duration_s`, measured in time on the slot.  Outputs in
+    `publish` are stored as files of tensors (`core.tensorfile`), the other outputs as images.
 
-    Until `surely_until_us`, by the device's clock and for this incarnation of it, the island cannot
-    have given the task to anybody else; then the order alone seats it, and no answer is waited for.
+    `seats` counts the gang's slots on each of its hosts, the coordinator host's first.  `host` is
+    the number of this device's host in that list.  On hosts other than the coordinator host the
+    device runs remote ranks and reports nothing of them: the coordinator host does.  `links` is
+    {"secret"}, and for remote ranks also {"home": [address, port]}, with which they join the gang
+    (`workers.links`).
 
-    If it is `beside`, others stay there, and they take turns as the answers say (`Answer.rota`).
+    `surely_until_us` is a time of the device's clock, valid for the process `incarnation` only.
+    Until then the island cannot have given the task to another device.  So the order alone gives
+    the task the slot, without waiting for an answer.
 
-    Of the inputs that may come late (`core.legs.late`) those that are not there yet are left out.
-    An input without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are
-    device workers that may have it still: {"place": [address, port], "key"} (`workers.giving`).
+    If `beside` is set, other tasks stay on the device, and all of them take turns (`Answer.rota`).
+
+    Inputs that may come late (`core.legs.late`) and do not exist yet are left out.  An input
+    without a `format` is an image; `datablock` is "NAME@VERSION".  Its `copies` are device workers
+    that may still have it: {"place": [address, port], "key"} (`workers.giving`).
     """
 
     tenant: str
     run: JSON  # {"job": "module:Class"}, {"function": "module:name"} or {"graph": "sha256:…"}
     bundle: str  # sha256 of the uploaded code
     params: JSON
-    inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see below
+    inputs: JSON  # port -> {"sha256", "size_bytes", "format"?, "datablock"?, "copies"?}, see above
     outputs: list[str]
     world_size: int
     preset: JSON
@@ -92,25 +95,27 @@ class Launch(Order):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause(Order):
-    """Stop at the next safe point, stage the image in host memory, let go of the seat.
+    """Stop at the next safe point, stage the image in host memory, release the slot.
 
-    If a `successor` is named, the device first lets that task get ready beside this one, so that
-    the seat hardly stands empty between them.
+    If a `successor` is named, the device first lets that task prepare beside this one, so that the
+    slot is empty between them for a short time only.
     """
 
     successor: str = ""  # a task that is launched on this device, or ""
-    moves: bool = False  # it goes on on another device, which waits for its image
+    moves: bool = False  # the task continues on another device, which waits for its image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save(Order):
-    """Write a durable checkpoint at the next safe point and go on."""
+    """Write a durable checkpoint at the next safe point and continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Order):
-    """From the next safe point on the ranks take turns on so many `seats`, as in a Launch: this
-    one, and others that are kept for them."""
+    """Let the ranks take turns on `seats` slots, as in a Launch, from the next safe point on.
+
+    The slots are the present one and others that are reserved for the ranks.
+    """
 
     seats: list[int]
     links: JSON = field(default_factory=dict)
@@ -128,8 +133,8 @@ class Cancel(Order):
 class Event:
     """`seq` numbers the events of one epoch of one task from 1, without gaps.
 
-    `held_us` is how long this epoch has held its seat so far, by the device's own clock; for
-    `staged_us` of it the job stood still, because its state was copied.
+    `held_us` is how long this epoch has held its slot so far, by the device's own clock.  For
+    `staged_us` of that time the job stood still while its state was copied.
     """
 
     task: str
@@ -142,15 +147,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Event):
-    """The job sits on the device, its preset applied and read back; it goes on after `step`."""
+    """The job is on the device, with its preset applied and read back; it resumes after `step`."""
 
     preset: JSON
     capabilities: list[str]
     resumed: str  # "fresh", "resident" (never left the device), "image"; "folder" for a command
-    switch_us: int = 0  # how long the seat stood empty for it, once it could have been taken
-    input_bytes: int = 0  # of its inputs,
-    fetched_bytes: int = 0  # of which so many were read from the store
-    ways: JSON = field(default_factory=dict)  # port -> which of WAYS its input came by
+    # time that the slot stood empty for the task after the task could have taken it
+    switch_us: int = 0
+    input_bytes: int = 0  # bytes of all inputs
+    fetched_bytes: int = 0  # bytes of the inputs that were read from the store
+    ways: JSON = field(default_factory=dict)  # port -> the WAY by which its input came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +171,9 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Event):
-    """One output of a leg is durable in the store, `kept` there as a Finished says it; the leg
-    runs on, and whoever waits for that output alone may start.
+    """One output of a leg is durable in the store; `kept` has the form of an output in Finished.
+
+    The leg continues to run.  Tasks that wait for this output only may start.
     """
 
     output: str
@@ -175,7 +182,7 @@ class Stored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Came(Event):
-    """An input that came late is here, by one of WAYS."""
+    """An input that came late has arrived, by one of WAYS."""
 
     port: str
     way: str
@@ -184,9 +191,10 @@ class Came(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(Event):
-    """The ranks sit on so many `seats` now; what they left is free.
+    """The ranks are on `seats` slots now; the slots that they left are free.
 
-    They are not those that were ordered if a host could not be reached: then it is as it was.
+    If a host could not be reached, `seats` is not what was ordered: then the ranks stay where they
+    were.
     """
 
     seats: list[int]
@@ -194,9 +202,9 @@ class Resized(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paused(Event):
-    """The seat is free; the image at `step` lies in the host memory of this device.
+    """The slot is free; the image at `step` lies in the host memory of this device.
 
-    A leg of a graph leaves its seat by itself when what it `lacks` there, an input, does not come.
+    A leg of a graph leaves its slot by itself when an input that it `lacks` does not arrive.
     """
 
     lacks: str = ""
@@ -204,11 +212,13 @@ class Paused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """`outputs`: name -> {"sha256", "size_bytes"}, and TensorFile.summary of what is published; of
-    a command also ARTIFACTS, if it left any.  `passed` are the copies of blocks between the
-    executors of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each of its
-    nodes took, or each shard of one, where it was launched for the last time, and `made_bytes` how
-    large blocks were that they made there, lists as a whole.
+    """The task is done.
+
+    `outputs` is name -> {"sha256", "size_bytes"}, with TensorFile.summary for published outputs.  A
+    command adds ARTIFACTS, if it left any.  `passed` are the copies of blocks between the executors
+    of a graph: {"block", "source", "target", "bytes"}.  `took_ms` is how long each node took, or
+    each of its shards, in the last launch.  `made_bytes` is how large the blocks made in that
+    launch were, with a list counted as a whole.
     """
 
     result: JSON
@@ -233,26 +243,26 @@ class Failed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(Event):
-    """Cancelled as ordered; nothing of it is left on the device."""
+    """Cancelled as ordered; nothing of the task is left on the device."""
 
 
-#: The files that a command left in its folder `artifacts`; no declared output can be called so.
+#: The files that a command left in its folder `artifacts`; no declared output can have this name.
 ARTIFACTS = "artifacts.zip"
 
-#: How an input came to a task: it lay on its host, another host gave it, or the store was read.
+#: The way of an input to its task: already on the host, given by another host, or from the store.
 WAYS = ("here", "host", "store")
 
-#: Why an attempt failed -> whether another attempt may help (`retry.max` permitting).
+#: Cause of a failed attempt -> whether another attempt may help (if `retry.max` permits one).
 CAUSES = {
     "exception": True,  # the tenant's code raised
-    "exit": True,  # the process ended without a word: killed, out of memory, os._exit
-    "max_duration": False,  # held its seat for max_duration_s
-    "uncapturable": False,  # its state cannot be captured, so it could never be paused
+    "exit": True,  # the process ended without a message: killed, out of memory, os._exit
+    "max_duration": False,  # the task held its slot for max_duration_s
+    "uncapturable": False,  # the state cannot be captured, so the task could never be paused
     "preset": False,  # the device did not take the preset
     "bundle": False,  # the code could not be loaded
     "image": True,  # the checkpoint could not be restored; an older one is tried
-    "host": True,  # another host of its gang was lost: tried again, and no attempt is used up
-    "store": True,  # the store did not answer: tried again, and no attempt is used up
+    "host": True,  # another host of the gang was lost: retried without using up an attempt
+    "store": True,  # the store did not answer: retried without using up an attempt
 }
 
 
@@ -263,11 +273,12 @@ CAUSES = {
 class ResidentView:
     """One job as the device sees it.
 
-    `state` is seating (not on the seat yet), running, pausing, paused, stopping or ended.  `level`
-    is where its memory lies (`workers.residency`): `on_device_bytes` is what it is counted for
-    there, `host_bytes` what its images take of host memory.  `lacks` is the input for which it
-    stands still, and of which it was not told yet where it lies, and those that came straight and
-    of which it was not told yet what they are.  `points` are the metrics of steps before `step`.
+    `state` is seating (does not hold the slot yet), running, pausing, paused, stopping or ended.
+    `level` is where the job's memory lies (`workers.residency`).  `on_device_bytes` is the device
+    memory charged to the job, `host_bytes` the host memory of its images.  `lacks` are inputs: the
+    missing input for which the job stands still and whose place the device does not know yet, and
+    the inputs that came straight and are not confirmed yet.  `points` are the metrics of steps
+    before `step`.
     """
 
     task: str
@@ -275,7 +286,7 @@ class ResidentView:
     state: str
     step: int
     held_us: int
-    order_seq: int  # the highest order of this epoch that the device has taken in
+    order_seq: int  # the highest order of this epoch that the device has handled
     memory_bytes: int
     staged_us: int = 0
     level: str = "device"
@@ -288,7 +299,7 @@ class ResidentView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogLines:
-    """Lines `first`, `first + 1`, ... of what this epoch printed; each line is `[stream, text]`."""
+    """Lines `first`, `first + 1`, ... that this epoch printed; each line is `[stream, text]`."""
 
     task: str
     epoch: int
@@ -301,12 +312,12 @@ class Alive:
     """All that a device holds, at this instant of its own monotonic clock.
 
     `incarnation` names the device worker's process and sorts after those of all processes before
-    it; `facts` describe the device itself: host, island, kind, threads, memory_bytes, sandbox,
-    torch.  `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes",
-    "us"}, the last two being what had to be fetched for it and how long that took.  Other hosts
-    reach the device worker at `links`, [address, port], and `secret` opens the blocks that it gives
-    (`workers.giving`).  `hung` are [task, epoch] of what the process before was busy with when its
-    supervisor hung (`workers.hung`).
+    it. `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
+    `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes", "us"};
+    `bytes` had to be fetched for the image, which took `us`.  Other hosts reach the device worker
+    at `links`, [address, port].  `secret` opens the blocks that it gives (`workers.giving`).
+    `hung` are [task, epoch] with which the process before was busy when its supervisor hung
+    (`workers.hung`).
     """
 
     device: str
@@ -324,9 +335,10 @@ class Alive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A late input of a task that is durable now: `source` says of it what a Launch would.
+    """A late input of a task is durable now; `source` describes it as a Launch would.
 
-    It is sent as soon as that is written down, and in answers as long as the task lacks it.
+    The message is sent as soon as the input is recorded, and in answers as long as the task lacks
+    it.
     """
 
     task: str
@@ -337,11 +349,12 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a leg that runs will make and legs on other hosts lack, who run too: it is sent straight
-    there when it is made, and before it is durable (`workers.giving`).
+    """Names outputs of a running leg that running legs on other hosts lack.
 
-    `takers` are [{"output", "task", "epoch", "port", "place", "key"}].  It is told when one of both
-    starts, and not again: who hears nothing of it is given the block when it is written down.
+    The device worker sends such an output straight to those hosts when it is made, before it is
+    durable (`workers.giving`).  `takers` are [{"output", "task", "epoch", "port", "place", "key"}].
+    The message is sent once, when the maker or the taker starts.  If it is lost, the taker gets the
+    block when the block is recorded.
     """
 
     task: str
@@ -351,18 +364,23 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The island heard the heartbeat sent at `sent_us`: go on until `sent_us + lease_us`.
+    """Acknowledges the heartbeat sent at `sent_us`: the device may go on until `sent_us +
+    lease_us`.
 
     `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
-    Of the residents that the heartbeat named, `keep` are known to be here and may have the seat;
-    `drop` belong to an older epoch, or are not wanted.  `expect` are all tasks that are being moved
-    here, and the next legs of graphs that run here: what of them can be fetched already ({"task",
-    "epoch", "tenant", "bundle", "inputs", "image"}; image and inputs as in a Launch).  Nothing else
-    may be kept ahead.  `next` are those of `keep` that wait for a device, in the order in which
-    they are expected to get one.  `rota` are the shares of those who take turns on it
-    (`core.rota`), if several do; None: as before.  `given` is what residents lack and can have.
-    `wanted`: somebody in line could use it, as far as is known.  `peers` are the public keys of the
-    other islands, which may send orders here, too: a gang may span islands.
+    Of the residents that the heartbeat named, those in `keep` are known to be here and may have the
+    slot; those in `drop` belong to an older epoch, or are not wanted.
+
+    `expect` are all tasks that are being moved here, and the next legs of graphs that run here.
+    Each says what can be fetched already: {"task", "epoch", "tenant", "bundle", "inputs", "image"},
+    with image and inputs as in a Launch.  The device may keep nothing else ahead.  `next` are those
+    of `keep` that wait for a device, in the order in which they are expected to get one.
+
+    `rota` are the shares of the tasks that take turns on the device (`core.rota`), if there are
+    several; None means unchanged.  `given` are inputs that residents lack and can have now.
+    `wanted` is true if a waiting task could use the device, as far as is known.  `peers` are the
+    public keys of the other islands, which may send orders here too, because a gang may span
+    islands.
     """
 
     device: str
@@ -382,7 +400,7 @@ class Answer:
 
 
 def key(task: str, epoch: int) -> str:
-    """How `heard` and `logged` name one epoch of one task."""
+    """Return the key by which `heard` and `logged` name one epoch of one task."""
     return f"{task}/{epoch}"
 
 
@@ -399,8 +417,9 @@ _KINDS: dict[str, type] = {
 
 
 def encode(message: Any) -> JSON:
-    """A message as JSON, its kind under "is"; what is as ever is left out, so that a worker of an
-    older version can read what says nothing new.
+    """Return a message as JSON, with its kind under "is".
+
+    Fields at their default are omitted, so that workers of an older version can read the message.
     """
     body = asdict(message)
     for f in fields(message):
@@ -414,9 +433,9 @@ def encode(message: Any) -> JSON:
 
 
 def decode(body: JSON) -> Any:
-    """The message that `encode` made `body` of; raises BadMessage for anything else.
+    """Return the message from which `encode` made `body`; raises BadMessage for anything else.
 
-    Every name in it may be made a path or a key of (`core.wellformed`).
+    Every name in the message is safe to use as a path or a key (`core.wellformed`).
     """
     named = body.get("is") if isinstance(body, dict) else body
     kind = _KINDS.get(named) if isinstance(named, str) else None

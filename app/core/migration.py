@@ -1,18 +1,20 @@
-"""Moving a task while it runs: when to copy once more, when to stop it, when to give up.
+"""Decides the steps of moving a running task: copy once more, stop the task, or give up.
 
-A move goes through stages, each of which can be broken off without harm:
+A move has stages, each of which can be broken off without harm:
 
-    wished     somebody asked for it; nobody is kept out of anything yet
-    copied     a free device is kept for it; in rounds the job writes a checkpoint while it runs,
-               and the other device fetches what of that it does not have
-    stopped    it is paused; only what it wrote to since the last round is left to copy
-    landed     it is launched there, and runs
+    wished     a user asked for it; nothing is reserved yet
+    copied     a free device is reserved; in rounds the job writes a checkpoint while it runs, and
+               the target device fetches what it lacks of the checkpoint
+    stopped    the task is paused; only what it wrote to since the last round is left to copy
+    landed     the task is launched on the target, and runs
 
-The rounds are pre-copy (Clark et al., Live Migration of Virtual Machines, NSDI 2005): each copies
-what was written to during the one before.  They end when what is left passes in no time, when it
-shrinks no more (what a job writes to in every step is never left behind), or after a few.
+The rounds are pre-copy (Clark et al., Live Migration of Virtual Machines, NSDI 2005): each round
+copies what was written to during the round before.  The rounds end when the rest would be copied in
+almost no time, when the rest no longer shrinks (a job may write to it in every step), or after
+`rounds_max` rounds.
 
-Pure: `next_act` is asked at every look and told everything; asked twice it says the same.
+The functions are pure: `next_act` is called at every look with all it needs, and returns the same
+for equal arguments.
 """
 
 from __future__ import annotations
@@ -25,25 +27,26 @@ from app.core.lifecycle import State
 
 JSON = dict[str, Any]
 
-ANYWHERE = "*"  # of a wish: to any other device that is free
-MOVABLE = "move"  # the capability that a job must have
+ANYWHERE = "*"  # target of a wish: any other device that is free
+MOVABLE = "move"  # the capability that a job needs to be moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     rounds_max: int = 5
-    brief_s: float = 0.1  # what passes in so long is not worth a round of its own
-    shrinks_by: float = 0.1  # a round that leaves more than this much less was worth it
-    stopped_s: float = 15.0  # a task may stand still so long, beside what copying takes,
-    slower_by: float = 4.0  # which may take so many times as long as it should
+    brief_s: float = 0.1  # seconds; a rest that copies within this time needs no further round
+    # fraction; the last round must have shrunk the rest by more than this for one more round
+    shrinks_by: float = 0.1
+    stopped_s: float = 15.0  # seconds that a task may stand still, besides the time for copying
+    slower_by: float = 4.0  # factor by which copying may take longer than expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A checkpoint of the running job, and what the other device had to fetch of it.
+    """A checkpoint of the running job, and what the target device had to fetch of it.
 
-    `wrote_us` is what the source took to make it durable; `fetched_us` is None until it is there.
-    `key` is the public one of the host that signed it.
+    `wrote_us` is how long the source took to make it durable.  `fetched_us` is None until the
+    target has it.  `key` is the public key of the host that signed it.
     """
 
     sha256: str
@@ -57,10 +60,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """One move under way, from `source` where the task is in its epoch `epoch`.
+    """One move under way, from `source`, where the task runs in its epoch `epoch`.
 
-    `asked` counts the rounds that were ordered; of those `rounds` are durable.  `stopping` says
-    that there will be no more.
+    `asked` counts the rounds that were ordered; `rounds` are those that are durable.  `stopping`
+    means that no further round follows.
     """
 
     to: str
@@ -72,14 +75,14 @@ class Moving:
     rounds: tuple[Round, ...] = ()
 
     def saved(self, round: Round) -> Moving:
-        """A checkpoint is durable; if it was not ordered it counts as if it had been."""
+        """Record a durable checkpoint; one that was not ordered counts as if it had been."""
         if self.stopping or (self.rounds and round.step <= self.rounds[-1].step):
             return self
         rounds = (*self.rounds, round)
         return replace(self, rounds=rounds, asked=max(self.asked, len(rounds)))
 
     def fetched(self, sha256: str, bytes_: int, us: int) -> Moving:
-        """The other device has it."""
+        """Record that the target device has fetched the checkpoint."""
         rounds = tuple(
             replace(one, fetched_bytes=bytes_, fetched_us=us)
             if one.sha256 == sha256 and one.fetched_us is None
@@ -91,7 +94,7 @@ class Moving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """How the task and the other device are now; `open` is whether that takes work."""
+    """The present state of the task and of the target device; `open`: the target takes new work."""
 
     state: str
     epoch: int
@@ -103,13 +106,15 @@ class Scene:
 class Act(StrEnum):
     wait = "wait"
     copy = "copy"  # order one more checkpoint
-    stop = "stop"  # pause it: the rest is copied while it stands still
-    off = "off"  # the move has failed; the task stays what it is
+    stop = "stop"  # pause the task: the rest is copied while it stands still
+    off = "off"  # the move has failed; the task stays where it is
 
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """`because` is for the task's owner; of a stop, the move is to be over at `until_s`."""
+    """What to do now.  `because` is for the task's owner; a stopped task must be moved by
+    `until_s`.
+    """
 
     act: Act
     because: str = ""
@@ -120,7 +125,7 @@ _WAIT = Next(Act.wait)
 
 
 def next_act(moving: Moving, scene: Scene, policy: Policy) -> Next:
-    """What is to be done about a move now."""
+    """Decide what to do about a move now."""
     if (because := _failed(moving, scene)) is not None:
         return Next(Act.off, because)
     copies = scene.state == State.running and scene.epoch == moving.epoch and not moving.stopping
@@ -138,11 +143,11 @@ def next_act(moving: Moving, scene: Scene, policy: Policy) -> Next:
 
 
 def _failed(moving: Moving, scene: Scene) -> str | None:
-    """Why a move cannot go on; None if it can."""
+    """Return why a move cannot go on; None if it can."""
     landed = scene.epoch > moving.epoch
     holds = scene.state not in (State.waiting, State.blocked)
     if landed and scene.seat == moving.to:
-        return None  # it is about to run there, or ends there as it may anywhere
+        return None  # the task starts there, or has ended there as it might anywhere
     if landed and holds:
         return "it was launched on another device meanwhile"
     if landed:
@@ -157,7 +162,7 @@ def _failed(moving: Moving, scene: Scene) -> str | None:
 
 
 def _enough(rounds: tuple[Round, ...], policy: Policy) -> str | None:
-    """Why no further round is worth it; None if one is."""
+    """Return why no further round is worth it; None if one is."""
     if expected_stop_s(rounds) <= policy.brief_s:
         return "hardly anything is left to copy"
     if len(rounds) >= policy.rounds_max:
@@ -170,9 +175,10 @@ def _enough(rounds: tuple[Round, ...], policy: Policy) -> str | None:
 
 
 def bandwidth(rounds: tuple[Round, ...]) -> float:
-    """Bytes a second from the job's memory there to that of the other device; 0.0: not known.
+    """Return the rate in bytes per second from the job's memory to the target's; 0.0 if unknown.
 
-    Of the round that copied most: small ones measure what a round costs, not what bytes cost.
+    It is the rate of the round that copied most: small rounds measure the cost of a round, not of
+    bytes.
     """
     most = max(rounds, key=lambda one: one.fetched_bytes, default=None)
     if most is None or most.fetched_us is None or not most.fetched_bytes:
@@ -181,13 +187,13 @@ def bandwidth(rounds: tuple[Round, ...]) -> float:
 
 
 def expected_stop_s(rounds: tuple[Round, ...]) -> float:
-    """How long the next difference would take, if it is as large as the last."""
+    """Return how long the next difference would take to copy, if it is as large as the last one."""
     rate = bandwidth(rounds)
     return rounds[-1].fetched_bytes / rate if rate else 0.0
 
 
 def told(moving: Moving) -> str:
-    """How far it is, in a sentence without its end."""
+    """Describe the progress of the move, in a sentence without its period."""
     begun = f"moving to {moving.to}"
     if moving.stopping:
         return f"{begun}: the last difference is being copied"
@@ -214,5 +220,5 @@ def as_json(moving: Moving) -> JSON:
 
 
 def from_json(body: JSON) -> Moving:
-    """The move that `as_json` wrote; raises TypeError for anything else."""
+    """Return the move that `as_json` wrote; raises TypeError for anything else."""
     return Moving(**{**body, "rounds": tuple(Round(**one) for one in body["rounds"])})

@@ -1,7 +1,7 @@
-"""Presets: the parameters configured on a device for a type of task, before its first step.
+"""Presets: the parameters set on a device for a type of task, before its first step.
 
-Only what is listed here can be set, within its range.  Whoever applies a preset reads every value
-back; `differences` says where the device did not take it.  `workers.preset` does the applying.
+Only the parameters listed here can be set, each within its range.  `workers.preset` applies a
+preset and reads every value back.  `differences` lists the values that the device did not take.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ JSON = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One thing that may be set: a value of `kind`, in `words` or from `least` to `most`.
+    """A parameter that may be set: a value of `kind`, one of `words` or from `least` to `most`.
 
-    `on` names the device kinds that know it; empty means every kind.
+    `on` names the device kinds that have the parameter; empty means every kind.
     """
 
     kind: type
@@ -32,7 +32,7 @@ class Parameter:
     on: tuple[str, ...] = ()
 
 
-KINDS = ("cpu", "cuda")  # of devices that a preset can be applied to
+KINDS = ("cpu", "cuda")  # of devices to which a preset can be applied
 
 PARAMETERS: dict[str, Parameter] = {
     "threads": Parameter(kind=int, default=1, least=1, most=1024),
@@ -47,7 +47,7 @@ PARAMETERS: dict[str, Parameter] = {
 
 
 def defaults(kind: str, *, threads: int = 1) -> JSON:
-    """Every parameter that a device of `kind` knows; `threads` is what the device has."""
+    """Return the defaults for a device of `kind`; `threads` is how many the device has."""
     known = {
         name: parameter.default
         for name, parameter in PARAMETERS.items()
@@ -57,7 +57,7 @@ def defaults(kind: str, *, threads: int = 1) -> JSON:
 
 
 def check(params: object, *, kind: str, pointer: str = "/params") -> tuple[Fault, ...]:
-    """What is wrong with parameters for a device of `kind`; they need not name all of them."""
+    """Report what is wrong with parameters for a device of `kind`; a partial set is valid."""
     if not isinstance(params, dict):
         return (Fault(pointer, "must be an object of parameters", "type"),)
     known = defaults(kind)
@@ -89,13 +89,13 @@ def _wrong(parameter: Parameter, value: object) -> tuple[str, str] | None:
 
 
 def sha256(params: Mapping[str, Any]) -> str:
-    """The content's name: equal parameters have equal names, in whatever order."""
+    """Return the content hash: equal parameters have equal hashes, in whatever order."""
     text = json.dumps(dict(params), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def differences(wanted: Mapping[str, Any], read_back: Mapping[str, Any]) -> list[str]:
-    """A sentence for each parameter that the device did not take; empty if it took them all."""
+    """Return a sentence for each parameter that the device did not take; empty if it took all."""
     return [
         f"{name}: wanted {value!r}, the device says {read_back[name]!r}"
         if name in read_back

@@ -1,16 +1,17 @@
-"""A task that is a graph: small functions joined by blocks, checked, flattened and put in order.
+"""A task that is a graph: small functions joined by blocks, checked, flattened and ordered.
 
-`parse` reads the JSON of `run.graph`, with every fault at its JSON Pointer, and leaves sub-graphs
-out: their nodes stand in the outer graph as "SUB/NODE".  `check` says whether the blocks it joins
-fit together.  `program` is what a resident runs: the nodes in one order, blocks by number, and
-after which node each block is read no more.
+`parse` reads the JSON of `run.graph` and reports every fault at its JSON Pointer.  It dissolves
+sub-graphs: their nodes stand in the outer graph as "SUB/NODE".  `check` reports blocks that do not
+fit their ports.  `program` is what a resident runs: the nodes in one order, blocks by number, and
+the blocks that can be freed after each node.
 
 A node is a function of the bundle.  It reads blocks by its input ports and writes one block for
-each name in `outputs`.  Blocks are immutable; a port named in `inout` is read and written, and may
-take over the memory of what it reads.  With `map` a node is a shard for each item of the lists that
-it maps over, and each of its blocks is a list: so the number of shards need not be known here.
+each name in `outputs`.  Blocks are immutable.  A port named in `inout` is read and written, and may
+take over the memory of the block that it reads.  A node with `map` runs as one shard for each item
+of the lists that it maps over, and each of its output blocks is a list.  So the number of shards
+need not be known here.
 
-Nothing here knows of requests, tenants or devices, and nothing is run.
+This module knows no requests, tenants or devices, and runs nothing.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ JSON = dict[str, Any]
 MAX_NODES = 10_000  # in all sub-graphs together
 MAX_LISTED = 10_000  # blocks in a list that one port takes
 MAX_EST_MS = 1e9
-MAX_RANK = 64  # sizes in a shape
+MAX_RANK = 64  # dimensions of a shape
 MAX_BYTES = 2**50
-USUAL_BYTES = 1 << 20  # what is thought of a block of which nothing is known
-SIZED_LIMIT = 1000  # blocks whose sizes are told by who ran a graph
+USUAL_BYTES = 1 << 20  # bytes assumed for a block of unknown size
+SIZED_LIMIT = 1000  # most blocks whose measured sizes are kept after a run
 INPUT = "input:"
 
-#: dtype -> bytes of an element, as torch names them
+#: dtype, as torch names it -> bytes of an element
 DTYPES: dict[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
@@ -59,19 +60,19 @@ DTYPES: dict[str, int] = {
 }
 
 _ENTRY_RULE = 'of the form "module:name"'
-RESERVED = frozenset({"ctx"})  # what a function gets beside its ports
+RESERVED = frozenset({"ctx"})  # arguments that a function gets in addition to its ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """What is declared of a block: a size is a number, or a name that stands for one number."""
+    """The declaration of a block; a size is a number, or a name that stands for one number."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
     @property
     def bytes(self) -> int | None:
-        """None while a size is only named."""
+        """The size in bytes; None if a dimension is only named."""
         sizes = [size for size in self.shape if isinstance(size, int)]
         return prod(sizes) * DTYPES[self.dtype] if len(sizes) == len(self.shape) else None
 
@@ -80,7 +81,7 @@ class Tensor:
 class Binding:
     """What a port takes: the block of one source, or a list of blocks.
 
-    A source is "NODE.OUTPUT", or "input:PORT" for what the task is given.
+    A source is "NODE.OUTPUT", or "input:PORT" for an input of the task.
     """
 
     sources: tuple[str, ...]
@@ -91,9 +92,9 @@ class Binding:
 class Node:
     """One function.  `where` is its JSON Pointer, for faults.
 
-    `tensors` is what is declared of its ports, in and out; where the node maps, of one shard's.
-    `memory_bytes` is what it takes beside its blocks while it runs.  `draws`: it may draw random
-    numbers, and so gets its own seed.
+    `tensors` are the declarations of its input and output ports; for a mapped node, those of one
+    shard. `memory_bytes` is what the function takes while it runs, not counting its blocks.
+    `draws`: the function may draw random numbers, and so gets its own seed.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Node:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The blocks that it reads, each once."""
+        """The blocks that the node reads, each once."""
         return tuple(dict.fromkeys(s for taken in self.inputs.values() for s in taken.sources))
 
     @property
@@ -121,10 +122,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """`outputs` maps the graph's own outputs to blocks; `inputs` is what is declared of its own.
+    """A flat graph: `outputs` maps its output ports to blocks; `inputs` are declarations of its
+    inputs.
 
-    `memory_bytes` is how much the blocks may take on the device at once, 0: as much as there is.
-    `made_bytes` is how large blocks were when it ran before; nobody writes that.
+    `memory_bytes` limits what all blocks take on the device at once; 0 means no limit but the
+    device's. `made_bytes` are block sizes that an earlier run measured; users never write them.
     """
 
     nodes: tuple[Node, ...]
@@ -136,7 +138,7 @@ class TaskGraph:
 
     @property
     def ports(self) -> tuple[str, ...]:
-        """The names of its inputs, as far as they are read."""
+        """The names of the inputs that nodes read."""
         read = (block for node in self.nodes for block in node.reads)
         return tuple(dict.fromkeys(b.removeprefix(INPUT) for b in read if b.startswith(INPUT)))
 
@@ -145,7 +147,9 @@ class TaskGraph:
 
 
 def parse(body: object, pointer: str = "") -> TaskGraph:
-    """Read a graph; raises BadDescriptor with all its faults, which begin with `pointer`."""
+    """Read a graph; raises BadDescriptor with all its faults, whose pointers begin with
+    `pointer`.
+    """
     faults = [replace(fault, pointer=pointer + fault.pointer) for fault in not_plain(body)]
     if faults:
         raise BadDescriptor(tuple(faults))
@@ -163,7 +167,7 @@ def parse(body: object, pointer: str = "") -> TaskGraph:
 
 
 def _graph(fields: Fields) -> TaskGraph:
-    """With its sub-graphs dissolved; checked as far as one node alone can be."""
+    """Return the graph with its sub-graphs dissolved, checked only within single nodes."""
     nodes, made, seen = list[Node](), dict[str, str](), set[str]()
     for where, body in fields.items("nodes", least=1, most=MAX_NODES):
         inside = Fields(body, where, fields.faults)
@@ -210,7 +214,7 @@ def _node(fields: Fields, name: str) -> Node:
 
 
 def _check_ports(fields: Fields, node: Node) -> None:
-    """What one node alone can get wrong."""
+    """Report the faults that show in one node alone."""
     for port in node.map:
         if port not in node.inputs:
             fields.fault(
@@ -281,7 +285,7 @@ def _params(fields: Fields) -> JSON:
 
 
 def _mapped(fields: Fields) -> tuple[str, ...]:
-    """One port or several, whose lists are walked in step."""
+    """Return the mapped ports, one or several; the lists of several ports are walked in step."""
     if isinstance(fields.body.get("map"), str):
         return (fields.text("map", "", WORD, WORD_RULE),)
     return fields.texts("map", WORD, WORD_RULE)
@@ -315,7 +319,9 @@ def _size(fields: Fields, pointer: str, said: object) -> int | str:
 
 
 def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node]:
-    """The nodes of a graph within the graph; `made` learns which of their blocks is "NAME.PORT"."""
+    """Yield the nodes of a sub-graph; add to `made` which of their blocks "NAME.PORT" stands
+    for.
+    """
     given = _inputs(fields)
     inner = _graph(fields.inside("graph"))
     fields.close()
@@ -340,19 +346,20 @@ def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node
 
 
 def _declared_outside(node: Node, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What its graph declares of the inputs that a node reads."""
+    """Return the sub-graph's declarations of the inputs that a node reads whole."""
     whole = {p: taken.sources[0] for p, taken in node.inputs.items() if not taken.is_list}
     ports = {p: block.removeprefix(INPUT) for p, block in whole.items() if p not in node.map}
     return {port: inputs[name] for port, name in ports.items() if name in inputs}
 
 
 def _lifted(taken: Binding, name: str, given: Mapping[str, Binding]) -> Binding:
-    """What a port inside takes, as the graph outside says it."""
+    """Return the binding of an inner port in terms of the outer graph."""
     if not taken.is_list and taken.sources[0].startswith(INPUT):
         return given.get(taken.sources[0].removeprefix(INPUT), taken)
     sources = list[str]()
     for source in taken.sources:
-        if source.startswith(INPUT):  # within a list: a list that comes there joins it
+        # an input inside a list: a list given for it is merged into this list
+        if source.startswith(INPUT):
             sources += given.get(source.removeprefix(INPUT), Binding(sources=(source,))).sources
         else:
             sources.append(f"{name}/{source}")
@@ -365,7 +372,7 @@ def _scoped(tensor: Tensor, name: str) -> Tensor:
 
 
 def _rebound(node: Node, made: Mapping[str, str]) -> Node:
-    """Blocks of sub-graphs by the names of the nodes that make them."""
+    """Replace the names of sub-graph outputs by the blocks of the nodes that make them."""
     inputs = {
         port: replace(taken, sources=tuple(made.get(s, s) for s in taken.sources))
         for port, taken in node.inputs.items()
@@ -377,7 +384,7 @@ def _rebound(node: Node, made: Mapping[str, str]) -> Node:
 
 
 def canonical(body: JSON) -> bytes:
-    """The bytes whose SHA-256 names a graph: its JSON with sorted keys and no spaces, in UTF-8."""
+    """Return the bytes whose SHA-256 names a graph: JSON with sorted keys, no spaces, in UTF-8."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return text.encode()
 
@@ -386,7 +393,9 @@ def canonical(body: JSON) -> bytes:
 
 
 def check(graph: TaskGraph) -> tuple[Fault, ...]:
-    """Blocks that nobody makes, cycles, and declared tensors that do not fit; empty if sound."""
+    """Report unknown blocks, a cycle, and declarations that do not fit; empty if the graph is
+    sound.
+    """
     made = {block for node in graph.nodes for block in node.writes}
     faults = [*_unbound(graph, made)]
     if faults:
@@ -417,7 +426,7 @@ def _hint(word: str, known: set[str] | Sequence[str]) -> str:
 
 
 def _cycle(graph: TaskGraph) -> Iterator[Fault]:
-    """One cycle by name, if there is any."""
+    """Yield a fault that names one cycle, if there is any."""
     sound = set(order(graph))
     stuck = [node for node in graph.nodes if node.name not in sound]
     if not stuck:
@@ -432,7 +441,7 @@ def _cycle(graph: TaskGraph) -> Iterator[Fault]:
 
 
 def timed(graph: TaskGraph, took_ms: Mapping[str, float]) -> TaskGraph:
-    """With what nodes took before, where the graph does not say how long they take."""
+    """Fill in the measured times of an earlier run, for nodes that declare no time."""
     if not took_ms:
         return graph
     nodes = (
@@ -445,10 +454,10 @@ def timed(graph: TaskGraph, took_ms: Mapping[str, float]) -> TaskGraph:
 
 
 def known_bytes(graph: TaskGraph) -> dict[str, int]:
-    """How large blocks are, as far as that is known: as declared, else as they were before.
+    """Return the block sizes that are known: declared ones, else those an earlier run measured.
 
-    Of a list it is all its items together, and so only what was measured: how many there are is
-    not declared.
+    The size of a list is the sum of its items.  It is only measured, never declared, because the
+    number of items is not declared.
     """
     said = {
         block: tensor.bytes
@@ -459,13 +468,13 @@ def known_bytes(graph: TaskGraph) -> dict[str, int]:
 
 
 def worth_telling(made_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Of many blocks those that are farthest from what would be thought of them."""
+    """Return the SIZED_LIMIT blocks whose sizes differ most from USUAL_BYTES."""
     far = heapq.nlargest(SIZED_LIMIT, made_bytes.items(), key=lambda one: abs(one[1] - USUAL_BYTES))
     return dict(far)
 
 
 def waits(graph: TaskGraph) -> dict[str, set[str]]:
-    """The nodes that each waits for."""
+    """Return, for each node, the nodes that it waits for."""
     maker = {block: node.name for node in graph.nodes for block in node.writes}
     return {
         node.name: {maker[block] for block in node.reads if block in maker} for node in graph.nodes
@@ -476,13 +485,13 @@ def waits(graph: TaskGraph) -> dict[str, set[str]]:
 
 
 class _Sizes:
-    """Which names of sizes stand for the same number, and which number that is."""
+    """Tracks which named sizes stand for the same number, and for which number."""
 
     def __init__(self) -> None:
         self.known: dict[str, int | str] = {}
 
     def same(self, one: int | str, other: int | str) -> bool:
-        """Take them for equal from now on; False if they cannot be."""
+        """Treat both sizes as equal from now on; False if they cannot be equal."""
         one, other = self.root(one), self.root(other)
         if isinstance(one, int) and isinstance(other, int):
             return one == other
@@ -502,7 +511,7 @@ class _Sizes:
 
 
 def _misfits(graph: TaskGraph) -> Iterator[Fault]:
-    """Where what is declared of a block and of a port that takes it cannot both be true."""
+    """Yield faults where the declaration of a block contradicts that of a port that takes it."""
     sizes, made = _Sizes(), declared(graph)
     for node in graph.nodes:
         for port, taken in node.inputs.items():
@@ -515,7 +524,7 @@ def _misfits(graph: TaskGraph) -> Iterator[Fault]:
 
 
 def declared(graph: TaskGraph) -> dict[str, tuple[Tensor, bool]]:
-    """Of each block of which something is declared: what, and whether it is a list of those."""
+    """Return the declared blocks: (declaration, True if the block is a list of such tensors)."""
     found = {f"{INPUT}{port}": (tensor, False) for port, tensor in graph.inputs.items()}
     for node in graph.nodes:
         for output in node.outputs:
@@ -552,7 +561,7 @@ def _shown(tensor: Tensor) -> str:
 def _too_large(
     graph: TaskGraph, made: Mapping[str, tuple[Tensor, bool]], sizes: _Sizes
 ) -> Iterator[Fault]:
-    """Nodes whose own blocks are more than the graph's blocks may take together."""
+    """Yield faults for nodes whose own blocks exceed the memory limit of the graph."""
     if not graph.memory_bytes:
         return
     for node in graph.nodes:
@@ -566,7 +575,9 @@ def _too_large(
 def least_bytes(
     node: Node, made: Mapping[str, tuple[Tensor, bool]], sizes: _Sizes | None = None
 ) -> int:
-    """What a node, or one shard of it, needs at once, as far as its blocks are declared."""
+    """Return the least bytes that a node, or one shard of it, needs at once, by its
+    declarations.
+    """
     sizes = sizes or _Sizes()
     written = (output for output in node.outputs if output not in node.inout)
     known = {f"{node.name}.{port}": node.tensors.get(port) for port in written}
@@ -578,7 +589,7 @@ def least_bytes(
 
 
 def largest(graph: TaskGraph) -> tuple[Node, int]:
-    """The node that needs most at once, and how many bytes, as far as that is declared."""
+    """Return the node that needs most memory at once by its declarations, and how many bytes."""
     made = declared(graph)
     return max(((node, least_bytes(node, made)) for node in graph.nodes), key=lambda pair: pair[1])
 
@@ -587,7 +598,7 @@ def largest(graph: TaskGraph) -> tuple[Node, int]:
 
 
 def check_task(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> tuple[Fault, ...]:
-    """Ports of the graph that its task leaves open, and the other way round."""
+    """Report ports of the graph that its task leaves open, and inputs and outputs that it lacks."""
     return tuple(_loose(graph, task, pointer))
 
 
@@ -615,11 +626,12 @@ def _loose(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> Iterator[Fau
 
 
 def order(graph: TaskGraph) -> tuple[str, ...]:
-    """The nodes so that each stands behind what it needs; those in cycles are left out.
+    """Return the nodes in an order in which each follows what it needs, without nodes in cycles.
 
-    Of those that are ready the one goes first that leaves least to be kept: it is the last to read
-    more than it writes.  Among equals, the one that became ready last, so that data is used while
-    it is fresh.  A node that would overwrite what others still read lets them go first.
+    Among nodes that are ready, the first is the one that leaves least to be kept: it is the last
+    reader of more blocks than it writes.  Among equals, the node that became ready last goes first,
+    so that data is used while it is in the cache.  A node that would overwrite blocks which other
+    nodes have still to read lets these go first.
     """
     return tuple(graph.nodes[n].name for n in _Ordering(graph).run())
 
@@ -649,7 +661,7 @@ class _Ordering:
         while self.heap:
             key, n = heapq.heappop(self.heap)
             if self.waits[n] < 0:
-                continue  # done: this was one of its earlier places
+                continue  # already ordered: this is an outdated entry of the heap
             if key != self._key(n):
                 heapq.heappush(self.heap, (self._key(n), n))
                 continue
@@ -663,7 +675,7 @@ class _Ordering:
             left = self.readers[block]
             left.discard(n)
             if len(left) == 1 and (last := next(iter(left))) in self.ready_at:
-                heapq.heappush(self.heap, (self._key(last), last))  # it is worth more now
+                heapq.heappush(self.heap, (self._key(last), last))  # its priority has risen
         for follower in reversed(self.followers[n]):
             self.waits[follower] -= 1
             if not self.waits[follower]:
@@ -686,10 +698,10 @@ class _Ordering:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A node in the program: blocks are numbers.  `inputs` are (port, blocks, is it a list).
+    """A node in the program, with blocks as numbers.  `inputs` are (port, blocks, is it a list).
 
-    `frees` are the blocks that nobody reads after it, `memory_bytes` what it takes beside them.
-    `is_sized`: how large its blocks are is known.
+    `frees` are the blocks that no later node reads.  `memory_bytes` is what the node takes besides
+    its blocks.  `is_sized`: the sizes of all blocks that it writes are known.
     """
 
     name: str
@@ -708,7 +720,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """`blocks` are the names of the numbers; those of the task's inputs come first, by port."""
+    """What a resident runs.  `blocks` are names by number; the task's inputs come first, by
+    port.
+    """
 
     units: tuple[Unit, ...]
     blocks: tuple[str, ...]
@@ -721,7 +735,9 @@ class Program:
 
 
 def program(graph: TaskGraph, names: Sequence[str] = ()) -> Program:
-    """The nodes in the order `names`, or in the one that `order` finds."""
+    """Build the program with the nodes in the order `names`, or in the order that `order`
+    returns.
+    """
     by_name = {node.name: node for node in graph.nodes}
     nodes = [by_name[name] for name in names or order(graph)]
     blocks = [f"{INPUT}{port}" for port in graph.ports]
