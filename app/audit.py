@@ -1,16 +1,17 @@
-"""What people did as administrators, as one chain of rows that nothing may change.
+"""The audit log: actions of people as administrators, as a chain of rows that nothing may change.
 
-A call says who it is (`begin`).  From then on its session notes by itself what becomes of rows of
-WATCHED (objects, that is: a bare `update()` would go unseen), and is told who asked something of
-another's work (`asked`) or read what belongs to another tenant (`looked`).  All of it is written
-last, right before the commit, in the same transaction: what is done is written down, or not done.
+A call identifies itself (`begin`).  From then on its session records by itself the changes of rows
+of WATCHED models.  (Only changes of objects: a bare `update()` would not be seen.) The session must
+be told if a person requests an action on another user's work (`asked`), or reads what belongs to
+another tenant (`looked`).  All of it is written right before the commit, in the same transaction:
+an action and its record are committed together, or not at all.
 
-There is one chain, and so one writer at a time, from reading its end to the commit.  Nobody takes
-another lock after this one, so it delays nobody else; those who submit work, and islands, devices
-and control, never take it.
+There is one chain, and so one writer at a time, from reading the chain's end to the commit.  No
+lock is taken after this one, so it delays only other audited calls.  Submitting users, islands,
+devices and control never take it.
 
-What is not here: what members do with their own work (the request's events tell that), lists, and
-calls that were refused, but for wrong keys (`app.api.wrong_keys`).
+Not recorded are: actions of members on their own work (the request's events show them), lists, and
+refused calls, except those with wrong keys (`app.api.wrong_keys`).
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from app.models import (
     Webhook,
 )
 
-READ_AGAIN_S = 3600.0  # the same read of the same thing by the same key is told once in this time
-REFUSED_AGAIN_S = 60.0  # and so is a sign-in with a bad key: anybody can try
+READ_AGAIN_S = 3600.0  # interval in which equal reads with one key are recorded once
+REFUSED_AGAIN_S = 60.0  # interval in which equal wrong keys are recorded once: anybody can try
 KEPT = 10_000
-READ_AT_ONCE = 1000  # rows, when the chain is verified
+READ_AT_ONCE = 1000  # rows in a page when the chain is verified
 
-#: What is noted of whom, by itself.  Never a secret's hash.
+#: Columns that are recorded automatically, by model.  Never the hash of a secret.
 WATCHED: dict[type[Base], tuple[str, ...]] = {
     Tenant: (
         "name",
@@ -78,12 +79,12 @@ _ASKED: dict[type[Base], tuple[str, ...]] = {
 _COLUMNS = WATCHED | _ASKED | {Checkpoint: ()}
 _KINDS: dict[type[Base], str] = {ApiKey: "key"}
 
-_LOCK = 0x6175646974  # any number that nobody else takes
+_LOCK = 0x6175646974  # key of an advisory lock; unique in this database
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Who does something, and by which operation of the API; `key_id` is the key's public part."""
+    """The user of a call, and the operation of the API; `key_id` is the public part of the key."""
 
     operation: str
     user: str
@@ -103,23 +104,23 @@ class _Noted:
 
 @dataclass(slots=True)
 class _Book:
-    """What one transaction did so far."""
+    """The actions of one transaction so far."""
 
     call: Call
     noted: dict[tuple[str, str], _Noted] = field(default_factory=dict)
 
 
-# --- what is noted ------------------------------------------------------------------------------
+# --- notes --------------------------------------------------------------------------------------
 
 
 def begin(session: Session, call: Call) -> None:
-    """From now on what is done in this session is done by this call."""
+    """Attribute what is done in this session from now on to this call."""
     session.info["audit"] = _Book(call)
 
 
 def asked(session: Session, row: Request | Task | Webhook | Datablock) -> None:
-    """Something is asked of it; of one's own that is nobody else's affair.  A webhook is nobody's
-    own.
+    """Record that an action is requested on the row, unless the caller owns it.  A webhook has no
+    owner.
     """
     book = _book(session)
     if book is not None and getattr(row, "user_id", None) != book.call.user_id:
@@ -127,7 +128,7 @@ def asked(session: Session, row: Request | Task | Webhook | Datablock) -> None:
 
 
 def looked(session: Session, row: Request | Task | Checkpoint) -> None:
-    """It is shown to whoever calls."""
+    """Record that the row is shown to a caller of another tenant."""
     book = _book(session)
     if book is None or row.tenant_id == book.call.tenant_id:
         return
@@ -136,7 +137,7 @@ def looked(session: Session, row: Request | Task | Checkpoint) -> None:
 
 
 def signed_in(session: Session, call: Call) -> None:
-    """A browser, with the key of the call."""
+    """Record that a browser signed in with the key of the call."""
     append(session, call, "made", target=("session", call.key_id), tenant_id=call.tenant_id)
 
 
@@ -160,14 +161,16 @@ def append(
 
 
 class _Lately:
-    """What this process wrote down lately, and need not again: a page that is open reads on."""
+    """The records that this process wrote lately and need not repeat: an open page reads again and
+    again.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._until_s: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
     def new(self, session: Session, what: tuple[str, str, str], for_s: float) -> bool:
-        """Whether it was not; from the commit on it was, for so long."""
+        """True if there is no such recent record.  After the commit there is one, for `for_s`."""
         with self._lock:
             if self._until_s.get(what, 0.0) > time.monotonic():
                 return False
@@ -190,7 +193,9 @@ def _book(session: Session | None) -> _Book | None:
 
 
 def _note(book: _Book, row: Base, action: str, before: dict[str, Any]) -> None:
-    """The first note says how it was before; to read it says least, to remove it most."""
+    """Note an action.  The first note has the values from before; "read" yields to any action, and
+    "removed" replaces any.
+    """
     known = book.noted.setdefault(_target(row), _Noted(row=row, action=action, before=before))
     if known.action == "read" or action == "removed":
         known.action = action
@@ -213,7 +218,7 @@ def _told(at: datetime) -> str:
     return at.astimezone(UTC).isoformat(timespec="microseconds")
 
 
-# --- rows that tell by themselves ---------------------------------------------------------------
+# --- automatic notes of changed rows ------------------------------------------------------------
 
 
 def _made(mapper: Mapper[Any], connection: Any, row: Base) -> None:
@@ -232,7 +237,7 @@ def _removed(mapper: Mapper[Any], connection: Any, row: Base) -> None:
 
 
 def _values_before(row: Base) -> dict[str, Any]:
-    """As the row was when it was read."""
+    """Return the values of the row as it was read."""
     attributes = inspect(row).attrs
     found = {}
     for name in _COLUMNS[type(row)]:
@@ -247,7 +252,7 @@ for _model in WATCHED:
     event.listen(_model, "before_delete", _removed)
 
 
-# --- what is written ----------------------------------------------------------------------------
+# --- records ------------------------------------------------------------------------------------
 
 
 @event.listens_for(Session, "before_commit")
@@ -263,7 +268,7 @@ def _write_down(session: Session) -> None:
 
 
 def _done(session: Session, noted: _Noted) -> dict[str, Any] | None:
-    """Its columns but the call's; None if it changed nothing that is watched."""
+    """Return the record's columns but the call's; None if nothing watched has changed."""
     after = {} if noted.action == "removed" else _values(noted.row)
     before = noted.before
     if noted.action not in ("made", "removed"):
@@ -293,7 +298,10 @@ def _record(
 
 
 def _affair_of(session: Session, noted: _Noted) -> str | None:
-    """Whose administrators see it; that there is a tenant or not, those of the one above it."""
+    """Return the tenant with the administrators that may see the record.
+
+    For the creation or removal of a tenant, that is its parent.
+    """
     row = noted.row
     if isinstance(row, Tenant):
         return row.parent_id if noted.action in ("made", "removed") else row.id
@@ -304,7 +312,7 @@ def _affair_of(session: Session, noted: _Noted) -> str | None:
 
 def _write(session: Session, call: Call, done: list[dict[str, Any]]) -> None:
     session.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-    # A statement of its own: it sees what the one who had the lock before us committed.
+    # A separate statement sees what the previous holder of the lock committed.
     at, id, hash = session.execute(_END).one()
     rows = []
     for one in done:
@@ -336,11 +344,11 @@ def _by(call: Call) -> dict[str, str]:
     }
 
 
-# --- whether all still stands -------------------------------------------------------------------
+# --- verification -------------------------------------------------------------------------------
 
 
 def verified(session: Session, known: Known) -> Verdict:
-    """The chain from `known` on, read in one snapshot, a page at a time."""
+    """Verify the chain from `known` on, read in one snapshot, page by page."""
     query = select(AuditEvent.__table__).where(AuditEvent.id >= known.id).order_by(AuditEvent.id)
     with session.execute(query.execution_options(yield_per=READ_AT_ONCE)) as rows:
         return verify(_links(rows.mappings()), known)

@@ -1,16 +1,16 @@
 """A thin client of the Roundhouse API, for the command line, notebooks and tests.
 
-Three things always hold.  A call that may have arrived is made again only if making it twice is
-harmless: everything but a POST is, and a POST carries an `Idempotency-Key`.  An answer that is a
-problem becomes a `Problem` with everything the service said.  A stream that breaks is taken up
-where it broke, by `Last-Event-ID`, so that nothing is missed or shown twice.
+Three rules always hold.  A call that may have arrived is repeated only if a repetition is harmless:
+that is true of everything but a POST, and a POST carries an `Idempotency-Key`.  An error response
+becomes a `Problem` with everything that the service said.  A broken stream is resumed where it
+broke, by `Last-Event-ID`, so that no event is missed or shown twice.
 
-Answers are the service's JSON as dictionaries; nothing is renamed or remembered here.
+Answers are the service's JSON as dictionaries; nothing is renamed or cached here.
 
 ClientError
-├── Problem         the service said no, and why
-├── Unreachable     it said nothing, however often it was asked
-└── Damaged         what came are not the bytes that the service promised
+├── Problem         the service refused, and said why
+├── Unreachable     the service did not answer, after all retries
+└── Damaged         the bytes received are not the bytes that the service promised
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ JSON = dict[str, Any]
 TIMEOUT_S = 30.0
 FIRST_PAUSE_S = 0.2  # doubled after each attempt
 LONGEST_PAUSE_S = 5.0
-SILENCE_S = 45.0  # the service sends a comment every 15 s into a stream that says nothing
-PART_BYTES = 32 * 2**20  # of an upload, in one call
-FINISH_S = 900.0  # what was uploaded is read once more before its last part is answered
+SILENCE_S = 45.0  # time limit for silence: the service sends a comment every 15 s into a stream
+PART_BYTES = 32 * 2**20  # bytes of an upload in one call
+FINISH_S = 900.0  # time limit of a part: the service reads the whole upload again after the last
 _BUSY = frozenset({429, 502, 503, 504})
 
 
 class ClientError(Exception):
-    """What a caller of this module has to expect."""
+    """The errors that a caller of this module must expect."""
 
 
 class Problem(ClientError):
-    """`type` is the stable word for what is wrong; `errors` are {pointer, detail, code}."""
+    """An error response.  `type` is its stable code; `errors` are {pointer, detail, code}."""
 
     def __init__(self, status: int, body: JSON, *, retry_after_s: float | None = None) -> None:
         self.status = status
@@ -68,7 +68,7 @@ class Damaged(ClientError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
-    """One event of a stream; `id` is where to go on after it."""
+    """An event of a stream; `id` is the position from which to continue after it."""
 
     type: str
     id: str
@@ -78,7 +78,7 @@ class StreamEvent:
 class Client:
     """Calls one service with one key.  Not for use by several threads at once.
 
-    `patience_s` is how long a call is made again and again while nobody answers.
+    `patience_s` is how long a call is retried while the service does not answer.
     """
 
     def __init__(
@@ -106,16 +106,19 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    # --- what one asks for ---
+    # --- requests, bundles and datablocks ---
 
     def submit(self, descriptor: JSON, *, key: str | None = None) -> JSON:
-        """The request, accepted.  The same `key` again gives the same request, not a second one."""
+        """Submit a request and return it.  The same `key` again returns the same request, not a
+        second one.
+        """
         return self.post("/v1/requests", descriptor, key=key)
 
     def upload(self, sha256: str, body: bytes) -> JSON | None:
-        """Makes sure that the service has a bundle; what it found in it, or None if it had it.
+        """Ensure that the service has a bundle; return what it found in it, or None if it had it
+        before.
 
-        It goes on where it breaks, as `put_datablock` does.
+        An interrupted upload continues where it broke, as in `put_datablock`.
         """
         path = f"/v1/bundles/{sha256}"
         if self._call("HEAD", path, expect=(404,)).status_code != 404:
@@ -125,10 +128,11 @@ class Client:
     def put_datablock(
         self, name: str, file: Path, *, sent: Callable[[int], None] = lambda size: None
     ) -> JSON:
-        """Makes the file the newest version of a datablock; only what the service lacks is sent.
+        """Make the file the newest version of a datablock; only what the service lacks is sent.
 
-        It goes on where it breaks, now or when this is called again; raises Unreachable after
-        `patience_s` without an answer.  `sent` is told the bytes of each part that arrived.
+        An interrupted upload continues where it broke, now or at the next call.  Raises Unreachable
+        after `patience_s` without an answer.  `sent` is called with the number of bytes of each
+        part that arrived.
         """
         with file.open("rb") as body:
             sha256, size = hashlib.file_digest(body, "sha256").hexdigest(), body.tell()
@@ -158,15 +162,15 @@ class Client:
     def get_datablock(self, name: str, file: Path) -> str:
         """Write a datablock, NAME or NAME@VERSION, into `file`, which appears whole or not at all.
 
-        Returns NAME@VERSION.  What came is kept beside it until the rest does, also when this is
-        called again; raises Damaged if all of it has not the hash that was promised.
+        Returns NAME@VERSION.  Received bytes are kept beside `file` until the rest has arrived,
+        across calls too.  Raises Damaged if the bytes do not have the promised hash.
         """
         return self.fetch(f"/v1/datablocks/{name}", file).rpartition("/")[2]
 
     def fetch(self, path: str, file: Path) -> str:
-        """Write what lies at `path`, which has an ETag, into `file`, as `get_datablock` does.
+        """Write the content of `path`, which has an ETag, into `file`, as `get_datablock` does.
 
-        Returns the path under which it stays what it is.
+        Returns the path under which the content never changes.
         """
         first = {"Range": "bytes=0-0"}
         said = self._call("GET", path, headers=first).headers
@@ -195,9 +199,10 @@ class Client:
                 retries.wait(error)
 
     def download(self, path: str, file: Path, **params: Any) -> int:
-        """Write what lies at `path` into `file`, which appears whole or not at all; its bytes.
+        """Write the content of `path` into `file`, which appears whole or not at all; return its
+        size.
 
-        It is begun anew if it breaks; raises Unreachable after `patience_s` of that.
+        After an interruption it starts again; raises Unreachable after `patience_s` of that.
         """
         given = {name: value for name, value in params.items() if value is not None}
         draft, retries = file.with_name(f".{file.name}.{uuid.uuid4().hex}"), self._retries()
@@ -214,9 +219,10 @@ class Client:
             draft.unlink(missing_ok=True)
 
     def _receive(self, path: str, params: JSON, draft: Path, *, start: int = 0) -> int:
-        """All of it, or what is behind the first `start` bytes, which are in the draft.
+        """Receive the content, or what follows its first `start` bytes, which the draft has
+        already.
 
-        Raises Problem, or Unreachable: also if the answer ends too early.
+        Raises Problem, or Unreachable, also if the answer ends too early.
         """
         headers = {"Range": f"bytes={start}-"} if start else {}
         try:
@@ -232,10 +238,10 @@ class Client:
             raise Unreachable(self.url, error) from error
 
     def ready(self) -> JSON:
-        """What /readyz says, also where not all of it is well; raises Unreachable."""
+        """Return what /readyz says, even if some checks fail; raises Unreachable."""
         return _body(self._call("GET", "/readyz", expect=(503,)))
 
-    # --- how one asks ---
+    # --- calls ---
 
     def get(self, path: str, **params: Any) -> JSON:
         given = {name: value for name, value in params.items() if value is not None}
@@ -247,20 +253,21 @@ class Client:
         return _body(self._call("POST", path, headers=headers, **how))
 
     def patch(self, path: str, body: JSON, *, version: int) -> JSON:
-        """A change of what was read at `version`; a Problem of 412 if it is another by now.
+        """Change what was read at `version`; a Problem of status 412 if it has another version by
+        now.
 
-        So it is if an answer got lost and the change was made again, which then did nothing.
+        That also happens if an answer was lost and the repeated change then had no effect.
         """
         headers = {"If-Match": f'"{version}"'}
         return _body(self._call("PATCH", path, json=body, headers=headers))
 
     def delete(self, path: str) -> JSON:
-        """What became of it, where the service tells; else {}."""
+        """Delete; return the service's answer, or {} if it has no content."""
         response = self._call("DELETE", path)
         return _body(response) if response.content else {}
 
     def items(self, path: str, **params: Any) -> Iterator[JSON]:
-        """Every item of a list, page after page."""
+        """Yield every item of a list, page after page."""
         while True:
             page = self.get(path, **params)
             yield from page["items"]
@@ -269,7 +276,7 @@ class Client:
             params["cursor"] = page["next_cursor"]
 
     def stream(self, path: str, *, last_id: str = "", **params: Any) -> Iterator[StreamEvent]:
-        """Events until one of type `end`; a stream that breaks goes on after its last event.
+        """Yield events until one of type `end`; a broken stream continues after its last event.
 
         Raises Unreachable after `patience_s` without an answer.
         """
@@ -289,7 +296,7 @@ class Client:
                 if not _passes(problem):
                     raise
                 why = problem
-            if time.monotonic() - opened_s > self.patience_s:  # it was open, only silent
+            if time.monotonic() - opened_s > self.patience_s:  # the stream was open but silent
                 retries = self._retries()
             retries.wait(why)
 
@@ -301,7 +308,7 @@ class Client:
                 source.response.read()
                 raise _problem(source.response)
             for event in source:
-                if event.data:  # one without is no event; httpx2 hands out a bare `retry` as one
+                if event.data:  # httpx2 also returns a bare `retry` field as an event
                     yield StreamEvent(type=event.event, id=event.id, data=json.loads(event.data))
 
     def _call(
@@ -321,7 +328,7 @@ class Client:
     def _answered(
         self, method: str, path: str, *, expect: tuple[int, ...] = (), **how: Any
     ) -> httpx2.Response:
-        """Of one call; raises Unreachable or Problem."""
+        """Make one call; raises Unreachable or Problem."""
         try:
             response = self._http.request(method, path, **how)
         except httpx2.TransportError as error:
@@ -362,7 +369,7 @@ class _Retries:
         self.left_s, self.next_s, self.sleep = patience_s, FIRST_PAUSE_S, sleep
 
     def wait(self, otherwise: ClientError) -> None:
-        """Sleeps, or raises `otherwise` when that would be too long."""
+        """Sleep, or raise `otherwise` if that would take too long."""
         pause_s = max(self.next_s, getattr(otherwise, "retry_after_s", None) or 0.0)
         if pause_s > self.left_s:
             raise otherwise
@@ -372,17 +379,19 @@ class _Retries:
 
 
 def _passes(problem: Problem) -> bool:
-    """Whether asking again may help: the service is busy, or still works on the same key."""
+    """True if a retry may help: the service is busy, or still works on the same key."""
     return problem.status in _BUSY or problem.type == "idempotency-in-progress"
 
 
 def _goes_on(problem: Problem) -> bool:
-    """Whether to ask how far an upload is: somebody else sends the same, or the service is busy."""
+    """True if the progress of an upload is to be asked for: another client sends the same, or the
+    service is busy.
+    """
     return problem.type == "conflict-state" or _passes(problem)
 
 
 def _body(response: httpx2.Response) -> JSON:
-    """What was answered; raises Problem if it is not the JSON that this service speaks."""
+    """Return the JSON of an answer; raises Problem if it is not from a Roundhouse service."""
     try:
         body = response.json()
     except ValueError:
@@ -398,7 +407,7 @@ def _problem(response: httpx2.Response) -> Problem:
         body = response.json()
     except ValueError:
         body = None
-    if not isinstance(body, dict):  # somebody between us and the service spoke
+    if not isinstance(body, dict):  # answered by a proxy between us and the service
         body = {"title": response.reason_phrase, "detail": response.text[:200]}
     return Problem(response.status_code, body, retry_after_s=_seconds(response))
 

@@ -1,9 +1,9 @@
-"""An OpenID Connect provider as its client sees it: where its door is, and whether it signed that.
+"""A client of an OpenID Connect provider: its sign-in address, and the check of its tokens.
 
-What a token must be to be believed is all in `Provider.claims`.  The provider's keys are fetched
-when they are first needed, every hour, and when a token names one that is not known, but then not
-more often than every ten seconds: anybody can make such a token.  No more than one thread waits for
-the provider while there are keys to go on with.
+`Provider.claims` has all conditions that a token must meet.  The provider's keys are fetched at
+first use and every hour.  They are also fetched when a token names an unknown key, but then at most
+every ten seconds, because anybody can make such a token.  At most one thread waits for the provider
+while older keys are available.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from joserfc import jwt
 from joserfc.errors import InvalidKeyIdError, JoseError
 from joserfc.jwk import KeySet
 
-#: Signatures by a private key only: a secret that both sides know, or none, proves nothing here.
+#: Asymmetric signatures only: a shared secret, or no signature, proves nothing here.
 ALGORITHMS = ("RS256", "PS256", "ES256")
-LEEWAY_S = 30  # that clocks may differ
+LEEWAY_S = 30  # allowed difference of clocks
 KEYS_KEPT_S = 3600.0
 ASKED_AGAIN_S = 10.0
-AWAY_AGAIN_S = 2.0  # while nothing is known of it
+AWAY_AGAIN_S = 2.0  # retry interval while no keys are known
 TIMEOUT_S = 5.0
 
 JSON = dict[str, Any]
@@ -35,15 +35,15 @@ log = logging.getLogger(__name__)
 
 
 class BadToken(Exception):
-    """It proves nothing to us; says why."""
+    """The token proves nothing; the text says why."""
 
 
 class Away(Exception):
-    """The provider does not answer, or not as one would."""
+    """The provider does not answer, or not as a provider should."""
 
 
 class Provider:
-    """`issuer` is its address, letter by letter as its tokens name it."""
+    """An OpenID Connect provider.  `issuer` is its address, exactly as its tokens name it."""
 
     def __init__(self, issuer: str, client_id: str, client_secret: str = "") -> None:
         self.issuer, self.client_id, self._secret = issuer, client_id, client_secret
@@ -57,9 +57,10 @@ class Provider:
     # --- tokens ---
 
     def claims(self, token: str, *, audience: str, nonce: str | None = None) -> JSON:
-        """What it says, if the provider signed it, for us and for now; raises BadToken or Away.
+        """Return the token's claims if the provider signed it for us and it is valid now.
 
-        With `nonce` it is an ID token, that of the sign-in which began with it.
+        With `nonce`, it must be the ID token of the sign-in that began with that nonce.  Raises
+        BadToken or Away.
         """
         needed: JSON = {
             "iss": {"essential": True, "value": self.issuer},
@@ -89,7 +90,7 @@ class Provider:
     # --- signing in ---
 
     def door(self, *, redirect_uri: str, state: str, nonce: str, verifier: str) -> str:
-        """Where a browser goes to sign in; raises Away."""
+        """Return the address at which a browser signs in; raises Away."""
         self._refresh(KEYS_KEPT_S)
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest())
         asked = {
@@ -106,7 +107,7 @@ class Provider:
         return f"{address}{'&' if '?' in address else '?'}{urlencode(asked)}"
 
     def redeem(self, code: str, *, redirect_uri: str, verifier: str) -> str:
-        """The ID token that a code stands for; raises BadToken or Away."""
+        """Exchange a code for its ID token; raises BadToken or Away."""
         self._refresh(KEYS_KEPT_S)
         form = {
             "grant_type": "authorization_code",
@@ -128,14 +129,14 @@ class Provider:
             raise BadToken("the provider does not know this sign-in (any more)")
         return token
 
-    # --- what is known of it ---
+    # --- metadata and keys ---
 
     def _refresh(self, older_than_s: float) -> None:
-        """Ask anew if what is known is so old; raises Away if nothing is known."""
+        """Fetch metadata and keys if they are older than this; raises Away if none are known."""
         if time.monotonic() - self._asked_s < older_than_s and self._about:
             return
         if not self._lock.acquire(blocking=not self._about):
-            return  # somebody asks just now, and what is known will do
+            return  # another thread fetches now; the known keys will do
         try:
             since_s = time.monotonic() - self._asked_s
             if since_s >= (older_than_s if self._about else AWAY_AGAIN_S):

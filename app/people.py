@@ -1,7 +1,8 @@
-"""People whom the identity provider names: of which tenant, with which role, as which user.
+"""People known by the identity provider: their tenant, role and user here.
 
-A user is made when somebody comes for the first time; the id follows from who they are, so there is
-nothing to look up it by.  What they may do is what the token says each time: no grant is kept.
+A user is created when a person comes for the first time.  The id is derived from the person's
+identity, so no lookup table is needed.  The role is read from the token each time; it is not
+stored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Person:
 
 
 def provider() -> Provider | None:
-    """None if the deployment has none."""
+    """Return the identity provider; None if the deployment has none."""
     given = settings()
     if not given.oidc_issuer:
         return None
@@ -47,7 +48,9 @@ _provider = lru_cache(Provider)
 
 
 def of_token(session: Session, provider: Provider, token: str) -> Person:
-    """Raises Unauthenticated, Forbidden or Unavailable."""
+    """Return the person that a token stands for.  Raises Unauthenticated, Forbidden or
+    Unavailable.
+    """
     audience = settings().oidc_audience or provider.client_id
     return _person(session, provider, _claims(provider, token, audience))
 
@@ -61,7 +64,7 @@ def of_sign_in(
     verifier: str,
     nonce: str,
 ) -> Person:
-    """Raises Unauthenticated, Forbidden or Unavailable."""
+    """Return the person who signed in.  Raises Unauthenticated, Forbidden or Unavailable."""
     try:
         token = provider.redeem(code, redirect_uri=redirect_uri, verifier=verifier)
     except BadToken as error:
@@ -72,7 +75,7 @@ def of_sign_in(
 
 
 def door(provider: Provider, **how: str) -> str:
-    """Raises Unavailable."""
+    """Return the address at which a browser signs in.  Raises Unavailable."""
     try:
         return provider.door(**how)
     except Away as error:
@@ -116,8 +119,10 @@ def _person(session: Session, provider: Provider, claims: dict[str, Any]) -> Per
 
 
 def _tenant(session: Session, named: str) -> Tenant | None:
-    """By its id; else the root or a tenant right below it by name, as nobody but a platform admin
-    makes those; else the only one that is called so.
+    """Find a tenant by its id; else by its name.
+
+    The root, or a tenant right below it, goes first, because only a platform administrator creates
+    those.  Otherwise the name must be unique.
     """
     query = select(Tenant).where(or_(Tenant.id == named, Tenant.name == named))
     root = select(Tenant.id).where(Tenant.parent_id.is_(None)).scalar_subquery()
@@ -136,9 +141,10 @@ def _known(session: Session, id: str) -> str | None:
 
 
 def _made(session: Session, id: str, tenant: Tenant, name: str) -> str:
-    """In a transaction of its own, as nothing may be locked after the audit log in the caller's.
+    """Create the user in a transaction of its own; returns the name.
 
-    The name may be somebody else's in this tenant already.
+    The caller's transaction may not take locks after the audit log.  Another user of the tenant may
+    already have the name; then a suffix is added.
     """
     with transaction() as own:
         for called in (name, f"{name} {id[-8:]}"):
@@ -149,7 +155,7 @@ def _made(session: Session, id: str, tenant: Tenant, name: str) -> str:
                 audit.append(own, call, "made", target=("user", id), tenant_id=tenant.id)
                 break
             if _known(own, id):
-                break  # the same person came in twice at once
+                break  # another call of the same person created the user meanwhile
     found = _known(session, id)
     if found is None:
         raise Forbidden(f"the tenant has other users named {name!r}; ask an administrator")

@@ -1,17 +1,18 @@
-"""How many calls a key and a tenant may make, counted in Redis for all API processes together.
+"""Rate limits for keys and tenants, counted in Redis for all API processes together.
 
-A bucket holds a minute's calls and fills up evenly.  It is one number: when it will be full again.
-A call takes from all its buckets or from none, in one round trip, by the clock of Redis.
+A bucket holds the calls of one minute and refills evenly.  It is stored as one number: the time at
+which it will be full again.  A call takes from all its buckets or from none, in one round trip, by
+the clock of Redis.
 
-A key that calls all the time takes some calls ahead, so that most cost no round trip.  What it has
-not used after AHEAD_S is gone; that, and AHEAD, are so little that no quota notices: small ones
-are counted call by call.
+A key that calls frequently takes some calls ahead, so that most calls need no round trip.  Calls
+that it has not used after AHEAD_S are lost.  AHEAD and AHEAD_S are too small to matter for a quota:
+small quotas are counted call by call.
 
-Redis keeps nothing that may not be lost.  While it is away nobody is refused, and only every
-AGAIN_S is it waited for, for TIMEOUT_S twice.
+Redis holds nothing that may not be lost.  While it is unreachable no call is refused, and it is
+tried only every AGAIN_S, for twice TIMEOUT_S.
 
-(The library `limits` takes four round trips for two buckets and what is left in them, counts in
-one what the other refuses, and does not go with the redis client that we have.)
+(The library `limits` needs four round trips for two buckets and their remainders, counts calls in
+one bucket that the other refuses, and does not work with our redis client.)
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ log = logging.getLogger(__name__)
 WINDOW_S = 60
 TIMEOUT_S = 0.1
 AGAIN_S = 5.0
-AHEAD = 16  # calls that are taken at once, of a quota that brings so many in AHEAD_S
+AHEAD = 16  # calls taken at once at most, if the quota refills that many in AHEAD_S
 AHEAD_S = 0.05
-KEPT = 10_000  # keys of which is known when they called
+KEPT = 10_000  # keys with a remembered last call
 _US = 1_000_000
 
-# For each bucket KEYS has its name, and ARGV what a call costs and what it holds, in microseconds;
-# the last of ARGV is how many calls are wanted.  Returns how many were taken, the time, and when
-# each bucket will be full again.
+# For each bucket, KEYS has its name, and ARGV has the cost of a call and its size, in microseconds.
+# The last item of ARGV is the number of calls wanted.  Returns the number of calls taken, the time,
+# and when each bucket will be full again.
 _TAKE = """
 local clock = redis.call('TIME')
 local now, taken, full = clock[1] * 1000000 + clock[2], tonumber(ARGV[#ARGV]), {}
@@ -65,7 +66,7 @@ return {math.max(taken, 0), now, unpack(full)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """As it is after a call; `quota` calls in WINDOW_S, `full_in_us` until it is full again."""
+    """A bucket after a call: `quota` calls in WINDOW_S, and `full_in_us` until it is full again."""
 
     name: str
     quota: int
@@ -81,14 +82,14 @@ class Bucket:
 
     @property
     def next_in_s(self) -> int:
-        """Until it has room for one more call, at least 1; for a bucket that is empty."""
+        """Seconds until an empty bucket has room for one more call, at least 1."""
         missing_us = self.full_in_us + cost_us(self.quota) - WINDOW_S * _US
         return max(1, math.ceil(missing_us / _US))
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """`refused`: the bucket that was short, of several the one that is so for longest."""
+    """The result of a call; `refused` is the empty bucket with the longest wait, if any."""
 
     buckets: tuple[Bucket, ...] = ()
     refused: Bucket | None = None
@@ -104,9 +105,9 @@ Quotas = Mapping[str, tuple[str, int]]
 
 @dataclass(slots=True)
 class _Ahead:
-    """Calls that somebody took at `at_s`, by the monotonic clock, and has not made yet.
+    """Calls that were taken ahead at `at_s`, by the monotonic clock, and not made yet.
 
-    `full_in_us`: of each bucket, as it was then.
+    `full_in_us` has the value of each bucket at that time.
     """
 
     at_s: float
@@ -114,7 +115,7 @@ class _Ahead:
     full_in_us: tuple[int, ...]
 
     def buckets(self, quotas: Quotas, now_s: float) -> tuple[Bucket, ...]:
-        """As they would be without the calls that are left."""
+        """Return the buckets as they would be without the calls that are left."""
         gone_us = round((now_s - self.at_s) * _US)
         return tuple(
             Bucket(name=name, quota=quota, full_in_us=max(0, full - gone_us - self._of_us(quota)))
@@ -126,7 +127,7 @@ class _Ahead:
 
 
 class Limiter:
-    """One a process and Redis."""
+    """The rate limiter of a process, for one Redis."""
 
     def __init__(self, redis_url: str) -> None:
         options: dict[str, Any] = {
@@ -142,7 +143,7 @@ class Limiter:
         self._lock = threading.Lock()
 
     def take_held(self, quotas: Quotas) -> Taken | None:
-        """One call without a round trip, if that can be."""
+        """Take one call without a round trip; None if that is impossible."""
         now_s = time.monotonic()
         if not quotas or now_s < self._away_until_s:
             return Taken()
@@ -154,7 +155,7 @@ class Limiter:
             return Taken(ahead.buckets(quotas, now_s))
 
     def take(self, quotas: Quotas) -> Taken:
-        """One call out of each bucket."""
+        """Take one call out of each bucket."""
         held = self.take_held(quotas)
         return self._taken(quotas) if held is None else held
 
@@ -173,7 +174,9 @@ class Limiter:
         return Taken(buckets, None if taken else _emptiest(buckets))
 
     def _wanted(self, quotas: Quotas) -> int:
-        """Several calls, for who called just now and may call so often."""
+        """Return the number of calls to take: several for a key that called just now, if its quota
+        allows it.
+        """
         with self._lock:
             before = self._ahead.get(_of(quotas))
         if before is None or time.monotonic() > before.at_s + AHEAD_S:
@@ -189,7 +192,9 @@ class Limiter:
                 self._ahead.popitem(last=False)
 
     def _gone(self, error: Exception) -> None:
-        """Said once, though many calls find it out at once."""
+        """Stop asking Redis for a while; log it once, though many calls may find it out
+        together.
+        """
         now_s = time.monotonic()
         with self._lock:
             first, self._away_until_s = now_s >= self._away_until_s, now_s + AGAIN_S
@@ -212,13 +217,13 @@ def _limiter(redis_url: str) -> Limiter:
 
 
 def take(*, key_id: str, tenant_id: str, reads: bool) -> Taken:
-    """One call of this key of this tenant."""
+    """Take one call of this key of this tenant."""
     url = settings().redis_url.get_secret_value()
     return _limiter(url).take(_quotas(key_id, tenant_id, reads)) if url else Taken()
 
 
 def take_held(*, key_id: str, tenant_id: str, reads: bool) -> Taken | None:
-    """The same, or None if Redis must be asked."""
+    """Take one call without asking Redis; None if Redis must be asked."""
     url = settings().redis_url.get_secret_value()
     return _limiter(url).take_held(_quotas(key_id, tenant_id, reads)) if url else Taken()
 

@@ -63,7 +63,7 @@ class Signer:
         return cls(Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
 
     def publish(self, path: Path) -> None:
-        """Write the public key to a file, for those that are to trust it."""
+        """Write the public key to a file, for use by all that trust it."""
         draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         draft.write_text(f"{self.public}\n")
         draft.replace(path)

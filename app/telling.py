@@ -1,6 +1,6 @@
-"""The words of the `roundhouse` command: which facts of an answer a person sees, and how.
+"""The output of the `roundhouse` command: which facts of an answer are shown, and how.
 
-One function or list of columns for each kind of answer.  Nothing is asked or printed here.
+There is one function or list of columns for each kind of answer.  Nothing is asked or printed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from app.terminal import (
     words,
 )
 
-if TYPE_CHECKING:  # both would slow down every call, and are here already where they are needed
+if TYPE_CHECKING:  # these imports would slow down every command
     from app.bundling import Bundle
     from app.client import Problem, Unreachable
 
@@ -63,7 +63,7 @@ def validated(checked: JSON) -> RenderableType:
 
 
 def accepted(request: JSON) -> Text:
-    """What was taken in, and which commands come next."""
+    """Say that the request was submitted, and name the next commands."""
     text = words(f"Submitted {request['name']} ({short(request['id'])}): {request['phase']}.")
     for note in request["notes"]:
         text.append(f"\nNote: {note}")
@@ -87,7 +87,7 @@ def ended(request: JSON) -> RenderableType:
 
 
 def _device_us(task: JSON) -> int:
-    """Of its seat and of what was lent to it besides."""
+    """The time on the task's slot and on devices lent to it, in microseconds."""
     return int(task["held_us"] + task["guest_held_us"])
 
 
@@ -112,7 +112,7 @@ def request(value: JSON) -> RenderableType:
 
 
 def _results(tasks: Iterable[JSON]) -> list[Text]:
-    """A line each, since a result may be far wider than a column."""
+    """Return one line for each result, since a result may be far wider than a column."""
     return [
         Text.assemble("\n", words(f"Result of {task['name']}: ", "dim"), cell(task["result"]))
         for task in tasks
@@ -127,7 +127,7 @@ def _checkpoint_state(checkpoint: JSON) -> str:
 
 
 def asked(verb: str, given: str, now: JSON) -> Text:
-    """What came of `pause`, `resume` or `cancel` of what was `given`, and what happens next."""
+    """Say what `pause`, `resume` or `cancel` of `given` has done, and what happens next."""
     given = called(given)
     if now["state"] in ENDED:
         return words(f"{given}: already {now['state']}; nothing changed.")
@@ -149,7 +149,7 @@ def asked(verb: str, given: str, now: JSON) -> Text:
 
 
 def called(given: str) -> str:
-    """The same in a form that is short enough for a sentence, and may be typed again."""
+    """Shorten what was given for use in a sentence; the result can be typed again."""
     return short(given) if given.startswith("req_") else given
 
 
@@ -158,7 +158,7 @@ def _at_step(tasks: Sequence[JSON]) -> str:
 
 
 def moving(given: str, now: JSON, *, is_busy: bool) -> Text:
-    """What came of `migrate` for one task; `is_busy` says that its new device is not free."""
+    """Say what `migrate` of one task has done; `is_busy` means that its new device is not free."""
     to = where_to(now)
     if to is None:
         return words(f"{now['name']}: on {now['seat'] or 'no device'} as before; nothing changed.")
@@ -168,7 +168,7 @@ def moving(given: str, now: JSON, *, is_busy: bool) -> Text:
 
 
 def resized(given: str, before: JSON, now: JSON) -> Text:
-    """What `resize` changed in one task, and what the task holds at this moment."""
+    """Say what `resize` changed in one task, and what the task holds at this moment."""
     was, most = before["devices_max"], now["devices_max"]
     held = len(now["lent"]) + (1 if now["seat"] else 0)
     bound = f"{now['name']}: at most {counted(most, 'device')}"
@@ -213,7 +213,9 @@ OUTPUTS = [
 
 
 def outputs(tasks: Iterable[JSON]) -> list[JSON]:
-    """Each with the name of the `file` that it is downloaded as; None for what is in no format."""
+    """List outputs, each with the name of the `file` that it is downloaded as; None if it has no
+    format.
+    """
     return [
         {
             "task": task["name"],
@@ -229,7 +231,7 @@ def outputs(tasks: Iterable[JSON]) -> list[JSON]:
 
 
 def no_outputs(value: JSON) -> Text:
-    """What is said of a request or task without any."""
+    """Say that a request or task has no outputs."""
     text = words(f"{value['name']} ({value['phase']}) has no outputs or artifacts.")
     return text.append(
         "\n  A task gives what its descriptor names in `outputs`; a command, what it leaves in its"
@@ -238,7 +240,7 @@ def no_outputs(value: JSON) -> Text:
 
 
 def _file_name(name: str, format: str | None) -> str | None:
-    from app.core.messages import ARTIFACTS  # slow, and seldom needed
+    from app.core.messages import ARTIFACTS  # imported here because it is slow and seldom needed
 
     if name.endswith(f"-{ARTIFACTS}"):
         return name
@@ -280,7 +282,7 @@ def datablock(value: JSON) -> RenderableType:
 
 
 def _tensors(value: JSON) -> str:
-    """The first three, and how many more."""
+    """The first three tensors, and the number of further ones."""
     told = [f"{t['name']} {t['dtype']}{t['shape']}".strip() for t in value["tensors"][:3]]
     more = value["tensor_count"] - len(told)
     return ", ".join([*told, *([f"{more} more"] if more else [])])
@@ -299,7 +301,7 @@ PLACEMENTS = [
 
 
 def _seats(task: JSON) -> str:
-    """All that it holds, its home first."""
+    """All devices that the task holds, its home device first."""
     return ", ".join([task["seat"], *task["lent"]]) if task["seat"] else ""
 
 
@@ -336,7 +338,7 @@ def task(value: JSON, stays: Sequence[JSON]) -> RenderableType:
 
 
 def failure(task: JSON) -> Text:
-    """Why its last attempt failed, with the traceback of the job."""
+    """Say why the task's last attempt failed, with the traceback of the job."""
     text = Text("\n").append_text(
         words(f"{task['name']}: {task['cause']}: {task['message']}", "red")
     )
@@ -349,7 +351,7 @@ def failure(task: JSON) -> Text:
 
 
 def _task_state(task: JSON) -> Text:
-    """The state, and what was asked for and is not done yet."""
+    """The state, and the actions that were requested and are not done yet."""
     told = state(task["phase"])
     if task["state"] in ENDED:
         return told
@@ -383,18 +385,18 @@ _WHAT_TO_DO = {
 
 
 def explained(tasks: Iterable[JSON], failed: Iterable[JSON], given: str) -> RenderableType:
-    """`given` is what the tasks were asked for by."""
+    """Explain why tasks wait or failed; `given` is the name that the user typed."""
     return Group(*(_explained(task, given) for task in tasks), *(_cause(task) for task in failed))
 
 
 def waits(told: JSON) -> Text:
-    """The first reason of one explanation, in a line."""
+    """The first reason of one explanation, in one line."""
     place = f", place {told['place']} in the queue" if told["place"] else ""
     return words(f"{told['task']}: {told['phase']}{place}. {told['message']}", "dim")
 
 
 def silent(value: JSON) -> Text:
-    """Of a request or task that has ended and printed nothing."""
+    """Say that a request or task has ended and printed nothing."""
     tasks = value.get("tasks", [value])
     text = words(f"{value['name']} ({value['phase']}) printed nothing.")
     if failed := [task for task in tasks if task["state"] == "failed"]:
@@ -403,7 +405,7 @@ def silent(value: JSON) -> Text:
 
 
 def quiet(value: JSON) -> Text:
-    """Of one that has printed nothing so far."""
+    """Say that a request or task has printed nothing so far."""
     text = words(f"{value['name']} ({value['phase']}) has printed nothing yet.")
     return text.append(f"  roundhouse why {value['id']}")
 
@@ -442,14 +444,14 @@ _SPENT = {
 
 
 def _time_spent(time: JSON) -> Text:
-    """In a line, the longest first."""
+    """The time spent in each phase, in one line, the longest first."""
     parts = sorted(time.items(), key=lambda part: -part[1])
     told = [f"{_SPENT[name]} {seconds(part_s * 1e6)}" for name, part_s in parts if part_s >= 0.05]
     return words(f"Time so far: {', '.join(told) or 'none'}.", "dim")
 
 
 def _starts(task: JSON) -> str:
-    """When it is expected to start, or why that is not known."""
+    """Say when the task is expected to start, or why that is not known."""
     if task["estimate"] is None:
         unknown = task["no_estimate"]
         return f"Start time unknown. {unknown['message']}" if unknown else "Starts soon."
@@ -476,7 +478,7 @@ def event(value: JSON) -> Text:
 
 
 def log_line(value: JSON) -> Text:
-    """As it was printed, so that a script can read it again."""
+    """A log line as it was printed, so that a script can read it again."""
     return Text(value["text"])
 
 
@@ -521,7 +523,7 @@ def shares(value: JSON) -> RenderableType:
 
 
 def named_devices(devices: Iterable[JSON], named: Mapping[str, str]) -> list[JSON]:
-    """Each with the name of its `task`, as far as that is known here."""
+    """Add to each device the name of its `task`, as far as it is known here."""
     return [{**device, "task": _on_device(device, named)} for device in devices]
 
 
@@ -534,14 +536,14 @@ def _on_device(device: JSON, named: Mapping[str, str]) -> str:
 def standing(
     fair: JSON, devices: Sequence[JSON], running: Sequence[JSON], named: Mapping[str, str]
 ) -> RenderableType:
-    """Who has what at one moment."""
+    """Show the shares, the devices and the running requests at one moment."""
     on_devices = table(named_devices(devices, named), DEVICES)
     none = "Nothing of yours is running."
     return Group(shares(fair), on_devices, Text(), table(running, REQUESTS, empty=none))
 
 
 def served(verb: str, devices: Sequence[JSON], named: Mapping[str, str]) -> RenderableType:
-    """What `drain` or `undrain` changed, and what happens next."""
+    """Say what `drain` or `undrain` changed, and what happens next."""
     many, busy = counted(len(devices), "device"), sum(device["busy"] for device in devices)
     told = f"{many} {'takes' if len(devices) == 1 else 'take'} work again."
     if verb == "drain":
@@ -677,7 +679,7 @@ TENANTS = [
 
 
 def as_tree(tenants: Sequence[JSON]) -> list[JSON]:
-    """Each after the one that it lies below, by name, with its `depth`."""
+    """Sort tenants by name, each after its parent, and add the `depth`."""
     seen = {tenant["id"] for tenant in tenants}
     below: dict[str | None, list[JSON]] = {}
     for tenant in sorted(tenants, key=itemgetter("name"), reverse=True):
@@ -717,7 +719,7 @@ def me(value: JSON) -> list[tuple[str, object]]:
     return [("user", value["user"]), ("tenant", value["tenant"]), ("role", value["role"])]
 
 
-# --- what is sent, and what goes wrong ------------------------------------------------------------
+# --- bundles and errors ---------------------------------------------------------------------------
 
 
 def bundle(code: Bundle) -> Text:
@@ -734,7 +736,7 @@ def bundle(code: Bundle) -> Text:
 
 
 def unparsed(found: JSON) -> Text:
-    """Python files in the bundle that do not parse, if there are any."""
+    """List the Python files in the bundle that do not parse, if there are any."""
     text = Text("  sent")
     for name, why in found.get("unparsed", {}).items():
         text.append("\n  ").append_text(words(f"{name} does not parse: {why}", "yellow"))
@@ -749,9 +751,9 @@ def too_large(code: Bundle) -> Text:
 
 
 def problem(error: Problem) -> Text:
-    """Title, detail, each pointer, and where it is explained."""
+    """Show the title, the detail, each pointer, and the next action."""
     text = words(error.title, "bold red")
-    if not error.errors and error.detail != error.title:  # else each of them says more
+    if not error.errors and error.detail != error.title:  # the errors say more than the detail
         text.append("\n  ").append_text(words(error.detail))
     for entry in error.errors:
         where = entry.get("pointer") or "(the whole)"

@@ -1,8 +1,8 @@
-"""The tenant tree as rows: who lies below a tenant, who above it, what those below may be promised.
+"""Rows of the tenant tree: tenants below and above a tenant, and guarantees along the tree.
 
-The edges are `Tenant.parent_id`; there is one root.  Whoever changes an edge or a guarantee holds
-`lock` until the commit, so that two changes, each sound, do not make an unsound tree together.
-How a tree shares devices is `app.core`'s to say.
+The edges are `Tenant.parent_id`; there is one root.  A transaction that changes an edge or a
+guarantee holds `lock` until its commit.  Otherwise two changes, each valid alone, could make an
+invalid tree together.  `app.core` defines how a tree shares devices.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from app.models import Tenant
 
 ALL = "*"  # in a limit: devices of all kinds together
 
-_LOCK = 0x74726565  # any number that nobody else takes
+_LOCK = 0x74726565  # key of an advisory lock; unique in this database
 
 Devices = dict[str, int]  # kind -> how many
 
 
 def lock(session: Session) -> None:
-    """Until this transaction ends nobody else changes the tree.
+    """Take the right to change the tree, until this transaction ends.
 
-    No row is locked for it: submits lock rows of tenants, and would wait for each other and for us
-    in another order.
+    This locks no row: submits lock rows of tenants in another order, which could deadlock.
     """
     session.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
 
@@ -42,16 +41,16 @@ _BELOW = """(array(
 
 
 def within(tenant_id: InstrumentedAttribute[Any], top: str) -> ColumnElement[bool]:
-    """A condition: the row belongs to the tenant `top` or to one below it.
+    """Condition: the row belongs to the tenant `top` or to one below it.
 
-    An array and not a join, so that an index which begins with the tenant can serve.
+    An array and not a join, so that an index that begins with the tenant can be used.
     """
     return tenant_id == any_(text(_BELOW).bindparams(bindparam("top", top, unique=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class OnPath:
-    """What binds all that lies below a tenant, besides how it shares devices."""
+    """The settings of a tenant that bind all below it, except for the sharing of devices."""
 
     id: str
     name: str
@@ -70,16 +69,16 @@ _PATH = text(f"with recursive {WAY} select id, name, tier, max_queued from way o
 
 
 def path(session: Session, id: str) -> list[OnPath]:
-    """The tenant and all above it, the root last."""
+    """Return the tenant and all tenants above it, the root last."""
     return [OnPath(*row) for row in session.execute(_PATH, {"id": id})]
 
 
-# --- what is promised ---------------------------------------------------------------------------
+# --- guarantees ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """A tenant's guarantee for a kind, if it has one, beside that of its children together."""
+    """A tenant's guarantee for a kind, if it has one, and the sum of its children's guarantees."""
 
     tenant: str
     kind: str
@@ -88,7 +87,7 @@ class Promise:
 
     @property
     def counts(self) -> int:
-        """What the tenant takes of the guarantee of its parent."""
+        """The part that the tenant takes of its parent's guarantee."""
         return self.below if self.own is None else self.own
 
     @property
@@ -97,7 +96,7 @@ class Promise:
 
 
 class Promises:
-    """The guarantees of a whole tree, as they stand in this transaction."""
+    """The guarantees of a whole tree, as they are in this transaction."""
 
     def __init__(self, session: Session) -> None:
         columns = (Tenant.id, Tenant.parent_id, Tenant.name, Tenant.guarantee)
@@ -110,12 +109,14 @@ class Promises:
             self._by_kind[id] = {promise.kind: promise for promise in self._of(id)}
 
     def counts(self, id: str) -> Devices:
-        """What the tenant and those below it are guaranteed, by kind."""
+        """Return the guarantees of the tenant and the tenants below it, by kind."""
         return {kind: promise.counts for kind, promise in self._by_kind[id].items()}
 
     def broken(self, id: str, *, up_to: str | None = None) -> Iterator[Promise]:
-        """Promises of the tenant and of those above it, up to the tenant `up_to` or the root, that
-        are less than what their children are promised together, the nearest first.
+        """Yield guarantees that are less than the sum of the children's guarantees.
+
+        It looks at the tenant and the tenants above it, up to `up_to` or the root, the nearest
+        first.
         """
         at: str | None = id
         while at is not None:
