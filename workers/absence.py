@@ -1,16 +1,15 @@
-"""A paused job's large storages out of the device's memory, and back, in the same process.
+"""Offload a paused job's large storages from the device's memory, and bring them back in place.
 
-`leave` lets go of the memory of storages whose bytes lie in the slab; `come_back` takes memory for
-them again and fills it.  The storages stay the same objects, so every view, tie and binding of an
-optimizer does, too.  Whoever reads one that is away (only a thread of the job could) gets an error
-from torch, or dies of it; it never sees other bytes.
+`leave` frees the memory of storages that have their bytes in the slab; `come_back` allocates memory
+for them again and fills it. The storages stay the same objects, so views, ties and bindings of an
+optimizer stay valid. Code that reads an offloaded storage (only a thread of the job could) gets an
+error from torch, or crashes; it never sees other bytes.
 
-What stays: what is small, and what others know by its address (memory that numpy looks into, that
-processes share, that is pinned, or that was lent by DLPack).  On a CUDA device, host memory stays.
+What stays: small storages, and memory that other code knows by its address (numpy views it,
+processes share it, it is pinned, or it was lent by DLPack). On a CUDA device, host memory stays.
 
-Memory of a CPU device goes back to the kernel lazily (MADV_FREE): it may take the pages whenever
-somebody needs them, and if nobody did, coming back costs no page faults, which take longer than the
-copy itself.
+Memory of a CPU device goes back to the kernel lazily (MADV_FREE): the kernel takes the pages when
+it needs them. If it didn't, coming back costs no page faults, which take longer than the copy.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from workers.layout import Extent
 from workers.slab import Slab
 from workers.watch import Range
 
-LEAVES_BYTES = 64 * 1024  # what is smaller stays
+LEAVES_BYTES = 64 * 1024  # smaller storages stay
 PIECE_BYTES = 16 * 2**20  # copied by one thread at a time
-COPIERS = 2  # threads that fill storages: one alone does not fill the memory's bus
+COPIERS = 2  # threads that fill storages; a single thread does not use the full memory bandwidth
 _FREE = 8  # MADV_FREE
 
-Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and where its bytes lie in the slab
+Lying = tuple[torch.UntypedStorage, Extent]  # a storage, and where its bytes are in the slab
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class CalledOff(Exception):
-    """There is no room for the rest any more; what has come back is back."""
+    """There is no memory for the remaining storages any more; all that have come back stay."""
 
 
 class Absence:
-    """What is away, of one resident.  Used by its main thread while it has no seat."""
+    """The offloaded storages of one resident. Its main thread uses this while it has no slot."""
 
     def __init__(self, slab: Slab, accelerator: Accelerator, pinned: Pinned) -> None:
         self.slab, self.accelerator, self.pinned = slab, accelerator, pinned
@@ -57,7 +56,7 @@ class Absence:
         return sum(extent.size for _, extent in self.away)
 
     def leave(self, lying: Iterable[Lying], freed: Callable[[], None]) -> None:
-        """Let go of each as it comes; `freed` is called after each."""
+        """Free the memory of each storage as it comes from `lying`; call `freed` after each."""
         known = {storage._cdata for storage, _ in self.away}
         for storage, extent in lying:
             if storage._cdata not in known and self._can_leave(storage, extent):
@@ -67,9 +66,10 @@ class Absence:
         self.accelerator.empty_cache()
 
     def come_back(self, room: Callable[[int], None]) -> list[Lying]:
-        """Those that were away, the bytes in place; `room` waits until so many may be taken.
+        """Bring the storages back and return them; `room` waits until that many bytes may be
+        allocated.
 
-        It may raise CalledOff: then the rest is still away.
+        `room` may raise CalledOff: then the remaining storages stay offloaded.
         """
         back: list[Lying] = []
         try:
@@ -86,7 +86,8 @@ class Absence:
     def _can_leave(self, storage: torch.UntypedStorage, extent: Extent) -> bool:
         if extent.device != self.accelerator.kind or extent.size < LEAVES_BYTES or extent.pinned:
             return False
-        shared = extent.device == "cpu" and storage.is_shared()  # torch says so of all on CUDA
+        # on CUDA torch says so of every storage
+        shared = extent.device == "cpu" and storage.is_shared()
         return storage.resizable() and not shared and not _is_lent(storage)
 
     def _copiers(self) -> _OnHost | _OnStream:
@@ -98,23 +99,23 @@ class Absence:
 
 def _let_go(storage: torch.UntypedStorage) -> None:
     if storage.device.type == "cpu":
-        # Not the first and the last page, where malloc keeps its own words about what is free.
+        # Not the first and the last page, where malloc keeps its own bookkeeping.
         page, address, size = mmap.PAGESIZE, storage.data_ptr(), storage.nbytes()
         pages = Range.inside(address + page, size - 2 * page)
-        # Where that cannot be, the memory stays malloc's, for whoever asks next.
+        # If madvise fails, malloc keeps the memory for later allocations.
         _libc.madvise(pages.start, pages.end - pages.start, _FREE)
     storage.resize_(0)
 
 
-# --- how bytes come back --------------------------------------------------------------------------
+# --- copying back ---------------------------------------------------------------------------------
 
 
 class _OnHost:
-    """By threads, piece by piece; all is in place when it is left."""
+    """Copies by threads, piece by piece; all copies are complete at exit."""
 
     def __init__(self, slab: Slab) -> None:
         self.slab, self.pending = slab, list[Future[Any]]()
-        # With few cores the other one is for whoever leaves meanwhile, or steps.
+        # With few cores leave one for a resident that offloads or steps meanwhile.
         self.threads = ThreadPoolExecutor(COPIERS if len(os.sched_getaffinity(0)) > 2 else 1)
 
     def __enter__(self) -> _OnHost:
@@ -133,7 +134,7 @@ class _OnHost:
 
 
 class _OnStream:
-    """By the device, on a stream of its own, out of pinned memory."""
+    """Copies by the device, on a CUDA stream of its own, from pinned memory."""
 
     def __init__(self, slab: Slab) -> None:
         self.whole = torch.frombuffer(slab.memory, dtype=torch.uint8)
@@ -145,7 +146,7 @@ class _OnStream:
     def __call__(self, storage: torch.UntypedStorage, extent: Extent) -> None:
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         source = self.whole[extent.offset : extent.offset + extent.size]
-        # The allocator may give memory whose last use on the job's stream is still under way.
+        # The allocator may return memory that the job's stream is still using.
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             flat.copy_(source, non_blocking=True)
@@ -161,7 +162,9 @@ _lent: dict[int, StorageWeakRef] = {}
 
 
 def follow() -> None:
-    """From now on notice whose memory is lent by DLPack: nobody can be asked for it back."""
+    """Note from now on which storages are lent by DLPack, because there is no way to get them
+    back.
+    """
     if getattr(torch.Tensor.__dlpack__, "_noticed", False):
         return
     lend = torch.Tensor.__dlpack__
@@ -178,6 +181,6 @@ def follow() -> None:
 def _is_lent(storage: torch.UntypedStorage) -> bool:
     known = _lent.get(storage._cdata)
     if known is not None and known.expired():
-        del _lent[storage._cdata]  # the number is another's by now
+        del _lent[storage._cdata]  # the id belongs to another storage by now
         return False
     return known is not None

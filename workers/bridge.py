@@ -23,8 +23,8 @@ in a report that comes after everything else it sent.
 step that none has begun. The coordinator picks the latest of these steps.
 
 *Ends.* The first failure anywhere is sent to all ranks everywhere. A broken connection is a
-failure. A bridge whose ranks have all ended says so, and exits when the other hosts' ranks have
-ended too.
+failure. A bridge reports when all ranks of its host have ended, and exits when those of the other
+hosts have ended too.
 """
 
 from __future__ import annotations

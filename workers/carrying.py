@@ -1,23 +1,24 @@
-"""Blocks that executors of a graph need from other hosts: carried there as soon as they are made.
+"""Remote blocks: carry blocks to executors on other hosts as soon as they are made.
 
-    executor -> land -> carrier  <- one TCP connection ->  carrier -> land -> executors
+    executor -> heap -> carrier  <- one TCP connection ->  carrier -> heap -> executors
 
-The executors of one host pass blocks in its land (`workers.passing`).  A carrier is the bridge of
-such a gang: what an executor of another host did there it does here as its *deputy*, so that
-whoever reads a block finds it as a neighbour's.  Nobody asks for one: its maker knows who reads it.
+The executors of one host pass blocks through its shared heap (`workers.passing`). A carrier is the
+bridge of such a gang. For each executor of another host it has a *deputy*, which repeats here what
+that executor did there. So readers find a remote block like a local one. Blocks are not requested:
+their makers know their readers.
 
-* A block crosses a connection once, however many read it behind that.  Home passes on what is for
-  a third host.
-* Behind a connection lie at most WINDOW_BYTES that are read there still, or one block; the next
-  ones stay where they were made until there is room.  But what an executor waits for comes at once:
-  so whatever fills the window keeps nobody from what it needs next.
-* When all behind a connection have let go of a block that is told.  Its maker keeps it as long, as
-  on one host, since the images of others do not hold it.
-* That the graph is over, who ended it early, and who has come to its own end goes the same ways.
-  It may be there before a block that was held back.
+* A block crosses a connection once, however many executors read it behind the connection. The
+  coordinator host (`home` in code) forwards blocks between other hosts.
+* Behind a connection there are at most WINDOW_BYTES of blocks that are still read there, or one
+  block. Further blocks stay where they were made until there is room. But a block for which an
+  executor waits is sent at once: so a full window never blocks an executor's next input.
+* When all readers behind a connection have dropped a block, this is reported. Its maker keeps the
+  block until then, as on one host, since the images of other executors do not hold it.
+* Three further facts travel the same way: the graph is over, a node ended it early, an executor has
+  come to its own end. They may arrive before a block that was held back.
 
-Executors stop wherever they are: no step is agreed on for a cut, as for the ranks of a job, and its
-number at home is that of all hosts.
+Executors stop anywhere: unlike for the ranks of a job, a cut has no agreed step. The cut's number
+on the coordinator is that of all hosts.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ WINDOW_BYTES = 1 << 26
 
 
 class Carried(Passing):
-    """As `Passing`, where some of the executors live on other hosts."""
+    """`Passing` for a gang with some of the executors on other hosts."""
 
     def __init__(
         self, turns: Turns, blocks: int, around: Surroundings, accelerator: Accelerator
@@ -93,11 +94,11 @@ class Carried(Passing):
             raise GangFailed(f"the bridge of host {self.ground.host} is gone: {error}") from error
 
 
-# --- at a carrier ---------------------------------------------------------------------------------
+# --- in a carrier ---------------------------------------------------------------------------------
 
 
 class Deputy(Passing):
-    """Does on this host what one executor of another did there."""
+    """Repeats on this host what one remote executor did on its own."""
 
     def __init__(self, ground: Ground, executor: int, blocks: int) -> None:
         super().__init__(Turns(ground, executor), blocks, Surroundings(), Accelerator("cpu"))
@@ -108,7 +109,7 @@ class Deputy(Passing):
         return Place(self.ground.view(offset, size), offset)
 
     def put(self, block: int, place: Place, readers: Collection[int]) -> None:
-        """A block of this executor's has come, and lies there."""
+        """Post a block of this executor that has arrived in this host's heap."""
         self.lying[block] = place, readers
         entry = self._entry((block, self.me))
         self.words[entry] = place.offset
@@ -116,7 +117,7 @@ class Deputy(Passing):
             self.turns.ready(Wait.BLOCK, number=entry)
 
     def is_let_go(self, block: int) -> bool:
-        """By all readers of this host; then its land is free."""
+        """Free a block if all readers of this host have dropped it; True if so."""
         place, readers = self.lying[block]
         first = self._entry((block, self.me)) + 1
         if not all(self.words[first + reader] for reader in readers):
@@ -128,8 +129,9 @@ class Deputy(Passing):
 
 @dataclass(slots=True)
 class _Parcel:
-    """A block that lies here and crosses: where, whence, and who reads it behind which connection,
-    until all there have let go of it.
+    """A block on this host that other hosts read, until they all have dropped it.
+
+    `beyond` has its readers by the connection's host.
     """
 
     offset: int
@@ -140,9 +142,9 @@ class _Parcel:
 
 @dataclass(slots=True)
 class _Way:
-    """What goes over one connection.  `wanted` are blocks that somebody behind it waits for."""
+    """The traffic of one connection. `wanted` are blocks for which an executor behind it waits."""
 
-    open_bytes: int = 0  # sent, and not let go of there
+    open_bytes: int = 0  # bytes sent and not yet dropped there
     held: deque[Held] = field(default_factory=deque)
     wanted: set[Held] = field(default_factory=set)
 
@@ -151,7 +153,7 @@ class _Way:
 
 
 class Carrier(Bridge):
-    """The bridge of a gang whose ranks are the executors of a graph."""
+    """The bridge of a gang with the executors of a graph as ranks."""
 
     def __init__(self, ground: Ground, links: dict[int, socket.socket]) -> None:
         super().__init__(ground, links)
@@ -160,7 +162,7 @@ class Carrier(Bridge):
         self.ways = {host: _Way() for host in self.links}
         self.cut_told = 0
 
-    # --- what is said ---
+    # --- messages ---
 
     def hear_rank(self, said: Said) -> None:
         if self.has_failed:
@@ -199,10 +201,12 @@ class Carrier(Bridge):
                 self._take_word(link, said)
 
     def _take_word(self, link: Link | None, said: Said) -> None:
-        """What concerns all, and is told on; who is of this host has done it itself."""
+        """Handle a message for all hosts and forward it; local executors have already applied their
+        own.
+        """
         match said:
             case ("blocks", _) if self.deputies:
-                return  # others have told already
+                return  # another executor has reported the number
             case ("blocks", count):
                 for executor in range(self.ground.ranks):
                     if not self.ground.is_here(executor):
@@ -246,7 +250,9 @@ class Carrier(Bridge):
             self._send(host, way.held.popleft())
 
     def _send(self, host: int, held: Held) -> None:
-        """It lies still until it is let go of there, and so until it has been sent."""
+        """Send a block; it does not change until it is dropped there, and so until it has been
+        sent.
+        """
         parcel = self.parcels[held]
         self.ways[host].open_bytes += parcel.size
         body = self.ground.view(parcel.offset, parcel.size)
@@ -257,7 +263,8 @@ class Carrier(Bridge):
         here = [reader for reader in readers if self.ground.is_here(reader)]
         self.deputies[whose].put(block, body, here)
         self._carry(held, _Parcel(body.offset, len(body.view), link, self._beyond(readers)))
-        self._look_whether_over(held)  # who went on from an image may have done with it before
+        # readers that went on from an image may have dropped it before
+        self._look_whether_over(held)
 
     def _is_wanted(self, link: Link, held: Held) -> None:
         way = self.ways[link.host]
@@ -270,7 +277,7 @@ class Carrier(Bridge):
             self._send(link.host, held)
 
     def _is_let_go(self, link: Link, held: Held) -> None:
-        """By all behind that connection."""
+        """Handle that all readers behind a connection have dropped a block."""
         parcel, way = self.parcels[held], self.ways[link.host]
         for reader in parcel.beyond.pop(link.host):
             self.deputies[reader].drop(held)
@@ -291,12 +298,14 @@ class Carrier(Bridge):
     # --- the cut ---
 
     def look_at_cut(self) -> None:
-        """Executors of other hosts are called, and let go, with those of home."""
+        """Call the executors of other hosts to a cut, and release them, with those of the
+        coordinator.
+        """
         if self.is_home and self.words[turns.CUT] != self.cut_told:
             self.cut_told = self.words[turns.CUT]
             self.say_all(("cut", self.cut_told))
 
 
 def main(ground: Ground, links: dict[int, socket.socket]) -> int:
-    """As `bridge.main`."""
+    """Run a carrier's process, as `bridge.main` does a bridge's."""
     return bridge.run(Carrier(ground, links))

@@ -1,14 +1,15 @@
-"""Random numbers of a node: they depend on its name alone, whatever ran before it.
+"""Random numbers of a node: they depend on its name alone, not on what ran before it.
 
-A node may draw from torch, numpy and Python itself, and may not say so.  To seed all three takes as
-long as a small node, and torch alone as long as the smallest.  So of a function that drew nothing
-from numpy and Python in its first call only torch is seeded from then on, and of one that never
-drew from torch either, nothing.  It is looked whether any of them moved all the same; if one did,
-the call was in vain, and is made again with that seeded too.  Nothing but time depends on that.
+A node may draw from torch, numpy and Python's random, without declaring it. Seeding all three takes
+as long as a small node, and seeding torch alone as long as the smallest. So if a function drew
+nothing from numpy and Python in its first call, only torch is seeded from then on. If it never drew
+from torch either, nothing is seeded. After each call the generators are checked. If one that was
+not seeded has moved, the call is discarded and repeated with this generator seeded too. This costs
+only time.
 
-Whether a generator moved is read from its memory.  Where that does not look as it should, all are
-seeded each time.  What cannot be seen is who reads the state from torch's generator itself, and not
-by `torch.get_rng_state`: where torch was not seeded it is another one.
+The check reads a generator's memory. If the memory is not as expected, all generators are seeded
+each time. One case is not detected: code that reads the state from torch's generator object itself,
+and not by `torch.get_rng_state`. Where torch was not seeded it reads another state.
 """
 
 from __future__ import annotations
@@ -31,30 +32,33 @@ _PYTHON_HEAD = object.__basicsize__  # bytes before the position and the first w
 
 
 def seed_of(name: str) -> int:
-    """63 bits of a hash of a name."""
+    """Return 63 bits of a hash of a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class Chance:
-    """All that nodes draw from, in this process."""
+    """The node RNG: all random generators from which nodes draw, in this process."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         generators = [torch.default_generator]
         if accelerator.kind == "cuda":
             torch.cuda.init()
             generators.append(torch.cuda.default_generators[accelerator.device.index])
-        # torch.manual_seed goes through all kinds of devices, and takes a hundred times as long.
+        # torch.manual_seed visits all kinds of devices, and takes a hundred times as long.
         self._torch = [generator.manual_seed for generator in generators]
-        self._beside = self._torch[1:]  # seeded in no time
+        self._beside = self._torch[1:]  # seeding these takes no time
         self._positions = _positions()
         self._is_watched = _moves_are_seen(self._positions)
         self._engine = _engine() if self._is_watched else None
-        self._quiet = set[Callable[..., Any]]()  # drew from torch at most,
-        self._still = set[Callable[..., Any]]()  # and of these from nothing at all,
-        self._drew = set[Callable[..., Any]]()  # as long as they are not among these
+        self._quiet = set[Callable[..., Any]]()  # functions that drew from torch at most
+        # functions of `_quiet` that drew from nothing at all
+        self._still = set[Callable[..., Any]]()
+        # functions that drew from torch, which keeps them out of `_still`
+        self._drew = set[Callable[..., Any]]()
         self._seen = [0, 0]
-        self._place, self._is_marked = 0, False  # of torch's engine
-        self._ahead: int | None = None  # with what torch was seeded for the call that comes
+        # place of torch's engine when last seen, and if it has our mark
+        self._place, self._is_marked = 0, False
+        self._ahead: int | None = None  # the seed that torch already has for the next call
         self.seed(0)
 
     def seed(self, number: int) -> None:
@@ -64,7 +68,7 @@ class Chance:
         self._seen = [position.value for position in self._positions]
 
     def moved(self) -> bool:
-        """Somebody has drawn from numpy or Python since they were seeded."""
+        """True if anything has drawn from numpy or Python since they were seeded."""
         (one, other), seen = self._positions, self._seen
         return one.value != seen[0] or other.value != seen[1]
 
@@ -76,12 +80,14 @@ class Chance:
         ctx: Any,
         given: dict[str, Any],
     ) -> Any:
-        """What it returns, seeded by `number`; None: it draws nothing."""
+        """Call the function, seeded by `number`, and return its result; None: it declares no
+        draws.
+        """
         if number is None:
             returned = function(ctx, **given)
             self.after(function, guessed=False)
             return returned
-        if may_repeat and function in self._still:  # as below, in as few calls as can be
+        if may_repeat and function in self._still:  # as below, in as few calls as possible
             if self._ahead != number:
                 self._pretend(number)
             self._ahead, engine = None, self._engine
@@ -119,14 +125,14 @@ class Chance:
                     return returned
 
     def _counts(self, function: Callable[..., Any], guessed: bool, ctx: Any) -> bool:
-        """As `after`.  A call in vain finishes nothing, nor does it fail."""
+        """Like `after`; for a discarded call also drop the result that it set."""
         if self.after(function, guessed):
             return True
         ctx.result = None
         return False
 
     def before(self, function: Callable[..., Any], number: int, may_repeat: bool) -> bool:
-        """Seed what the function may draw from by `number`; was it a guess what that is?"""
+        """Seed the generators that the function may draw from; True if that set was a guess."""
         if not (may_repeat and function in self._quiet):
             self.seed(number)
             return False
@@ -138,10 +144,10 @@ class Chance:
         return True
 
     def seed_ahead(self, function: Callable[..., Any], number: int) -> None:
-        """While there is time: for a call that comes next, or else `forget` it."""
+        """Seed for the call that comes next, while there is time; `forget` takes it back."""
         if function in self._still:
             if self._beside:
-                return  # what is drawn from those meanwhile is not seen
+                return  # draws from these in the meantime would not be noticed
             self._pretend(number)
         elif function in self._quiet:
             self._seed_torch(number)
@@ -150,7 +156,9 @@ class Chance:
         self._ahead = number
 
     def _is_ahead(self, number: int) -> bool:
-        """And nobody has drawn from it since: a block that is unpickled runs what it likes."""
+        """True if torch has this seed and was not used since; unpickling a block may run any
+        code.
+        """
         if self._ahead != number or self._engine is None:
             return False
         return self._engine.place.value == self._place
@@ -166,18 +174,18 @@ class Chance:
             self._place = self._engine.place.value
 
     def _pretend(self, number: int) -> None:
-        """Torch is not seeded, and says that it is, by this number."""
+        """Let torch's generator report this seed without seeding it."""
         engine = self._engine
         assert engine is not None, "else nobody is still"
         if not self._is_marked:
-            self._seed_torch(0)  # a normal number may be left over, see `after`
+            self._seed_torch(0)  # clears a normal number that may be left over, see `after`
             self._place, self._is_marked = engine.marked(), True
         engine.seed.value = number
         for seed in self._beside:
             seed(number)
 
     def after(self, function: Callable[..., Any], guessed: bool) -> bool:
-        """Was all that it drew from seeded?  Else it is to be called again."""
+        """Check the generators after a call; False if the call must be repeated."""
         was_seeded, has_drawn = not self._is_marked, self._has_torch_moved()
         if has_drawn:
             self._drew.add(function)
@@ -185,7 +193,7 @@ class Chance:
         if self.moved():
             self._quiet.discard(function)
             self._still.discard(function)
-            self.seed(0)  # a normal number may be left over, and would be drawn without a move
+            self.seed(0)  # a leftover normal number would be drawn without moving the generator
             return not guessed
         if not guessed and self._is_watched:
             self._quiet.add(function)
@@ -194,7 +202,9 @@ class Chance:
         return was_seeded or not (guessed and has_drawn)
 
     def _has_torch_moved(self) -> bool:
-        """Since it was seeded, or since this was last asked."""
+        """True if torch's generator has moved since it was seeded, or since the last call of
+        this.
+        """
         if self._engine is None or self._engine.place.value == self._place:
             return False
         self._place, self._is_marked = self._engine.place.value, False
@@ -202,7 +212,7 @@ class Chance:
 
 
 def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:
-    """Of numpy's generator and of Python's: how far it is, and a word that is new each round."""
+    """Return a word of numpy's and of Python's generator state that changes with every draw."""
     state = numpy.random.mtrand._rand._bit_generator.ctypes.state_address
     of_numpy = ctypes.c_uint64.from_address(state + 4 * (_NUMPY_KEYS - 1))
     of_python = ctypes.c_uint64.from_address(id(random._inst) + _PYTHON_HEAD)  # type: ignore[attr-defined]
@@ -210,13 +220,15 @@ def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:
 
 
 def _moves_are_seen(positions: tuple[ctypes.c_uint64, ctypes.c_uint64]) -> bool:
-    """Is a position where we think that it is?  Tried with each way to draw, and undone."""
+    """True if the words really change with each kind of draw; the generators are restored
+    afterwards.
+    """
     before = numpy.random.get_state(), random.getstate()
     seen = []
     for position, seed, draw in zip(
         positions, (numpy.random.seed, random.seed), (numpy.random.rand, random.random), strict=True
     ):
-        for draws in (1, 311, 312):  # two words each: 312 make a round
+        for draws in (1, 311, 312):  # a draw takes two words, so 312 draws make a round
             seed(draws)
             fresh = position.value
             for _ in range(draws):
@@ -233,15 +245,15 @@ def _moves_are_seen(positions: tuple[ctypes.c_uint64, ctypes.c_uint64]) -> bool:
 
 
 class _Engine:
-    """Its Mersenne Twister, where it lies: the `seed` that it tells, and its `place`.
+    """The memory of torch's Mersenne Twister: the `seed` that it reports, and its `place`.
 
-    `place` is how far it is, beside whether it is seeded: that torch calls true whatever it is but
-    0, and makes 1 when it seeds it or sets all of it (`fork_rng`).  So what is `marked` differs
-    after anything that is done with it, but to read it.
+    `place` is a word with the position in the state and the flag that it is seeded. For torch any
+    flag but 0 means true; torch sets 1 when it seeds the generator or sets its whole state
+    (`fork_rng`). So a `marked` place changes after any use of the generator except reading it.
     """
 
     _MARK = 3
-    _PLACE = 12  # bytes behind the seed
+    _PLACE = 12  # offset in bytes from the seed
 
     def __init__(self, address: int) -> None:
         self.seed = ctypes.c_uint64.from_address(address)
@@ -253,12 +265,14 @@ class _Engine:
         return self.place.value
 
 
-_SEED = 0x123456789ABCDEF  # that stands nowhere else
+_SEED = 0x123456789ABCDEF  # a value that occurs nowhere else
 _SEARCHED_BYTES = 256
 
 
 def _engine() -> _Engine | None:
-    """None if it is not where we think that it is.  Tried with each way to move it."""
+    """Find the engine in memory and test it with each way to move it; None if it isn't as
+    expected.
+    """
     generator = torch.default_generator.manual_seed(_SEED)
     start = generator._cdata
     behind = ctypes.string_at(start, _SEARCHED_BYTES).find(_SEED.to_bytes(8, sys.byteorder))
@@ -291,13 +305,15 @@ _MOVES: tuple[Callable[[], object], ...] = (
 
 
 def _let_reading_show() -> None:
-    """Who reads torch's state leaves no trace in it, but who sets what was read does."""
+    """Make `get_rng_state` visible: reading leaves no trace in the generator, but setting its state
+    does.
+    """
     read = torch.random.get_rng_state
 
     @functools.wraps(read)
     def read_and_set() -> torch.Tensor:
         torch.default_generator.set_state(read())
-        return read()  # as it is without our mark
+        return read()  # the state without our mark
 
     if not hasattr(read, "__wrapped__"):
         torch.get_rng_state = torch.random.get_rng_state = read_and_set

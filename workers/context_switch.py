@@ -1,9 +1,9 @@
 """Take a value off the device as an image of its own, and put a job or a value back.
 
-`stage` makes private copies of all storages: for what leaves a job at its end.  The image of a job
-that goes on is made by `staging`; `restored` builds the same job in another process, out of a slab.
-In the same process nothing needs to be restored, the objects are still there; at most their memory
-is away (`absence`).  What a graph is, and what cannot be captured, is said in `capture`.
+`stage` makes private copies of all storages, for a job's results at its end. The image of a job
+that goes on is made by `staging`; `restored` builds the same job in another process, from a slab.
+In the same process nothing needs to be restored: the objects still exist, and at most their memory
+is offloaded (`absence`). `capture` describes graphs, and what cannot be captured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _libc.malloc_trim.argtypes = [ctypes.c_size_t]
 
 
 class Spare:
-    """Host memory of what was staged and has left, for what is staged next: in new memory most of
-    the time goes into page faults.
+    """Host memory of staged values that have been sent, for the next value: new memory is slow,
+    because of page faults.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Spare:
             del self._free[0]
 
     def let_go(self) -> None:
-        """And give back what the process keeps for what it makes next."""
+        """Free the spare memory, and return unused heap memory of the process to the kernel."""
         self._free.clear()
         _libc.malloc_trim(0)
 
@@ -67,7 +67,7 @@ def stage(
     root: str = "job",
     new: Callable[[int], torch.UntypedStorage] | None = None,
 ) -> Image:
-    """The image of `job` after `step`, in `new` memory; raises Uncapturable."""
+    """Return the image of `job` after `step`, in `new` memory; raises Uncapturable."""
     accelerator.synchronize()
     captured = capture(job, around=around, accelerator=accelerator, root=root, whole=root == "job")
     return Image(
@@ -89,10 +89,10 @@ def _copied(storage: torch.UntypedStorage, new: Callable[[int], torch.UntypedSto
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """A host storage's memory itself; the view keeps the storage alive."""
+    """Return a host storage's memory without a copy; the view keeps the storage alive."""
     if not storage.nbytes():
         return memoryview(bytearray())
-    # Not through numpy: a storage that numpy has seen can never be resized again.
+    # Not through numpy: a storage that numpy has viewed can never be resized again.
     array: Any = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     array._storage = storage
     return memoryview(array).cast("B")
@@ -102,7 +102,9 @@ def _bytes(storage: torch.UntypedStorage) -> memoryview:
 
 
 def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
-    """The job, in this process; only ever inside the tenant's walls: unpickling runs code."""
+    """Return the job, restored in this process. Call it only in the tenant's sandbox: unpickling
+    runs code.
+    """
     storages = [_filled(block, accelerator) for block in image.blocks]
     world = rebuilt(image.graph, storages, around=around)
     return_to(world, accelerator)
@@ -117,9 +119,9 @@ def restored(
     accelerator: Accelerator,
     then: Callable[[Iterable[Lying], Layout], None] = lambda lying, layout: None,
 ) -> Any:
-    """The job whose image lies in the slab; raises BadLayout.
+    """Return the job with its image in the slab, restored in this process; raises BadLayout.
 
-    `then` is told which storage was filled from where.
+    `then` gets each storage with the extent of the slab from which it was filled.
     """
     placed = from_json(layout, limit_bytes=slab.limit_bytes)
     with ThreadPoolExecutor(COPIERS) as copiers:
@@ -134,7 +136,7 @@ def restored(
 
 def _out_of(slab: Slab, part: Extent, accelerator: Accelerator) -> torch.UntypedStorage:
     host = _new(part.size)
-    if part.size:  # this lets the other copiers run, as a copy of a view would not
+    if part.size:  # memmove lets the other copiers run, unlike a copy of a view
         ctypes.memmove(host.data_ptr(), slab.address + part.offset, part.size)
     return _in_place(host, part.device, part.pinned, accelerator)
 
@@ -142,11 +144,12 @@ def _out_of(slab: Slab, part: Extent, accelerator: Accelerator) -> torch.Untyped
 def value(
     image: Image, *, around: Surroundings, accelerator: Accelerator, mapped: bool = False
 ) -> Any:
-    """What was staged, and nothing else: the random number generators stay as they are.
+    """Return the staged value; unlike `restore`, it leaves the random number generators as they
+    are.
 
-    `mapped`: where it can be, its memory is the image's own, and the kernel copies a page when it
-    is first written to.  That costs nothing, where new memory costs page faults; but it is never
-    given back as long as something of it is used.
+    With `mapped` the value uses the image's own memory where possible, and the kernel copies a page
+    when it is first written to. That avoids the page faults of new memory. But the image's memory
+    is not freed as long as any part of it is used.
     """
     fill = _as_it_lies if mapped else _filled
     storages = [fill(block, accelerator) for block in image.blocks]
@@ -167,14 +170,15 @@ def _filled(saved: Block, accelerator: Accelerator) -> torch.UntypedStorage:
 
 
 def _new(size: int) -> torch.UntypedStorage:
-    """Host memory that is about to be filled, in huge pages where the host gives them.
+    """Return host memory that is about to be filled, in huge pages where the host gives them.
 
-    Of new memory most of the time goes into its page faults: 8 MB took 3.5 ms, and take 1.7 ms so.
+    For new memory most of the time goes into page faults: 8 MB took 3.5 ms, and 1.7 ms with huge
+    pages.
     """
     storage = torch.UntypedStorage(size)
     address = storage.data_ptr()
     begin, end = -(-address // _HUGE) * _HUGE, (address + size) // _HUGE * _HUGE
-    if begin < end:  # only what it fills: nothing else takes more memory than it asked for
+    if begin < end:  # only pages that it fills, so that it takes no more memory than requested
         _libc.madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
     return storage
 

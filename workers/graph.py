@@ -1,16 +1,16 @@
-"""A task that is a graph, inside its resident: node after node, some milliseconds at a step.
+"""A task that is a graph, inside its resident: node after node, some milliseconds of them per step.
 
-Nobody is asked between two nodes.  A step runs a burst of them, so that between two steps the state
-is small: how many nodes of the program are done, and the blocks that are still needed.  That is
-what images hold, as plain lists and dicts around the tenant's own values; so a graph is paused,
-moved and begun again where it stood like any other job.
+Nothing is asked of the scheduler between two nodes. A step runs a burst of nodes, so that the state
+between two steps is small: the number of nodes that are done, and the blocks that are still needed.
+Images hold this state as plain lists and dicts around the tenant's own values. So a graph is
+paused, moved and continued like any other job.
 
-What always holds:
+Invariants:
 * a node's random numbers depend on its name alone (a shard's on its number, too), not on what ran
   before it (`chance`);
-* a block is let go of when the last node that reads it has run;
-* only an in-out port may write to a block's memory, and only while nobody else needs it: else the
-  node gets a copy.  A node that writes to any other tensor that it was given fails.
+* a block is freed when the last node that reads it has run;
+* only an in-out port may write to a block's memory, and only while nothing else needs the block:
+  otherwise the node gets a copy. A node that writes to any other tensor given to it fails.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from workers.spill import Piece, Room
 
 JSON = dict[str, Any]
 
-ITEMS = 1 << 20  # places between two nodes, for the items of lists
-BURST_S = 0.002  # so long a step goes on to another node
-TIMED_LIMIT = 1000  # nodes whose times are told: the longest
-WEIGH_S = 1e-4  # the blocks of nodes that took so long are weighed each time
-PARTS = 8  # of a block that are weighed, however short its node was
-PART_S = 5e-6  # and one more for each so long that it took: weighing costs a twentieth of that
-WEIGHED_ITEMS = 32  # of a list that shards made
+ITEMS = 1 << 20  # per place in the program, more than a list has items; see `_pieces`
+BURST_S = 0.002  # seconds after which a step starts no further node
+TIMED_LIMIT = 1000  # most nodes to report times of: the longest
+WEIGH_S = 1e-4  # seconds; the blocks of nodes that took longer are weighed each time
+PARTS = 8  # most parts of a block that are weighed for any node
+# seconds of the node's time for each further part; weighing a part costs a twentieth of this
+PART_S = 5e-6
+WEIGHED_ITEMS = 32  # most items that are weighed of a list made by shards
 _clock = time.perf_counter
 _Tensor = torch.Tensor
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -57,7 +58,7 @@ _WROTE = (
 
 
 class NodeFailed(Exception):
-    """Raised from what went wrong in it."""
+    """A node raised an exception, which is the cause of this one."""
 
     def __init__(self, node: str, function: str) -> None:
         self.node, self.function = node, function
@@ -82,11 +83,11 @@ class Loaded:
         late: Sequence[str] = (),
         order: Sequence[str] = (),
     ) -> None:
-        """`find` gives the function for "module:name"; `late` are inputs that may come later.  The
-        nodes run in that `order`, or in the one that is found.
+        """Load a graph; `find` returns the function for "module:name".
 
-        What its blocks may take on the device, where the graph itself does not say so, and what of
-        them may lie in host memory instead; a budget of 0 is none.
+        `late` are inputs that may come after the start. The nodes run in `order`, or in an order
+        that is computed. `budget_bytes` is the limit for blocks on the device, unless the graph has
+        its own; 0 means none. `host_bytes` limits the blocks that are spilled to host memory.
         """
         self.graph = body if isinstance(body, TaskGraph) else taskgraph.parse(body)
         self.late, self.ports = late, self.graph.ports
@@ -101,7 +102,8 @@ class Loaded:
     def order(self, names: Sequence[str]) -> None:
         self.program = taskgraph.program(self.graph, names)
         self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
-        self.weighed = dict[int, int | None]()  # blocks made here -> bytes; None: not soon seen
+        # bytes of blocks made here; None if they took too long to weigh
+        self.weighed = dict[int, int | None]()
         units = enumerate(self.program.units)
         self.maker_at = {n: at for at, unit in units for _, n in unit.outputs}
         given = {*self.program.outputs.values()}
@@ -109,8 +111,9 @@ class Loaded:
         self.plain_until = self._plain_until()
 
     def _plain_until(self) -> list[int]:
-        """For each place where the plain calls end that begin there: behind one at the latest that
-        makes what the graph gives.
+        """Return for each place the end of the run of plain calls that begins there.
+
+        A run ends at the latest after a call that makes an output of the graph.
         """
         ends = list(range(len(self.calls)))
         for at in reversed(ends):
@@ -120,8 +123,9 @@ class Loaded:
         return ends
 
     def begin(self, inputs: JSON) -> GraphJob:
-        """`inputs` by port; they belong to the graph from now on.  Those that are `late` come while
-        it runs, if they are not among them.
+        """Begin the graph; `inputs` by port belong to the graph from now on.
+
+        Inputs of `late` that are missing in `inputs` come while the graph runs.
         """
         lacks = [port for port in self.late if port not in inputs]
         there = [port for port in self.ports if port not in lacks]
@@ -129,22 +133,23 @@ class Loaded:
         return GraphJob(self, {"blocks": blocks, "lacks": lacks})
 
     def go_on(self, state: JSON) -> GraphJob:
-        """From what `GraphJob.state` gave, in whatever process."""
-        if tuple(state["order"]) != self.program.order:  # another version began it
+        """Continue from the result of `GraphJob.state`, made in any process."""
+        if tuple(state["order"]) != self.program.order:  # another version computed another order
             self.order(state["order"])
         return GraphJob(self, state)
 
 
 class GraphJob:
-    """`done` units of the program have run, and `shards` of the one that is under way.
+    """The progress of a graph: `done` units of its program, and `shards` of the current unit, have
+    run.
 
-    `count` are nodes and shards that have run, together.  While a unit maps, `items` are the lists
-    that it maps over, by port, without those that nobody needs any more; what lies in a list of
-    `owned` may be written to.  `sizes` are the numbers that names in declared shapes stand for.
+    `count` is the number of nodes and shards that have run. While a unit maps, `items` are the
+    lists that it maps over, by port, and each item is dropped after its shard. Items of lists in
+    `owned` may be written to. `sizes` are the numbers that stand for names in declared shapes.
     """
 
-    first = 0  # the number of its first shard
-    total = 0  # the shards of all
+    first = 0  # number of its first shard
+    total = 0  # number of shards of all executors
 
     def __init__(self, loaded: Loaded, state: JSON) -> None:
         self.program, self.calls, self.chance = loaded.program, loaded.calls, loaded.chance
@@ -160,11 +165,12 @@ class GraphJob:
         self.sizes: dict[str, int] = state.get("sizes", {})
         names = self.program.blocks
         self.lacks = {names.index(f"{INPUT}{port}"): port for port in state.get("lacks", ())}
-        self.wrote = dict[str, int]()  # function -> the bytes that it last wrote
-        self.took_s = dict[int, float]()  # by place in `calls`: seconds in this process,
-        self.shards_here = dict[int, int]()  # of one that maps of so many shards
+        self.wrote = dict[str, int]()  # function -> bytes that it last wrote
+        self.took_s = dict[int, float]()  # place in `calls` -> seconds in this process
+        # place in `calls` of a unit that maps -> number of its shards in `took_s`
+        self.shards_here = dict[int, int]()
         self.weighed = loaded.weighed
-        self.told = 0  # so many units' outputs were told as they were made
+        self.told = 0  # number of units with outputs already returned by `made`
         if self.room is not None:
             self.readers = self._readers()
             self.room.restore(state.get("aside", []), self._values())
@@ -175,7 +181,7 @@ class GraphJob:
         return {"order": list(self.program.order), **self._state(live), **lacks}
 
     def _state(self, blocks: Mapping[int, Any]) -> JSON:
-        """How far it is, and these blocks."""
+        """Return the progress together with these blocks."""
         aside = {} if self.room is None else {"aside": self.room.aside(self._values())}
         return {
             "done": self.done,
@@ -189,7 +195,7 @@ class GraphJob:
         }
 
     def _live(self) -> list[int]:
-        """Made, or being made, and still needed."""
+        """Return the blocks that are made, or being made, and still needed."""
         units, at = self.program.units, self.done
         live = {n for n, name in enumerate(self.program.blocks) if name.startswith(INPUT)}
         for unit in units[: at + 1 if self.items is not None else at]:
@@ -199,61 +205,63 @@ class GraphJob:
         return sorted(live)
 
     def awaited(self) -> str | None:
-        """The input that the next node reads and that has not come, if there is one."""
+        """Return the input that the next node reads and that has not come, if any."""
         if not self.lacks or self.done == len(self.calls):
             return None
         reads = (n for _, many, _ in self.calls[self.done].unit.inputs for n in many)
         return next((self.lacks[n] for n in reads if n in self.lacks), None)
 
     def take(self, port: str, value: Any) -> None:
-        """An input that it lacked has come."""
+        """Accept a late input."""
         n = next(n for n, lacked in self.lacks.items() if lacked == port)
         self.blocks[n] = value
         del self.lacks[n]
 
     def made(self) -> JSON:
-        """By port, what the graph gives that was made since this was last asked.
+        """Return the graph's outputs, by port, that were made since the last call.
 
-        Nobody writes to it any more: what is given at the end is no other.
+        No node writes to them any more, so they are equal to the outputs at the end.
         """
         new, self.told = range(self.told, self.done), self.done
         outputs = self.program.outputs.items()
         return {port: self.blocks[n] for port, n in outputs if self.maker_at.get(n) in new}
 
     def let_lie(self, port: str, value: Any) -> list[str]:
-        """Have this for what it gives there, the same somewhere else; all ports that give it."""
+        """Replace an output by an equal value in other memory; returns all ports that give it."""
         n = self.program.outputs[port]
         self.blocks[n] = value
         return [other for other, m in self.program.outputs.items() if m == n]
 
     def took_ms(self) -> dict[str, float]:
-        """By node, of the longest, how long it took in this process; of one that maps a shard."""
+        """Return the times of the longest nodes in this process, in ms by node; per shard for a
+        map.
+        """
         mean = ((at, took_s / self.shards_here.get(at, 1)) for at, took_s in self.took_s.items())
         longest = heapq.nlargest(TIMED_LIMIT, mean, key=lambda one: one[1])
         return {self.calls[at].name: round(1e3 * took_s, 3) for at, took_s in longest}
 
     def made_bytes(self) -> dict[str, int]:
-        """Of blocks that were made in this process and whose size is not declared: how large they
-        were.  Told are those that plans need most.
+        """Return the sizes of blocks made in this process without a declared size, in bytes.
+
+        Only the sizes that plans need most are returned.
         """
         names, units = self.program.blocks, self.program.units
         said = {n for unit in units for port, n in unit.outputs if _is_said(unit, port)}
         found = {n: b for n, b in self.weighed.items() if b is not None and n not in said}
-        # What was expanded may be thought larger than any memory is.
+        # The nominal size of an expanded tensor may exceed any memory.
         return worth_telling({names[n]: b for n, b in found.items() if b <= MAX_BYTES})
 
     @property
     def spilled_bytes(self) -> int:
-        """What its blocks take of host memory."""
+        """The bytes of host memory that its blocks take."""
         return 0 if self.room is None else self.room.held_bytes
 
     # --- a burst ---
 
     def step(self, ctx: Any) -> None:
-        """Nodes until BURST_S has passed, one at least, or one has made what the graph gives;
-        `ctx.finish` when all have run.
+        """Run nodes until BURST_S has passed or one has made an output, at least one node.
 
-        Raises NodeFailed.
+        Calls `ctx.finish` when all have run. Raises NodeFailed.
         """
         until_s, calls = _clock() + BURST_S, self.calls
         while self.done < len(calls):
@@ -269,7 +277,7 @@ class GraphJob:
             ctx.finish({port: self.blocks[n] for port, n in self.program.outputs.items()})
 
     def _plain_ahead(self) -> range:
-        """The places of plain calls that come next, one by one where inputs are to come."""
+        """Return the places of the next plain calls; only one while late inputs are missing."""
         end = self.plain_until[self.done]
         return range(self.done, min(end, self.done + 1) if self.lacks else end)
 
@@ -277,7 +285,7 @@ class GraphJob:
         return _clock() < until_s and ctx.result is None
 
     def _node(self, ctx: Any, call: Call, until_s: float) -> bool:
-        """A node by itself, or shards of it; is it over?"""
+        """Run a node, or shards of it; True if the node is over."""
         try:
             if call.map:
                 return self._map(ctx, call, until_s)
@@ -300,11 +308,11 @@ class GraphJob:
             blocks[n] = None
         self.count += 1
 
-    # --- a burst of plain calls: each as `_run` does it, in as few steps as can be ---
+    # --- a burst of plain calls: each as in `_run`, in as few operations as possible ---
 
     def _burst(self, ctx: Any, places: range, until_s: float) -> int:
-        """Of the plain calls at these places as many as there is time for, one at least; the place
-        behind them.
+        """Run plain calls at these places while there is time, at least one; return the place after
+        them.
         """
         calls, blocks, now_s = self.calls, self.blocks, _clock()
         try:
@@ -323,7 +331,7 @@ class GraphJob:
         return at + 1
 
     def _plain(self, ctx: Any, call: Call, at: int, given: JSON, began_s: float) -> float:
-        """When it was over, which is when the next one begins."""
+        """Run one plain call; returns its end time, which is the next call's start."""
         watched, blocks = [], self.blocks
         for port, _ in call.takes:
             value = given[port]
@@ -344,7 +352,7 @@ class GraphJob:
         return ended_s
 
     def _keep(self, call: Call, returned: Any) -> None:
-        """The blocks, if they are what they should be."""
+        """Store the blocks that a plain call returned, after checking them."""
         blocks = self.blocks
         if type(returned) is not dict or len(returned) != len(call.gives):
             raise BadBlock(_not_the_outputs(call, returned))
@@ -356,7 +364,7 @@ class GraphJob:
                 raise BadBlock(_not_the_outputs(call, returned))
 
     def _copied(self, call: Call) -> list[str]:
-        """The ports that it may not write to as they are."""
+        """Return the in-out ports that need a copy, because something else needs their block."""
         return [p for p, n in call.inout if n not in call.only_here or self._is_shared(n)]
 
     def _given(self, call: Call) -> JSON:
@@ -367,7 +375,9 @@ class GraphJob:
         return given
 
     def _called(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> JSON:
-        """What the function returns: exactly the blocks that it should."""
+        """Call the function and return its blocks; raises BadBlock if they are not the declared
+        ones.
+        """
         if call.tensors:
             self._must_fit(call.tensors, given)
         read = given.values() if not call.inout else [given[port] for port in call.only_read]
@@ -400,7 +410,7 @@ class GraphJob:
     # --- shards ---
 
     def _map(self, ctx: Any, call: Call, until_s: float) -> bool:
-        """Shards, as long as there is time; have all run?"""
+        """Run shards while there is time; True if all have run."""
         if self.items is None:
             self._open(call)
         assert self.items is not None
@@ -431,7 +441,9 @@ class GraphJob:
         return True
 
     def _open(self, call: Call) -> None:
-        """The lists to map over; where nobody else reads one, each item goes after its shard."""
+        """Open the lists to map over; if no other unit reads a list, each item is freed after its
+        shard.
+        """
         mapped = self._mapped(call)
         if len({total for _, total in mapped.values()}) > 1:
             told = ", ".join(f"{total} of {port!r}" for port, (_, total) in mapped.items())
@@ -447,13 +459,15 @@ class GraphJob:
         self.items = lists
 
     def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
-        """By port the items to map over, and how many the whole list has."""
+        """Return by port the items to map over, and the length of the whole list."""
         found = {port: items_of(port, self.blocks[n]) for port, n in call.takes if port in call.map}
         found |= {p: [self.blocks[n] for n in many] for p, many in call.lists if p in call.map}
         return {port: (items, len(items)) for port, items in found.items()}
 
     def _may_write(self, port: str, n: int, lists: JSON, call: Call) -> bool:
-        """To the items of a list: nobody else holds any of them, nor a part of one."""
+        """True if a map may write to a list's items: nothing else holds them, and they share no
+        memory.
+        """
         if n not in call.only_here or self._is_shared(n):
             return False
         of_items = [parts_of(item) for item in lists[port]]
@@ -462,13 +476,15 @@ class GraphJob:
     # --- how large ---
 
     def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
-        """Of a short node that costs as much as it does, so it is done once: not if it is known."""
+        """Weigh a node's blocks. For a short node this costs as much as the node, so it is done
+        only once.
+        """
         for name, n in call.gives:
             self.weighed[n] = weigh(returned[name], PARTS + int(took_s / PART_S))
         call.weighs = False
 
     def _weigh_lists(self, call: Call) -> None:
-        """Each with the items of all, as if they were like the first ones that were made here."""
+        """Weigh lists that shards made, by extrapolating from the first items made here."""
         for _, n in call.gives:
             items = self.blocks[n]
             first = items[:WEIGHED_ITEMS]
@@ -477,13 +493,13 @@ class GraphJob:
                 self.weighed[n] = found * self._in_all(len(items)) // len(first)
 
     def _in_all(self, here: int) -> int:
-        """The items of a list of which so many were made here."""
+        """Return the length of the whole list of which `here` items were made here."""
         return here
 
     # --- how much memory ---
 
     def _readers(self) -> list[list[int]]:
-        """The places in `calls` at which each block is read."""
+        """Return the places in `calls` at which each block is read."""
         found: list[list[int]] = [[] for _ in self.blocks]
         for at, call in enumerate(self.calls):
             for n in {n for _, many, _ in call.unit.inputs for n in many}:
@@ -491,9 +507,10 @@ class GraphJob:
         return found
 
     def _make_room(self, room: Room, call: Call, given: JSON, copied: Sequence[str]) -> None:
-        """For all that a node reads and writes; what it writes to is copied, or will be another.
+        """Make room for all that a node reads and writes, with the copies of blocks that it writes
+        to.
 
-        What is not declared is guessed: as much as its function wrote when it last ran.
+        Undeclared sizes are guessed from the bytes that its function wrote when it last ran.
         """
         declared = self._declared(call)
         copies = sum(room.new_bytes(given[port], ()) for port in copied)
@@ -505,7 +522,7 @@ class GraphJob:
                 room.forget(given[port])
 
     def _pieces(self) -> Iterator[Piece]:
-        """Everything that is held, items of lists each by itself, and when it is read next."""
+        """Yield everything that is held, with its next use; the items of lists one by one."""
         for listed in (self.items or {}).values():
             yield from ((self.done * ITEMS + k, item) for k, item in enumerate(listed))
         for n, value in enumerate(self.blocks):
@@ -532,10 +549,10 @@ class GraphJob:
         sized = (replace(tensor, shape=s) for tensor, s in zip(declared, known, strict=True))
         return sum(tensor.bytes or 0 for tensor in sized)
 
-    # --- whose memory ---
+    # --- shared memory ---
 
     def _is_shared(self, n: int) -> bool:
-        """Another block holds a part of this one, or is a view of it."""
+        """True if another block holds a part of this one, or is a view of it."""
         own = parts_of(self.blocks[n])
         others = (value for m, value in enumerate(self.blocks) if m != n and value is not None)
         return any(not own.isdisjoint(parts_of(value)) for value in others)
@@ -555,12 +572,12 @@ class GraphJob:
 
 
 class Call:
-    """A unit, with everything that is the same each time looked up.
+    """A unit, with everything precomputed that is the same for each call.
 
-    `takes` are ports with a block, `lists` those with several.  `only_here` are blocks that one
-    port of this unit reads, and nobody after it.  `weighs`: it is not known how large
-    what it makes is.  `is_plain`: it runs once, writes to nothing and declares nothing; `given` is
-    all that its function is called with, without the blocks.
+    `takes` are ports with one block, `lists` ports with several. `only_here` are blocks that only
+    one port of this unit reads, and no later unit. `weighs` is True while the sizes of its blocks
+    are unknown. `is_plain`: it runs once, has no in-out ports and declares no tensors. `given` are
+    all arguments of its function, without the blocks.
     """
 
     __slots__ = (
@@ -595,7 +612,9 @@ def items_of(port: str, value: object) -> list[Any]:
 
 
 def _versions(values: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
-    """They grow with each write to a tensor; those of inference tensors are not counted."""
+    """Return the tensors with their version, which grows with each write; inference tensors have
+    none.
+    """
     return [(v, v._version) for v in values if type(v) is torch.Tensor and not v.is_inference()]
 
 
@@ -621,9 +640,9 @@ def _shown(value: object) -> str:
 
 
 def weigh(value: Any, most: int) -> int | None:
-    """The bytes of tensors, also within lists, tuples and dicts, beside numbers and texts.
+    """Return the bytes of tensors, numbers and texts, also within lists, tuples and dicts.
 
-    None if there is anything else, or if it has more than so many parts.
+    Returns None if there is anything else, or if the value has more than `most` parts.
     """
     if type(value) in _TENSORS and not value.is_sparse:
         return int(value.nbytes)
@@ -643,11 +662,11 @@ def weigh(value: Any, most: int) -> int | None:
 
 
 def _is_said(unit: Unit, port: str) -> bool:
-    """How large its block is, is declared; of a list only the items are."""
+    """True if the size of a port's block is declared; for a list only the items' size is."""
     return not unit.map and port in unit.tensors and unit.tensors[port].bytes is not None
 
 
-# --- who holds what -------------------------------------------------------------------------------
+# --- what holds what ------------------------------------------------------------------------------
 
 _NOT_ENTERED = (
     *(types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType),
@@ -656,9 +675,9 @@ _NOT_ENTERED = (
 
 
 def parts_of(value: object) -> frozenset[object]:
-    """Everything within a value that can be written to: storages and objects.
+    """Return everything within a value that can be written to: storages and objects.
 
-    What a copy would share anyway (modules, classes, functions) is left out.
+    Modules, classes and functions are left out, because a copy would share them anyway.
     """
     found, ahead = set[object](), [value]
     while ahead:
@@ -677,12 +696,14 @@ def parts_of(value: object) -> frozenset[object]:
 
 
 def memory_of(value: object) -> Iterator[int]:
-    """The addresses of the storages among them."""
+    """Return the addresses of a value's storages."""
     return (part[1] for part in parts_of(value) if isinstance(part, tuple))
 
 
 def _may_change(part: object) -> bool:
-    """Python tracks what can hold other objects, but not dicts that hold numbers and texts only."""
+    """True if the object may be written to; Python's collector doesn't track dicts of plain
+    values.
+    """
     return gc.is_tracked(part) or isinstance(part, dict | bytearray)
 
 

@@ -1,8 +1,8 @@
-"""What belongs to a process and is found, or made again, in the next one.
+"""Objects that belong to a process, and are found or made again in the next process.
 
-Process groups by their names, in the order in which they were made; streams and events; locks that
-nobody holds; loggers by name, with their own handlers; what `torch.compile` made, around what it
-was made of (it compiles again); caches, empty; weak references, to what the job itself holds.
+Process groups by name, in the order in which they were made; streams and events; locks that are not
+held; loggers by name, with their own handlers; results of `torch.compile`, as what was compiled (it
+compiles again); caches, empty; weak references to objects that the job itself holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def groups() -> list[dict[str, Any]]:
-    """Every process group of this process, oldest first; the default one is the first."""
+    """Return every process group of this process, oldest first; the default group is the first."""
     if not dist.is_available() or not dist.is_initialized():
         return []
     return [_described(group) for group in c10d._world.pg_map]
@@ -52,8 +52,8 @@ def _described(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """None is torch's own choice for the backend."""
-    if not group._device_types:  # it is its own backend: one of `workers.collectives`
+    """Return a group's timeout; None means torch's own choice for the backend."""
+    if not group._device_types:  # the group is its own backend: that of `workers.collectives`
         return timedelta(seconds=group.timeout_s)
     backend = group._get_backend(group._device_types[0])
     options = getattr(backend, "options", None)
@@ -61,7 +61,9 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def restore_groups(wanted: list[dict[str, Any]]) -> None:
-    """Make the groups that this process does not have; one of several ranks is not ours to make."""
+    """Make the groups that this process lacks; a default group of several ranks cannot be made
+    here.
+    """
     if wanted and not dist.is_initialized():
         first = wanted[0]
         if len(first["ranks"]) > 1:
@@ -84,7 +86,7 @@ def restore_groups(wanted: list[dict[str, Any]]) -> None:
 def _restore_group(group: dict[str, Any]) -> None:
     by_number = group["name"].isdigit()
     if by_number:
-        c10d._world.group_count = int(group["name"])  # which gives it its name
+        c10d._world.group_count = int(group["name"])  # torch names the next group after this number
     dist.new_group(
         group["ranks"],
         group["timeout"],
@@ -116,7 +118,7 @@ def _reduce_stream(capture: Capture, stream: Any) -> Any:
 
 
 def _reduce_event(capture: Capture, event: Any) -> Any:
-    """At a safe point all that was recorded has happened, and so has what never was."""
+    """Reduce an event to a new one: at a safe point all recorded events have happened."""
     return make_event, (type(event),)
 
 
@@ -145,7 +147,7 @@ def _reduce_logger(capture: Capture, logger: logging.Logger) -> Any:
 
 
 def _reduce_handle(capture: Capture, handle: RemovableHandle) -> Any:
-    """Torch's own way does not come back when one of its tables is gone."""
+    """Reduce a hook's handle; torch's own way cannot be restored when one of its tables is gone."""
     tables = (handle.hooks_dict_ref, *(handle.extra_dict_ref or ()))
     return make_handle, (), (handle.id, [table() for table in tables]), None, None, set_handle
 
@@ -187,10 +189,10 @@ def make_reentrant_lock() -> object:
 @known
 def set_logger(logger: logging.Logger, state: dict[str, Any]) -> None:
     vars(logger).update(state)
-    logger.setLevel(state["level"])  # and so forgets what it thought was enabled
+    logger.setLevel(state["level"])  # also clears the cache of enabled levels
 
 
-# --- functions that are more than their code ------------------------------------------------------
+# --- functions with state beyond their code -------------------------------------------------------
 
 
 def _reduce_function(capture: Capture, function: types.FunctionType) -> Any:
@@ -219,7 +221,7 @@ _VIEWS: dict[type, Any] = {
 
 
 def _reduce_view(capture: Capture, view: Any) -> Any:
-    """What shows a dict shows it still, not a copy."""
+    """Reduce a view of a dict, so that it still shows this dict and not a copy."""
     return _VIEWS[type(view)], (gc.get_referents(view)[0],)
 
 
@@ -234,7 +236,9 @@ def make_cache(function: Any, how: dict[str, Any]) -> object:
 
 
 def with_counted_steps(optimizer: Any) -> Any:
-    """What a scheduler does to an optimizer's `step`, to warn when the two come in wrong order."""
+    """Wrap an optimizer's `step` as a scheduler does, to warn when the two are called in wrong
+    order.
+    """
     held = weakref.ref(optimizer)
     plain = type(optimizer).step
 
@@ -286,13 +290,13 @@ def _reduce_weak_set(capture: Capture, table: weakref.WeakSet[Any]) -> Any:
 
 
 def _kept(capture: Capture, reference: object, target: object) -> bool:
-    """In the first round a weak reference is only noted, in the second it is kept."""
+    """Record a weak reference; True if it is kept, as in the second round of pickling."""
     capture.weak.append((reference, target))
     return capture.weakly
 
 
 class _Nothing:
-    """Gone as soon as it is made."""
+    """An object that is freed as soon as it is made."""
 
 
 @known

@@ -1,10 +1,9 @@
-"""An image as one file: what `context_switch` staged, written down, and back.
+"""An image as one file: write down what `context_switch` staged, and read it back.
 
 The file is a line of magic, a JSON header, the pickled object graph, and the raw bytes of every
-storage, in this order; the first of these lies where the memory of a tensor may begin, so that it
-can be used where it is.  Nothing here unpickles: whoever holds the file knows its step and its
-fingerprint without running a tenant's code.  (A checkpoint is chunks and a manifest:
-`workers.checkpoint`.)
+storage, in this order. The graph is aligned like the memory of a tensor, so that the file can be
+used in place. Nothing here unpickles: a process can read the step and the fingerprint without
+running tenant code. (A checkpoint is chunks and a manifest: `workers.checkpoint`.)
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 MAGIC = b"roundhouse image 1\n"
-ALIGN_BYTES = 64  # as torch's own memory is: kernels may sum up in another order where it is not
+# as torch aligns memory: with another alignment kernels may sum up in another order
+ALIGN_BYTES = 64
 _LENGTH = struct.Struct("!Q")
 
 
@@ -29,7 +29,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One storage's bytes, and where it lay: `device` is "cpu" or "cuda"."""
+    """A storage's bytes, and where the storage was: `device` is "cpu" or "cuda"."""
 
     data: memoryview
     device: str = "cpu"
@@ -38,10 +38,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """A job's state off the device, in host memory; nothing that the job does reaches it.
+    """A job's state off the device, in host memory that the job cannot change.
 
-    `step` is the last finished one; `fingerprint` is `preset.fingerprint()` of the process that
-    staged it.
+    `step` is the last finished step; `fingerprint` is `preset.fingerprint()` of the process that
+    staged the image.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Image:
 
     @property
     def head_bytes(self) -> int:
-        """What the file has beside the storages."""
+        """The bytes of the file that are not bytes of storages."""
         return self.size_bytes - sum(len(block.data) for block in self.blocks)
 
     @property
@@ -63,7 +63,7 @@ class Image:
         return len(self.graph) + sum(len(block.data) for block in self.blocks)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file's bytes, in order, without copying a storage."""
+        """Yield the file's bytes, in order, without copying a storage."""
         header = {
             "step": self.step,
             "fingerprint": self.fingerprint,
@@ -88,7 +88,7 @@ def save(image: Image, path: Path) -> None:
 def load(file: Path | int) -> Image:
     """Map the file (a path or a descriptor) into memory; raises Unreadable.
 
-    The memory is our own: what is written to it never reaches the file.
+    The mapping is copy-on-write: what is written to it never reaches the file.
     """
     if isinstance(file, Path):
         fd = os.open(file, os.O_RDONLY)

@@ -1,12 +1,13 @@
-"""One executor's lane of a graph over several: its own nodes in the order of all.
+"""The plan of one executor in a graph over several: its own nodes, in the common order.
 
 The executors are the ranks of a gang, in processes of their own, and each knows the whole plan
-(`app.core.spread`): nobody is asked between two nodes.  An executor runs its nodes strictly in the
-order, waits where what one reads has not been posted yet, and posts what others read (`passing`).
+(`app.core.spread`). So nothing is asked between two nodes. An executor runs its nodes strictly in
+order, waits until the blocks that they read are posted, and posts blocks that others read
+(`passing`).
 
-*The image* of an executor holds the blocks that it made and that somebody still needs.  What it has
-of others' is not in it: they post it again.  So all may be stopped anywhere, each before whichever
-node comes next.
+*The image* of an executor holds the blocks that it made and that an executor still needs. Blocks of
+other executors are not in it: their makers post them again. So all executors may be stopped
+anywhere, each before any of its nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ JSON = dict[str, Any]
 
 
 class LoadedLane(Loaded):
-    """A graph and the functions of it, ready for one executor to begin, or to go on."""
+    """A graph and its functions, ready for one executor to begin or to go on."""
 
     def __init__(
         self,
@@ -42,13 +43,13 @@ class LoadedLane(Loaded):
         around: Surroundings,
         **memory: int,
     ) -> None:
-        """Of each executor the `memory` that `Loaded` takes."""
+        """Load the plan; `memory` are the limits that `Loaded` takes, for each executor."""
         self.turns, self.around, self.accelerator = turns, around, accelerator
         super().__init__(body, find, accelerator, **memory)
         self.lay(spread)
 
     def lay(self, spread: Spread) -> None:
-        """The nodes run in this order, at these executors."""
+        """Set the order of the nodes and the executor of each."""
         self.spread = spread
         self.order(spread.order)
         self.lane = lanes(self.graph, spread, self.program)[self.turns.rank]
@@ -66,13 +67,17 @@ class LoadedLane(Loaded):
 
     def go_on(self, state: JSON) -> LaneJob:
         before = Spread(**state["spread"])
-        if before != self.spread:  # another version began it
+        if before != self.spread:  # another version computed another plan
             self.lay(before)
         return LaneJob(self, state)
 
 
 class LaneCall(Call):
-    """`whole` are ports with a block that another executor made, `others` any other ports."""
+    """A call with inputs of other executors: `whole` are ports with a block that another executor
+    made.
+
+    `others` are the remaining ports with one block that are not mapped.
+    """
 
     __slots__ = ("others", "whole")
 
@@ -88,10 +93,10 @@ class LaneCall(Call):
 
 
 class LaneJob(GraphJob):
-    """`done` stops of the lane are over.
+    """The progress of one executor: `done` stops of its plan are over.
 
-    `held` are the blocks that were made here, or given to the task, and that are read here still;
-    `taken` those of others.  `totals` are the lengths of lists of which a part is here.
+    `held` are blocks that were made here or given to the task, and are still read here. `taken` are
+    blocks of other executors. `totals` are the lengths of lists of which a part is here.
     """
 
     def __init__(self, loaded: LoadedLane, state: JSON) -> None:
@@ -102,8 +107,10 @@ class LaneJob(GraphJob):
         self.totals: dict[int, int] = dict(state.get("totals", {}))
         self.held = {n for n, name in enumerate(self.program.blocks) if name in state["blocks"]}
         self.taken: dict[Held, Any] = {}
-        self.unweighed: tuple[Call, JSON, float] | None = None  # what its node made just now
-        self.result: JSON | None = None  # with which a node of ours finished the graph early
+        # what its last node made, to be weighed later
+        self.unweighed: tuple[Call, JSON, float] | None = None
+        # the result with which a node of this executor finished the graph early
+        self.result: JSON | None = None
         passing = Carried if loaded.turns.ground.is_bridged else Passing
         self.passing = passing(
             loaded.turns, len(self.program.blocks) + 1, loaded.around, loaded.accelerator
@@ -114,7 +121,9 @@ class LaneJob(GraphJob):
             self._post_again(state["result"])
 
     def _post_again(self, result: JSON | None) -> None:
-        """What others had of us in the processes before; and let go of what we have done with."""
+        """Post this executor's blocks again after a restore, and drop blocks that it no longer
+        needs.
+        """
         over = self.lane.stops[: self.done]
         for n in (n for stop in over for n in stop.gives if n in self.held):
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
@@ -137,7 +146,7 @@ class LaneJob(GraphJob):
         }
 
     def passed(self) -> list[list[Any]]:
-        """What was taken from others: [block, whose, bytes]."""
+        """Return the blocks taken from other executors: [block, executor, bytes]."""
         names, taken = self.program.blocks, self.passing.passed_bytes
         return [[names[n], e, size] for (n, e), size in taken.items() if n < len(names)]
 
@@ -149,7 +158,7 @@ class LaneJob(GraphJob):
 
     @property
     def _is_at_end(self) -> bool:
-        """No node of ours will run any more."""
+        """True if no node of this executor will run any more."""
         if self.result is not None or self._next_at() == self.end:
             return True
         early = self.passing.early
@@ -158,7 +167,7 @@ class LaneJob(GraphJob):
     # --- before a step ---
 
     def await_next(self) -> bool:
-        """Wait until the next node can run; False if before that all are to stop."""
+        """Wait until the next node can run; False if all executors must stop before that."""
         passing = self.passing
         while not self._is_ready():
             if passing.turns.is_called():
@@ -167,7 +176,9 @@ class LaneJob(GraphJob):
         return True
 
     def _wait(self, early: Held | None) -> None:
-        """Until it may be ready: also if a node ended the graph before that which is known of."""
+        """Wait until the next node may be ready, or until a node ended the graph earlier than
+        `early`.
+        """
         if self._is_at_end:
             self.passing.tell_passed(self.end if self.result is not None else self._next_at())
         self.passing.wait(
@@ -187,7 +198,7 @@ class LaneJob(GraphJob):
         return self._missing_at_end() is None
 
     def _missing(self) -> Held | None:
-        """What its next node reads and nobody has posted."""
+        """Return a block that the next node reads and that has not been posted, if any."""
         if self._is_at_end:
             return self._missing_at_end()
         takes = self.lane.stops[self.done].takes
@@ -196,7 +207,9 @@ class LaneJob(GraphJob):
         )
 
     def _missing_at_end(self) -> Held | None:
-        """What the first executor gives may be on its way from another host when all has run."""
+        """Return an output that the first executor lacks; remote blocks may arrive after all nodes
+        have run.
+        """
         if self.me:
             return None
         early = self.passing.early
@@ -204,9 +217,10 @@ class LaneJob(GraphJob):
         return next((h for h in takes if not self.passing.is_there(h)), None)
 
     def _comes_soon(self) -> bool:
-        """To wait here for a moment is quicker than to go to sleep and to be woken.
+        """Poll for the next node's blocks for a moment, which is faster than sleeping; True if they
+        come.
 
-        What the next node needs besides is made ready first.
+        The random numbers of the next node are prepared first.
         """
         stop, call, passing = self.lane.stops[self.done], self.calls[self.done], self.passing
         if call.seed is not None and not call.map:
@@ -226,7 +240,7 @@ class LaneJob(GraphJob):
     # --- a step ---
 
     def step(self, ctx: Any) -> None:
-        """Nodes until BURST_S has passed, as long as none has to wait; one at least."""
+        """Run nodes until BURST_S has passed or a node has to wait, at least one."""
         if self.passing.is_over or self._is_at_end:
             self._end(ctx)
             return
@@ -239,7 +253,7 @@ class LaneJob(GraphJob):
             self._finish_early(result, self.lane.stops[self.done].at)
 
     def _one(self, ctx: Any, until_s: float) -> bool:
-        """The next node, or shards of it; is it over?"""
+        """Run the next node, or shards of it; True if the node is over."""
         stop, call = self.lane.stops[self.done], self.calls[self.done]
         for held in stop.takes:
             if held not in self.taken:
@@ -261,7 +275,7 @@ class LaneJob(GraphJob):
         self._plain(ctx, call, self.done, given, graph._clock())
 
     def _did(self, stop: Stop, call: Call) -> None:
-        for n in stop.gives:  # first of all: others wait
+        for n in stop.gives:  # first of all, because other executors wait
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
         for _, n in call.gives:
             self.held.add(n)
@@ -271,7 +285,7 @@ class LaneJob(GraphJob):
         self.done += 1
 
     def _let_go(self, held: Held) -> None:
-        """Of others' block, or of our own that others may still need."""
+        """Drop a block of another executor, or an own block that others may still need."""
         n, whose = held
         if whose == self.me:
             self.held.discard(n)
@@ -286,7 +300,7 @@ class LaneJob(GraphJob):
         self.passing.end_early(at)
 
     def _end(self, ctx: Any) -> None:
-        """The first executor has the outputs; the others have nothing more to do."""
+        """Finish: the first executor returns the outputs; the others have nothing more to do."""
         if self.me:
             ctx.finish({})
             return
@@ -301,7 +315,7 @@ class LaneJob(GraphJob):
     # --- values ---
 
     def _value(self, n: int) -> Any:
-        """A block as a whole, whoever made it."""
+        """Return a whole block, no matter which executors made it."""
         maker = self.maker.get(n, self.me)
         if maker != EVERYBODY:
             return self.blocks[n] if maker == self.me else self.taken[n, maker]
@@ -312,15 +326,17 @@ class LaneJob(GraphJob):
         return [item for each in parts for item in each]
 
     def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
-        """Later: others wait for it."""
+        """Postpone weighing, because other executors wait for the blocks."""
         self.unweighed = call, returned, took_s
 
     def _given(self, call: Call) -> JSON:
-        """In the order in which one executor gives it; those that it maps over come later."""
+        """Return the inputs in the order in which a single executor gives them; mapped lists come
+        later.
+        """
         return self._filled(call, dict.fromkeys(port for port, _ in (*call.takes, *call.lists)))
 
     def _filled(self, call: Call, given: JSON) -> JSON:
-        """All that the node reads but the lists that it maps over."""
+        """Fill in all that the node reads except the lists that it maps over."""
         for port, held in call.whole:
             given[port] = self.taken[held]
         for port, n in call.others:
@@ -342,7 +358,9 @@ class LaneJob(GraphJob):
         self.first = part(self.total, self.me, self.spread.executors).start
 
     def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
-        """The items of this executor's part; of a list that was dealt out before, they are here."""
+        """Return the items of this executor's part; items of a list that shards made are already
+        here.
+        """
         taken = {n for n, _ in self.lane.stops[self.done].takes}
         found = dict[str, tuple[list[Any], int]]()
         for port, n in call.takes:
@@ -363,7 +381,7 @@ class LaneJob(GraphJob):
         return self.total
 
     def _is_shared(self, n: int) -> bool:
-        """Also if it lies in the land: others may read it there."""
+        """True also if the block is in the shared heap, where others may read it."""
         return any(
             map(self.passing.ground.is_land, memory_of(self.blocks[n]))
         ) or super()._is_shared(n)

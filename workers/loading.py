@@ -1,14 +1,14 @@
-"""A `DataLoader`'s iterator that can be captured between two batches, and goes on at the next one.
+"""A `DataLoader` iterator that can be captured between two batches and goes on with the next one.
 
-torch's own cannot: it holds a generator of indices, and processes that load ahead.  So `follow`,
-called before a tenant's code loads, lets a plain `DataLoader` hand out iterators of the classes
-below, which do the same and remember how the epoch began.  A restored one makes the indices again,
-draws nothing that was not drawn before, and loads no batch that was already given out; loading
-processes go on with the random numbers that they had after the last batch that was given out.
+torch's own iterator cannot: it holds a generator of indices, and processes that prefetch. So
+`follow`, called before tenant code is loaded, makes a plain `DataLoader` return iterators of the
+classes below, which do the same and remember how the epoch began. A restored iterator makes the
+indices again, consumes no random numbers twice, and loads no batch that was already given out. Its
+loading processes go on with the random states that they had after the last batch given out.
 
-What cannot be followed: an iterable dataset whose own iterator cannot be captured, or that is
-loaded by several processes; batches that may come out of order; what a dataset changes in itself
-inside a loading process, other than the random numbers of torch, numpy and Python.
+Not supported: an iterable dataset with an iterator that cannot be captured, or that several
+processes load; batches that may come out of order; changes that a dataset makes to itself inside a
+loading process, other than to the random numbers of torch, numpy and Python.
 
 torchdata's StatefulDataLoader keeps its position itself, and is asked for it.
 """
@@ -62,7 +62,7 @@ _DRAW_ONLY_AT_FIRST = (
 
 
 def follow() -> None:
-    """From now on plain loaders of this process hand out iterators that can be captured."""
+    """Make the plain loaders of this process return iterators that can be captured."""
     DataLoader._get_iterator = _get_iterator  # type: ignore[assignment,method-assign]
 
 
@@ -77,7 +77,7 @@ def _get_iterator(loader: DataLoader[Any]) -> _BaseDataLoaderIter:
 
 
 def _of_process() -> list[Any]:
-    """The random states of torch, Python and numpy, so that equal ones compare as equal."""
+    """Return the random states of torch, Python and numpy in a form that can be compared."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = numpy.random.get_state()
     return [
@@ -88,7 +88,7 @@ def _of_process() -> list[Any]:
 
 
 def _return_to(states: list[Any]) -> None:
-    """None among the states: leave that one alone."""
+    """Set the random states of torch, Python and numpy; a state that is None is left alone."""
     of_torch, of_python, of_numpy = states
     if of_torch is not None:
         torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
@@ -101,7 +101,7 @@ def _return_to(states: list[Any]) -> None:
 
 
 def _samplers(sampler: Any) -> list[Any]:
-    """A sampler and those that it draws from."""
+    """Return a sampler and the samplers that it draws from."""
     found, ahead = list[Any](), [sampler]
     while ahead and len(found) < 100:
         found.append(ahead.pop())
@@ -124,7 +124,9 @@ class Moment:
         self.fields = [_fields(part) for part in _samplers(sampler)]
 
     def drew_until(self, after: Moment) -> bool:
-        """Whether something was drawn between the two; then only that stays in this one."""
+        """True if something was drawn between the two moments; keep only the process states that
+        changed.
+        """
         pairs = zip(self.process, after.process, strict=True)
         self.process = [state if state != then else None for state, then in pairs]
         return any(self.process) or not _equal(self.generators, after.generators)
@@ -142,7 +144,7 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _held(sampler: Any) -> dict[str, Any]:
-    """The attributes of a sampler, which may be a plain list."""
+    """Return the attributes of a sampler, which may be a plain list."""
     return getattr(sampler, "__dict__", {})
 
 
@@ -159,24 +161,26 @@ def _fields(sampler: Any) -> dict[str, Any]:
 class Order:
     """The indices of one epoch, batch by batch, at a position that can be found again.
 
-    `draws` are the moments before which something was drawn: number of the batch -> moment, -1 for
-    when the epoch began.  A sampler that draws at every batch, from what others draw from as well,
-    is followed for DRAWS_LIMIT batches.
+    `draws` maps the number of a batch to the moment before it, for batches that drew random
+    numbers; -1 is the beginning of the epoch. A sampler that draws at every batch, from a generator
+    that other code uses too, is followed for DRAWS_LIMIT batches.
     """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.taken = 0
-        self.print = 0  # of the indices taken
+        self.print = 0  # hash of the indices taken
         self.draws = {-1: Moment(sampler)}
-        self.left: list[torch.Tensor] = []  # states of its generators after the last draw
-        self.again = deque[Any]()  # taken, but not given out before the capture
+        self.left: list[torch.Tensor] = []  # states of the sampler's generators after the last draw
+        self.again = deque[Any]()  # indices taken but not given out before the capture
         self.is_simple = _draws_only_at_first(sampler)
         self._given: Iterator[Any] | None = iter(sampler)
 
     @property
     def named(self) -> str:
-        """The sampler that a tenant chose, below those that make batches of its indices."""
+        """The class name of the sampler that the tenant chose, below samplers that batch its
+        indices.
+        """
         return type(_samplers(self.sampler)[-1]).__name__
 
     def __iter__(self) -> Order:
@@ -195,7 +199,10 @@ class Order:
         return indices
 
     def _note(self, before: Moment, after: Moment) -> None:
-        """What comes of a generator that only the sampler draws from follows from before."""
+        """Record the moment before a batch if it is needed for a replay.
+
+        The draws of a generator that only the sampler uses follow from earlier moments.
+        """
         if self.taken == 0:
             self.draws[0] = before
         elif before.drew_until(after) and (
@@ -209,7 +216,9 @@ class Order:
         self.print = hash((self.print, _hashable(indices)))
 
     def captured(self, given_out: int) -> dict[str, Any]:
-        """All that `_followed` needs to be here again, with `given_out` batches handed on."""
+        """Return the state that `_followed` needs to get here again, with `given_out` batches given
+        out.
+        """
         state = dict(vars(self), given_out=given_out)
         del state["_given"], state["again"]
         return state
@@ -218,7 +227,9 @@ class Order:
         vars(self).update(state, _given=None, again=deque())
 
     def _followed(self) -> Iterator[Any]:
-        """The sampler's own iterator; after a restore it is led to where it was, unnoticed."""
+        """Return the sampler's own iterator; after a restore replay it, and keep the random
+        states.
+        """
         if self._given is None:
             now, taken, expected = Moment(self.sampler), self.taken, self.print
             try:
@@ -261,7 +272,7 @@ def _draws_only_at_first(sampler: Any) -> bool:
 
 @known
 class Ordered:
-    """A sampler whose iterators are `Order`s."""
+    """A sampler that returns an `Order` as its iterator."""
 
     def __init__(self, sampler: Any, resumed: Order | None = None) -> None:
         self.sampler, self.resumed = sampler, resumed
@@ -274,13 +285,13 @@ class Ordered:
 
 
 class _Following:
-    """Makes the indices of an iterator an `Order`."""
+    """Mixin that turns the index iterator of a loader's iterator into an `Order`."""
 
     resumed: Order | None = None
 
     @property
     def _index_sampler(self) -> Ordered:
-        if "index_sampler" not in vars(self):  # restored, and not begun again yet
+        if "index_sampler" not in vars(self):  # restored, and not started again yet
             return Ordered(vars(self)["loader"]._index_sampler)
         sampler: Ordered = vars(self)["index_sampler"]
         return sampler
@@ -296,7 +307,7 @@ class _Following:
 
 @known
 class InProcess(_Following, _SingleProcessDataLoaderIter):
-    """Loads a batch when it is asked for it."""
+    """Loads each batch when it is requested."""
 
 
 def _reduce_in_process(capture: Capture, batches: InProcess) -> Any:
@@ -332,9 +343,9 @@ def set_batches(batches: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> N
 
 @known
 class Telling:
-    """Makes a batch as `collate` does and says what random states it left; in a loading process.
+    """Collates a batch in a loading process, and reports the random states that this left.
 
-    They are said when they are not those of the batch before.
+    States are reported only when they differ from those of the batch before.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -351,7 +362,9 @@ class Telling:
 
 @known
 class Beginning:
-    """What a loading process does first: the tenant's own, then back to the states of before."""
+    """Initializes a loading process: runs the tenant's function, then restores the random
+    states.
+    """
 
     def __init__(self, own: Callable[[int], Any] | None, states: dict[int, Any]) -> None:
         self.own, self.states = own, states
@@ -365,11 +378,11 @@ class Beginning:
 
 @known
 class InProcesses(_Following, _MultiProcessingDataLoaderIter):
-    """Loads ahead in processes.  A restored one starts them when the next batch is wanted.
+    """Prefetches in processes. A restored iterator starts them when the next batch is requested.
 
-    `before` is what a restored one begins with, until it does; `offset` are the batches of this
-    epoch that were given out before a restore; `random_states` those of the loading processes, by
-    number, after the last batch of each that was given out.
+    `before` is the captured state of a restored iterator until it starts. `offset` is the number of
+    batches of this epoch that were given out before the restore. `random_states` has, by number of
+    the loading process, its states after its last batch given out.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -393,7 +406,7 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
             "has_ended": self._shutdown,
         }
 
-    # What torch's own constructor sets, put around with what is needed to follow it.
+    # Attributes that torch's own constructor sets, wrapped so that the iterator can be followed.
 
     @property
     def _worker_init_fn(self) -> Any:
@@ -436,7 +449,9 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         return batch
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """A new epoch; what was loaded ahead for an abandoned one has moved random states on."""
+        """Start a new epoch; batches prefetched for an abandoned epoch have advanced the random
+        states.
+        """
         if not first_iter:
             if self.before is not None:
                 self._begin_again()
@@ -455,14 +470,16 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         return number, data
 
     def _try_put_index(self) -> None:
-        if not self.is_aligned:  # a batch is loaded by the process that would have done it
+        if not self.is_aligned:  # the process that would have loaded a batch loads it
             self.is_aligned = True
             for _ in range(self.offset % self._num_workers):
                 next(self._worker_queue_idx_cycle)
         super()._try_put_index()
 
     def _begin_again(self) -> None:
-        """Start the processes where those of before were, and draw nothing."""
+        """Start the processes in their captured states; restore the random states of this
+        process.
+        """
         before: JSON = self.before  # type: ignore[assignment]
         order = Order.__new__(Order)
         order.__setstate__(before["order"])
@@ -501,7 +518,7 @@ def set_batches_later(batches: Any, state: tuple[Any, JSON]) -> None:
     )
 
 
-# --- torchdata's ----------------------------------------------------------------------------------
+# --- torchdata's StatefulDataLoader ---------------------------------------------------------------
 
 
 def _reduce_loader(capture: Capture, loader: Any) -> Any:

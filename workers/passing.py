@@ -1,17 +1,17 @@
-"""Blocks that pass between the executors of a graph: made by one, mapped by others, copied once.
+"""Shared blocks: pass blocks between the executors of a graph through shared memory.
 
-A table in the gang's land says of each block, and of each executor's part of a list, where it lies.
-Who made it posts it: what it holds is copied into land of the maker's own, once, however many read
-it, and not at all where it was made there (`empty`).  Who reads it maps it where it lies.  The
-maker takes the land back when all have let go of it, and nobody still holds a view.
+A table in the gang's heap says where each block, and each executor's part of a list, is stored. The
+maker of a block posts it: the content is copied once into heap memory of the maker, however many
+executors read it, and not at all if it was made there (`empty`). Readers map it in place. The maker
+reuses the memory when all readers have dropped the block, and nothing still holds a view.
 
-Beside blocks the table holds what ends a graph: that it is over, and the first place in the order
-at which a node finished it early.
+Beside blocks the table holds how a graph ends: that it is over, and the first place in the order at
+which a node finished it early.
 
-What always holds: a block is posted once in the life of a ground, and nobody writes to it from
-then on; after it was posted, that is announced under the board's lock if anybody waits for it, or
-is about to, so nobody sleeps through it.  Who does not sleep looks at the table without the lock,
-which relies on x86: stores are seen in order.
+Invariants: a block is posted once in the life of an arena, and never written to afterwards. A post
+is announced under the table's lock if a rank waits for it or is about to, so no rank sleeps through
+it. A rank that does not sleep reads the table without the lock. This relies on x86, where stores
+are seen in order.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from workers.ground import aligned, rounded
 from workers.staging import flat
 from workers.turns import GangFailed, Turns, Wait
 
-_TABLE = 24  # the word of the board's head that says where in the land it lies
-_OVER, _EARLY, _PASSED = 0, 1, 2  # words of the table; _PASSED begins one for each executor
-# Words of a block: its offset, and one for each executor, that of whoever needs it no longer.
-_HEAD = 8  # words before a block's bytes: how they are to be read
+_TABLE = 24  # word of the shared table's head: where in the heap the table of blocks is
+# words of the table of blocks; from _PASSED on there is one for each executor
+_OVER, _EARLY, _PASSED = 0, 1, 2
+# Words of a block: its offset, and one for each executor, set when it needs the block no longer.
+_HEAD = 8  # words before a block's bytes that say how to read them
 _HEAD_BYTES = 8 * _HEAD
-_VALUE = -1  # in place of a tensor's rank
-_VERSION = 0x2026_11_24  # the last word of a head: of how these are written
+_VALUE = -1  # in place of a tensor's rank, for pickled values
+_VERSION = 0x2026_11_24  # the last word of a head: the version of this format
 _DTYPES = tuple(
     getattr(torch, name)
     for name in (
@@ -51,23 +52,26 @@ _DTYPES = tuple(
     )
 )
 _NUMBER = {dtype: n for n, dtype in enumerate(_DTYPES)}
-_MOST_SIZES = 4  # of a tensor whose sizes stand in the head
+_MOST_SIZES = 4  # most dimensions of a tensor that the head can describe
 _KNOWN_HEADS = 1024
 _uses = torch._C._storage_Use_Count
 SPIN_S = 50e-6
 CORES = os.cpu_count() or 1
-_SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18  # pieces that are cut off, and of what
-_LOOKED_AT = 2  # of those that are done with, the oldest, whenever there is one more
-LARGE_BYTES = 1 << 16  # a block of which its maker keeps no copy of its own
-KEPT_BYTES = 1 << 28  # of land that is free, and faulted in, for blocks to come
+# bytes: pieces up to the first size are cut from regions of the second
+_SMALL_BYTES, _TAKEN_BYTES = 1 << 14, 1 << 18
+_LOOKED_AT = 2  # number of the oldest dropped blocks to check whenever another block is dropped
+LARGE_BYTES = 1 << 16  # from this size on the maker keeps no copy of its own
+KEPT_BYTES = 1 << 28  # of free heap memory, already faulted in, that is kept for further blocks
 
-Held = tuple[int, int]  # block, whose
+Held = tuple[int, int]  # (block, executor that made it)
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """How a block is to be read: a tensor, or if `dtype` is None a value, pickled, in so many
-    bytes.  Tensors within have `content_bytes`.
+    """The way to read a block: a tensor, or, if `dtype` is None, a pickled value of `graph_bytes`
+    bytes.
+
+    The tensors in it have `content_bytes`.
     """
 
     dtype: torch.dtype | None
@@ -78,7 +82,7 @@ class _Head:
 
 @dataclass(slots=True)
 class _Posted:
-    """A block of this executor's own; `storages` are those here that look at its memory."""
+    """A block of this executor; `storages` are those of this process that use its memory."""
 
     offset: int
     size: int
@@ -88,7 +92,7 @@ class _Posted:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What `empty` gave, as long as it is not posted."""
+    """Memory returned by `empty` and not posted yet."""
 
     offset: int
     size: int
@@ -96,7 +100,7 @@ class _Made:
 
 
 class Passing:
-    """One executor's side of the table, for a graph of so many `blocks`."""
+    """An executor's side of the table, for a graph with this number of `blocks`."""
 
     def __init__(
         self, turns: Turns, blocks: int, around: Surroundings, accelerator: Accelerator
@@ -111,7 +115,7 @@ class Passing:
         self.posted: dict[int, _Posted] = {}
         self.mapped: dict[Held, list[torch.UntypedStorage]] = {}
         self.dropping = deque[Held]()
-        self.passed_bytes: dict[Held, int] = {}  # of tensors, taken from others
+        self.passed_bytes: dict[Held, int] = {}  # bytes of tensors taken from others
         self._free: dict[int, list[int]] = {}
         self._free_bytes = 0
         self._rest, self._rest_bytes = 0, 0
@@ -129,7 +133,7 @@ class Passing:
     def _entry(self, held: Held) -> int:
         return self._first + (held[0] * self.executors + held[1]) * self._words_each
 
-    # --- how far all are ---
+    # --- progress of all executors ---
 
     def is_there(self, held: Held) -> bool:
         return bool(self.words[self._entry(held)])
@@ -145,12 +149,14 @@ class Passing:
 
     @property
     def early(self) -> Held | None:
-        """The first place in the order at which a node finished the graph, and who ran it."""
+        """The first place in the order at which a node finished the graph, and its executor."""
         found = self.words[self.table + _EARLY] - 1
         return divmod(found, self.executors) if found >= 0 else None
 
     def end_early(self, at: int) -> None:
-        """A node at this place did; what lies before it in the order still runs."""
+        """Record that a node at this place finished the graph; nodes before it in the order still
+        run.
+        """
         found = at * self.executors + self.me + 1
         with self.turns.board():
             word = self.table + _EARLY
@@ -158,7 +164,7 @@ class Passing:
             self.turns.ready(Wait.BLOCK, number=None)
 
     def tell_passed(self, at: int) -> None:
-        """Everything of ours before this place has run."""
+        """Record that all nodes of this executor before this place have run."""
         word = self.table + _PASSED + self.me
         if self.words[word] != at:
             with self.turns.board():
@@ -166,14 +172,14 @@ class Passing:
                 self.turns.ready(Wait.BLOCK, number=None)
 
     def all_passed(self, at: int) -> bool:
-        """Has everybody else run what lies up to this place?"""
+        """True if all other executors have run their nodes up to this place."""
         first = self.table + _PASSED
         return all(self.words[first + e] > at for e in range(self.executors) if e != self.me)
 
     def wait(self, held: Held | None, until: Callable[[], bool], text: str) -> None:
-        """Others run on our seat until then, or until all are called to stop.
+        """Let others run on our slot until `until()`, or until all are called to stop.
 
-        None: it is no block that is waited for.
+        `held` is the block that is waited for; None if the wait is for something else.
         """
         number = 0 if held is None else self._entry(held)
 
@@ -187,7 +193,9 @@ class Passing:
             )
 
     def is_soon(self, held: Held) -> bool:
-        """Who sits alone looks for a moment before it goes to sleep: waking up takes as long."""
+        """Poll for a block for a moment if this rank is alone on its slot: waking up takes as
+        long.
+        """
         if not self._is_alone():
             return False
         words, at, end_s = self.words, self._entry(held), time.perf_counter() + SPIN_S
@@ -202,13 +210,15 @@ class Passing:
             self._alone = CORES > 1 and len(self.turns.on_my_seat()) == 1
         return self._alone
 
-    # --- giving ---
+    # --- posting ---
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
-        """Let these executors have it; returns the value, a large one as it lies in the land."""
+        """Post a block for these executors; returns the value, a large one as a view of the
+        heap.
+        """
         offset, size, storages = self._written(value)
         entry = self._entry((block, self.me))
-        self.words[entry] = offset  # before all else: who looks for it need not wait for us
+        self.words[entry] = offset  # first of all, so that polling readers need not wait
         posted = self.posted[block] = _Posted(offset, size, readers, storages)
         if self.turns.awaiting(Wait.BLOCK, entry):
             with self.turns.board():
@@ -216,7 +226,7 @@ class Passing:
         if posted.size < LARGE_BYTES:
             return value
         value = self._seen_here(posted)
-        self.reclaim()  # they run already: the kernel may take long for land that is given back
+        self.reclaim()  # readers already run: freeing heap memory may take the kernel long
         return value
 
     def _seen_here(self, posted: _Posted) -> Any:
@@ -224,7 +234,9 @@ class Passing:
         return self._value(posted.offset, posted.storages)
 
     def _written(self, value: Any) -> tuple[int, int, list[torch.UntypedStorage]]:
-        """Where it lies with its head, in how many bytes, and what here looks at them already."""
+        """Write a value to the heap; returns offset and size with its head, and storages here that
+        use it.
+        """
         known = _head_of(value.dtype, value.shape) if _is_plain(value) else None
         if known is None:
             return *self._graph(value), []
@@ -242,7 +254,7 @@ class Passing:
     def _copy(self, start: int, tensor: torch.Tensor, size: int) -> None:
         if size >= LARGE_BYTES:
             self.ground.at(start, size).copy_(tensor.view(-1).view(torch.uint8))
-        elif size:  # what torch does about a copy takes longer than a small one
+        elif size:  # for a small copy torch's overhead exceeds the copy
             ctypes.memmove(self.ground.address + start, tensor.data_ptr(), size)
 
     def _graph(self, value: Any) -> tuple[int, int]:
@@ -264,7 +276,7 @@ class Passing:
         return offset, size
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor that will be given: it need not be copied then."""
+        """Return memory for a tensor that will be posted, so that the post needs no copy."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype)
@@ -276,11 +288,12 @@ class Passing:
     # --- taking ---
 
     def take(self, held: Held) -> Any:
-        """Where it lies; it has been posted."""
+        """Return a posted block as a view of the heap."""
         offset = self.words[self._entry(held)]
         head = self._head(offset)
         self.passed_bytes[held] = self.passed_bytes.get(held, 0) + head.content_bytes
-        if head.dtype is not None and head.content_bytes:  # as below, in as few calls as can be
+        # the same as below, in as few calls as possible
+        if head.dtype is not None and head.content_bytes:
             value = self.ground.tensor(offset + _HEAD_BYTES, head.shape, head.dtype)
             self.mapped[held] = [value.untyped_storage()]
             return value
@@ -288,7 +301,7 @@ class Passing:
         return self._value(offset, storages)
 
     def _lying(self, offset: int) -> list[torch.UntypedStorage]:
-        """The storages of a block, where they lie in the land."""
+        """Return the storages of a block, as views of the heap."""
         head, start = self._head(offset), offset + _HEAD_BYTES
         if head.dtype is not None:
             return [self._storage(start, head.content_bytes)]
@@ -320,22 +333,26 @@ class Passing:
     def _head(self, offset: int) -> _Head:
         return _read(self.ground.read(offset, _HEAD_BYTES))
 
-    # --- letting go ---
+    # --- dropping ---
 
     def drop(self, held: Held) -> None:
-        """We need it no longer: at once, or as soon as nothing here looks at its memory."""
+        """Declare that this executor needs a block no longer: at once, or when nothing here uses
+        its memory.
+        """
         self.dropping.append(held)
         self._look_at(_LOOKED_AT)
 
     def reclaim(self) -> None:
-        """Tell the makers what nobody here looks at any more; use our own land again."""
+        """Tell the makers which blocks nothing here uses any more, and reuse this executor's own
+        memory.
+        """
         self._look_at(len(self.dropping))
         for at in [at for at, made in self._made.items() if not _is_seen(made.storage)]:
             made = self._made.pop(at)
             self._give_back(made.offset, made.size)
 
     def _look_at(self, most: int) -> None:
-        """The oldest first; whatever has to stay goes to the end of the row."""
+        """Check the oldest dropped blocks; blocks that must stay go to the end of the queue."""
         for _ in range(min(most, len(self.dropping))):
             held = self.dropping.popleft()
             if not self._is_dropped(held):
@@ -365,10 +382,10 @@ class Passing:
         return True
 
     def values(self) -> Mapping[int, Any]:
-        """What was posted and is still needed elsewhere, or may be."""
+        """Return the posted blocks that are or may still be needed elsewhere."""
         return {n: self._seen_here(posted) for n, posted in self.posted.items()}
 
-    # --- land ---
+    # --- heap memory ---
 
     def _taken(self, size: int) -> int:
         length = rounded(size)
@@ -385,7 +402,7 @@ class Passing:
             return self.ground.take_land(length)
 
     def _cut_off(self, length: int) -> int:
-        """Small pieces lie side by side: land is taken by pages."""
+        """Cut a small piece from a larger region, because heap memory is taken by pages."""
         if self._rest_bytes < length:
             with self.ground.locked():
                 self._rest = self.ground.take_land(_TAKEN_BYTES)
@@ -403,11 +420,11 @@ class Passing:
         self._free_bytes += length
 
 
-# --- the head of a block: the same for many, so it is looked up ----------------------------------
+# --- the head of a block: equal for many blocks, so it is cached ----------------------------------
 
 
 def _words(rank: int, number: int, content_bytes: int, *shape: int) -> bytes:
-    """`number` is that of a tensor's dtype, of a value the length of what is pickled."""
+    """Pack a head; `number` is a tensor's dtype number, or a value's pickled length."""
     nothing = (0,) * (_MOST_SIZES - len(shape))
     words = (rank, number, content_bytes, *shape, *nothing, _VERSION)
     return struct.pack(f"={_HEAD}q", *words)
@@ -415,7 +432,7 @@ def _words(rank: int, number: int, content_bytes: int, *shape: int) -> bytes:
 
 @functools.lru_cache(_KNOWN_HEADS)
 def _head_of(dtype: torch.dtype, shape: torch.Size) -> tuple[int, bytes] | None:
-    """Of a plain tensor: its bytes with the head, and the head; None if that cannot tell it."""
+    """Return a tensor's size with head, and its head; None if a head cannot describe it."""
     if dtype not in _NUMBER or len(shape) > _MOST_SIZES:
         return None
     content_bytes = shape.numel() * dtype.itemsize
@@ -434,7 +451,7 @@ def _read(head: bytes) -> _Head:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor of which its type, its shape and its bytes say everything."""
+    """True if type, shape and bytes describe the tensor completely."""
     return (
         type(value) is torch.Tensor
         and value.is_cpu
@@ -445,5 +462,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_seen(storage: torch.UntypedStorage) -> bool:
-    """Whether anybody but our own list still looks at it."""
+    """True if anything but our own list still uses the storage."""
     return bool(_uses(storage._cdata) > 1 and storage.nbytes())

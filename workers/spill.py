@@ -1,16 +1,15 @@
-"""Blocks of a graph within a budget of device memory: what is used last goes to host memory.
+"""Keep a graph's blocks within a budget of device memory: blocks read latest go to host memory.
 
-Before a node runs, all that it reads is brought to the device, with room for what it will write.
-If that is too much, those storages give way that are read farthest in the future, by the known
-order of the nodes (`core.datablock.victims`).  Tensors stay the same objects: they are pointed to
-other memory, so views and ties hold.
+Before a node runs, all that it reads is brought to the device, with room for what it will write. If
+that is too much, the storages that are read farthest in the future are spilled, by the known order
+of the nodes (`core.datablock.victims`). Tensors stay the same objects: they are pointed to other
+memory, so views and ties hold.
 
-A block does not change once it is made; so what was put aside is kept there when it comes back,
-and gives way another time without a copy.  Only an in-out port may write to it: `forget` is told
-before.
+A block does not change once it is made. So its spilled copy is kept when the block comes back, and
+the next spill needs no copy. Only an in-out port may write to it; `forget` must be called before.
 
-On a CPU device what is put aside is memory that a process shares with nobody else but could, as its
-slab is: the kernel counts it apart from the process's own.
+On a CPU device, spilled storages are in memory that could be shared between processes but isn't,
+like the slab: the kernel counts it apart from the process's own.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from workers.accelerator import Accelerator
 from workers.staging import flat
 from workers.watch import PAGE, Range
 
-_DONTNEED = 4  # MADV_DONTNEED
+_DONTNEED = 4  # the value of MADV_DONTNEED
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-SPILLED_BYTES = 64 * 1024  # what is smaller stays: it is not worth a mapping
+SPILLED_BYTES = 64 * 1024  # smaller storages stay: they are not worth a mapping
 
-Piece = tuple[int | None, object]  # when it is read next, None: no more; and what
+Piece = tuple[int | None, object]  # (place at which it is read next, or None if never; the value)
 
 
 class NoRoom(Exception):
-    """A node needs more at once than there is; the message says how much."""
+    """A node needs more memory at once than there is; the message says how much."""
 
 
 @dataclass(slots=True)
 class _Lying:
-    """A storage of some pieces: the tensors that see it, and when the first of them is read."""
+    """A storage of some pieces: the tensors that view it, and the next use of any of them."""
 
     storage: torch.UntypedStorage
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -60,19 +59,20 @@ class _Lying:
 
 
 class Room:
-    """The budget of one graph, and what of it was put aside.
+    """The budget of one graph, and its spilled storages.
 
-    `out_bytes` and `in_bytes` are what was copied from the device and to it, `peak_bytes` the most
-    that its blocks had there at once, with what the next node was expected to write.
+    `out_bytes` and `in_bytes` were copied from and to the device. `peak_bytes` is the most that its
+    blocks used there at once, with what the next node was expected to write.
 
-    As long as all fits, nobody is looked for: `_most_bytes` is what there can be at most.
+    As long as all fits, no storages are searched: `_most_bytes` is an upper bound of what is there.
     """
 
     def __init__(self, budget_bytes: int, host_bytes: int, accelerator: Accelerator) -> None:
         self.budget_bytes, self.host_bytes, self.accelerator = budget_bytes, host_bytes, accelerator
         self.out_bytes = self.in_bytes = self.peak_bytes = self._more_bytes = 0
         self._most_bytes: float = math.inf  # not known yet
-        # By the number of a storage: those put aside, with their bytes; copies of those here.
+        # By a storage's id: spilled storages with their bytes; host copies of storages on the
+        # device.
         self._aside = dict[int, tuple[StorageWeakRef, int]]()
         self._copies = dict[int, tuple[StorageWeakRef, torch.UntypedStorage]]()
 
@@ -86,9 +86,9 @@ class Room:
         *,
         likely_bytes: int = 0,
     ) -> None:
-        """Have what is `needed` on the device, with room for more; raises NoRoom.
+        """Bring what is `needed` to the device, with `more_bytes` free; raises NoRoom.
 
-        For what is only likely there is as much room as the rest leaves.
+        `likely_bytes` are kept free only as far as there is room.
         """
         if not self._aside and self._most_bytes + more_bytes + likely_bytes <= self.budget_bytes:
             self._expect(self._most_bytes, more_bytes + likely_bytes)
@@ -115,53 +115,53 @@ class Room:
         self.peak_bytes = max(self.peak_bytes, int(self._most_bytes))
 
     def made(self, returned: object, given: object) -> int:
-        """What a node wrote beside what it was given, in bytes."""
+        """Return the bytes that a node wrote, without what was given to it."""
         new_bytes = self.new_bytes(returned, given)
         self._most_bytes += max(0, new_bytes - self._more_bytes)
         return new_bytes
 
     def new_bytes(self, value: object, beside: object) -> int:
-        """What a value takes; not what it shares with another."""
+        """Return the bytes that a value takes and doesn't share with `beside`."""
         new = self._survey((value,), ())
         known = {one.storage._cdata for one in self._survey((beside,), ())} if new else set()
         return sum(one.size for one in new if one.storage._cdata not in known)
 
     def forget(self, value: object) -> None:
-        """It is about to be written to."""
+        """Drop the host copies of a value that is about to be written to."""
         for tensor in filter(_can_be_pointed, tensors_in(value)):
             self._copies.pop(tensor.untyped_storage()._cdata, None)
 
     # --- what images hold ---
 
     def aside(self, held: Iterable[object]) -> list[torch.Tensor]:
-        """The storages that were put aside, as tensors, so that they can be told apart again."""
+        """Return the spilled storages as tensors, so that `restore` can tell them from others."""
         self._tidy()
         lying = self._survey((), ((None, value) for value in held))
         return [flat(one.storage) for one in lying if self._is_aside(one.storage)]
 
     def restore(self, aside: list[torch.Tensor], held: Iterable[object]) -> None:
-        """In another process they came with the others, and are put aside again."""
+        """Spill the storages of `aside` again; a restore brought them back with all others."""
         for tensor in aside:
             storage = tensor.untyped_storage()
             self._aside[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if self.accelerator.kind != "cpu":
             return
-        # They came into memory that counts as the device's.
+        # A restore puts them into memory that counts as the device's.
         for one in self._survey((), ((None, value) for value in (*aside, *held))):
             if self._aside.pop(one.storage._cdata, None) is not None:
                 self._put_aside(one)
 
     @property
     def held_bytes(self) -> int:
-        """Of host memory."""
+        """The bytes of host memory that spilled storages and copies take."""
         self._tidy()
         copies = sum(copy.nbytes() for _, copy in self._copies.values())
         return copies + sum(size for _, size in self._aside.values())
 
-    # --- who ---
+    # --- choosing storages ---
 
     def _survey(self, needed: Iterable[object], held: Iterable[Piece]) -> list[_Lying]:
-        """All storages that count: those of needed pieces, and those that are held."""
+        """Return all storages that count: those of needed and of held pieces."""
         found = dict[int, _Lying]()
         for value in needed:
             for one in self._storages(value, found):
@@ -182,16 +182,16 @@ class Room:
             yield one
 
     def _counts(self, storage: torch.UntypedStorage) -> bool:
-        """Large, and on the device or put aside from there.
+        """True if the storage is large, and on the device or spilled from it.
 
-        What the tenant keeps elsewhere, or what others know by its address, is the tenant's.
+        Storages elsewhere, or with an address that other code knows, are left alone.
         """
         if storage.nbytes() < SPILLED_BYTES:
             return False
         if self._is_aside(storage):
             return True
         kind = storage.device.type
-        shared = kind == "cpu" and storage.is_shared()  # torch says so of all on CUDA
+        shared = kind == "cpu" and storage.is_shared()  # on CUDA torch says so of every storage
         return kind == self.accelerator.kind and storage.resizable() and not shared
 
     def _is_aside(self, storage: torch.UntypedStorage) -> bool:
@@ -214,7 +214,7 @@ class Room:
         return [by_name[copy.block] for copy in victims(held, want)]
 
     def _tidy(self) -> None:
-        """Forget what nobody holds any more: its number will be another's."""
+        """Forget freed storages: their ids will be used for others."""
         self._aside = {n: known for n, known in self._aside.items() if not known[0].expired()}
         self._copies = {n: kept for n, kept in self._copies.items() if not kept[0].expired()}
 
@@ -232,7 +232,7 @@ class Room:
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         size = storage.nbytes()
         if self.held_bytes + size > self.host_bytes:
-            self._copies.clear()  # all of these lie on the device, too
+            self._copies.clear()  # these storages are on the device, too
         if self.held_bytes + size > self.host_bytes:
             told = f"its blocks do not fit into {self.host_bytes} bytes of host memory"
             raise NoRoom(f"{told} either (ROUNDHOUSE_HOST_MEMORY_BYTES)")
@@ -253,7 +253,9 @@ class Room:
 
 
 def _can_be_pointed(tensor: torch.Tensor) -> bool:
-    """What has its memory elsewhere (sparse), or is more than its memory, stays where it is."""
+    """True if the tensor can be pointed to other memory: dense, and fully described by its
+    storage.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_quantized or tensor.is_nested or tensor.is_inference())
@@ -269,19 +271,24 @@ def _point(tensors: list[torch.Tensor], storage: torch.UntypedStorage) -> None:
 
 
 def _host_memory(size: int) -> torch.UntypedStorage:
-    """Shared, so that the kernel does not count it as the process's own; it goes with its user."""
+    """Return shared memory, which the kernel does not count as the process's own; freed with its
+    storage.
+    """
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
 
 
 def _is_unused(one: _Lying) -> bool:
-    """Nobody else sees it: neither an image that is being copied, nor who only the tenant knows."""
+    """True if nothing else uses the storage: no image being copied, and no object of the tenant."""
     of_torch = torch._C._storage_Use_Count(one.storage._cdata)
-    return of_torch == 1 and sys.getrefcount(one.storage) == 2  # `one`'s and that of the call
+    # the references of `one` and of this call
+    return of_torch == 1 and sys.getrefcount(one.storage) == 2
 
 
 def _give_back(storage: torch.UntypedStorage) -> None:
-    """Its pages to the kernel at once: malloc would keep them, in holes of its heap."""
-    # Not the first and the last page, where malloc keeps its own words about what is free.
+    """Return the pages of a storage to the kernel at once: malloc would keep them, in holes of its
+    heap.
+    """
+    # Not the first and the last page, where malloc keeps its own bookkeeping.
     pages = Range.inside(storage.data_ptr() + PAGE, storage.nbytes() - 2 * PAGE)
     _libc.madvise(pages.start, pages.end - pages.start, _DONTNEED)
 

@@ -1,23 +1,24 @@
 """Copy a job's state into its slab while the next step already runs.
 
 `begin` is called at a safe point, and returns when the job may go on; `join` returns when the image
-lies in the slab.  Of what was captured
+is complete in the slab. Captured storages are copied as follows:
 
-* what is small, or may change in the next forward (buffers), is copied at once;
-* what only an optimizer writes to (parameters and its state), and gradients, which the next step
-  lets go of, are copied by a thread beside the next forward and backward; no optimizer steps before
-  that thread is done;
-* what has not been written to since it was copied to the same place is not copied again.
+* small storages, and buffers, which the next forward pass may change, are copied at once;
+* storages that only an optimizer writes to (parameters and its state), and gradients, which the
+  next step frees, are copied by a thread beside the next forward and backward pass; no optimizer
+  steps before that thread is done;
+* a storage that was not written to since it was copied to the same place is not copied again.
 
-The last two are not believed but watched (`watch`): the kernel says whether a page was written to.
-If one was before its copy was done (a weight clipped in forward, an average kept by hand), the
-image is `spoiled`: it is not told of, and the next one copies that storage at once, from then on.
+The last two are not assumed but watched (`watch`): the kernel reports written pages. If a page was
+written to before its copy was done (a weight clipped in forward, an average kept by hand), the
+image is `spoiled`: it is not reported, and later images copy that storage at once.
 
-Where memory cannot be watched, everything is copied at once.  Memory of a CUDA device is never
-watched: it is copied within the device first, where that has room for it.
+Where memory cannot be watched, everything is copied at once. Memory of a CUDA device is never
+watched: it is copied within the device first, if there is room for it.
 
-While nothing steps, `bring` makes an image storage by storage, for a job whose memory is wanted
-(`absence`); `lies` takes in that storages lie in the slab already, because they came from there.
+While nothing steps, `bring` makes an image storage by storage, for a job that is to be offloaded
+(`absence`). `lies` records that storages equal their bytes in the slab, because they were filled
+from there.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ from workers.layout import Extent, Layout, laid_out
 from workers.slab import Slab
 from workers.watch import Range, Watch
 
-WATCHED_BYTES = 64 * 1024  # what is smaller is copied at once: to watch it would take longer
-PIECE_BYTES = 16 * 2**20  # copied without looking whether the storage still lies there
-_GRAPH_ROOM = 64 * 1024  # the graph has room to grow, so that storages keep their places
+WATCHED_BYTES = 64 * 1024  # smaller storages are copied at once: watching them would take longer
+PIECE_BYTES = 16 * 2**20  # copied without checking that the storage still has this memory
+_GRAPH_ROOM = 64 * 1024  # room for the graph to grow, so that storages keep their places
 
 _copy = ctypes.memmove  # lets other threads run meanwhile
-_copy_small = ctypes.PyDLL(None).memcpy  # does not, which is faster for little
+# keeps the interpreter lock, which is faster for small copies
+_copy_small = ctypes.PyDLL(None).memcpy
 _copy_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _copy_small.restype = ctypes.c_void_p
 
@@ -60,22 +62,23 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A large storage of host memory on its way to `offset` of the slab."""
+    """A large storage of host memory that is to be copied to `offset` of the slab."""
 
     storage: torch.UntypedStorage
     address: int
     size: int
     offset: int
-    pages: Range  # whole ones, which nobody else's bytes lie on
-    is_passing: bool = False  # a gradient: its memory will soon be another's
+    pages: Range  # pages that hold only bytes of this storage
+    is_passing: bool = False  # True for a gradient: its memory will soon be used for something else
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is remembered of a storage from one image to the next, while it lives.
+    """The record of a storage from one image to the next, while the storage lives.
 
-    `is_copied`: it has been watched since it was last copied.  `is_hot`: it was once written to
-    while it was watched, so watching it is of no use.  `is_passing`: a gradient, in the last image.
+    `is_copied`: the storage has been watched since its last copy. `is_hot`: it was once written to
+    while it was watched, so watching it is of no use. `is_passing`: it was a gradient in the last
+    image.
     """
 
     alive: StorageWeakRef
@@ -83,7 +86,7 @@ class _Known:
     is_copied: bool = False
     is_hot: bool = False
     is_passing: bool = False
-    images: int = 0  # in how many it was, counting the one that is being made
+    images: int = 0  # number of images that it was in, with the one in progress
 
     @property
     def pages(self) -> Range:
@@ -92,25 +95,26 @@ class _Known:
 
 @dataclass
 class _Plan:
-    """What is done with each storage; the small ones are copied already."""
+    """The way in which each storage is copied; small storages are copied already."""
 
     small: list[torch.UntypedStorage] = field(default_factory=list)
     now: list[Part] = field(default_factory=list)
     later: list[Part] = field(default_factory=list)
-    again: list[Part] = field(default_factory=list)  # not at all, if it was not written to
+    again: list[Part] = field(default_factory=list)  # to be copied only if it was written to
     device: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
 
 
 class Staging:
-    """One resident's; everything but the copying itself happens in its main thread."""
+    """The staging of one resident; everything but the copying itself happens in its main thread."""
 
     def __init__(self, slab: Slab, watch: Watch | None) -> None:
         self.slab, self.watch = slab, watch
         self.spoiled = False
-        self.copied_bytes = 0  # of the last image: those that were moved
-        self.waited_s = 0.0  # in all, by an optimizer or a safe point
+        self.copied_bytes = 0  # bytes that were copied for the last image
+        self.waited_s = 0.0  # total wait of optimizers and safe points, in seconds
         self._known: dict[int, _Known] = {}
-        self._guarded: set[int] = set()  # of `_known`: watched, and soon written to by an optimizer
+        # keys of `_known` that are watched and that an optimizer will soon write to
+        self._guarded: set[int] = set()
         self._layout = Layout(graph=Extent(offset=0, size=0), storages=())
         self._work: queue.SimpleQueue[tuple[Callable[[], None], ...]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -123,9 +127,9 @@ class Staging:
         register_optimizer_step_pre_hook(self._before_optimizer)
 
     def begin(self, captured: Captured, then: Callable[[Layout], None]) -> Layout:
-        """Make an image of it; `then` is called once it lies there whole, by whichever thread.
+        """Make an image; `then` is called once it is complete in the slab, by any thread.
 
-        It must not raise.  Raises TooLarge.
+        `then` must not raise. Raises TooLarge.
         """
         layout = self._begun(captured)
         plan = self._planned(captured.storages, layout)
@@ -138,9 +142,9 @@ class Staging:
         return layout
 
     def bring(self, captured: Captured) -> tuple[Layout, Iterator[Lying]]:
-        """Make an image while nothing steps: each storage, once its bytes lie in the slab.
+        """Make an image while nothing steps; yields each storage once its bytes are in the slab.
 
-        It lies there whole when all were taken.  Raises TooLarge.
+        The image is complete when all have been yielded. Raises TooLarge.
         """
         layout = self._begun(captured)
         plan = self._planned(captured.storages, layout)
@@ -148,9 +152,10 @@ class Staging:
         return layout, self._brought(plan, layout, extents)
 
     def lies(self, lying: Iterable[Lying], layout: Layout | None = None) -> None:
-        """These were just filled from the slab; `layout` of an image that this process never made.
+        """Record that these storages equal their bytes in the slab; until written to, they need no
+        copy.
 
-        As long as nobody writes to them they need not be copied there again.
+        `layout` is that of an image that another process made.
         """
         if layout is not None:
             self._layout = layout
@@ -179,7 +184,7 @@ class Staging:
         return layout
 
     def must_fit(self, captured: Captured) -> int:
-        """Bytes of the slab that its image takes; raises TooLarge."""
+        """Return the bytes of the slab that the image takes; raises TooLarge."""
         return self._fitting(captured).end
 
     def _fitting(self, captured: Captured) -> Layout:
@@ -194,14 +199,14 @@ class Staging:
         return not self._done.is_set()
 
     def join(self) -> None:
-        """Wait until the image lies there, or is spoiled."""
+        """Wait until the image is complete in the slab, or spoiled."""
         if not self._done.is_set():
             began_s = time.perf_counter()
             self._done.wait()
             self.waited_s += time.perf_counter() - began_s
 
     def _aside(self, copy: Callable[[], None], then: Callable[[], None]) -> None:
-        if self._thread is None:  # one for the resident's life: to start one takes a while
+        if self._thread is None:  # one thread for the resident's life: starting one takes a while
             self._thread = threading.Thread(target=self._help, name="staging", daemon=True)
             self._thread.start()
         self._done.clear()
@@ -213,16 +218,18 @@ class Staging:
             try:
                 copy()
             except Exception:
-                traceback.print_exc()  # into the job's log; its next image is another attempt
+                traceback.print_exc()  # goes to the job's log; the next image is another attempt
                 self.spoiled = True
             spoiled = self.spoiled
-            self._done.set()  # whoever waits need not wait for what is told
+            self._done.set()  # before `then`, so that `join` need not wait for the report
             if not spoiled:
                 then()
-            del copy, then  # and with them the storages that they held
+            del copy, then  # and so the storages that they held
 
     def _placed(self, captured: Captured) -> Layout:
-        """Storages lie where they lay, as long as there are as many of the same sizes."""
+        """Return the layout; storages keep their places as long as number and sizes are the
+        same.
+        """
         graph = Extent(offset=0, size=len(captured.graph))
         with_cuda = torch.cuda.is_available()
         sizes = [_extent(storage, with_cuda=with_cuda) for storage in captured.storages]
@@ -236,10 +243,10 @@ class Staging:
             room *= 2
         return replace(laid_out(room, sizes), graph=graph)
 
-    # --- what is done with each ---
+    # --- how each storage is copied ---
 
     def _planned(self, storages: Iterable[torch.UntypedStorage], layout: Layout) -> _Plan:
-        """Small ones are copied right here; the large ones are sorted."""
+        """Copy the small storages right here, and sort the large ones."""
         plan, known = _Plan(), dict[int, _Known]()
         stable, passing = self._stable(), self._passing()
         base, watched = self.slab.address, self.watch is not None
@@ -280,7 +287,7 @@ class Staging:
         return seen
 
     def _stable(self) -> set[int]:
-        """Storages that nobody but an optimizer is expected to write to."""
+        """Return the storages that only an optimizer is expected to write to."""
         found = set[int]()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -298,7 +305,7 @@ class Staging:
         return found
 
     def _copy_now(self, plan: _Plan) -> None:
-        """All that must be copied before the job goes on; from here on the rest is watched."""
+        """Copy all that must be copied before the job goes on; from here on the rest is watched."""
         if self.watch is not None:
             written = self.watch.written(part.pages for part in plan.again)
             for part in plan.again:
@@ -317,12 +324,14 @@ class Staging:
             self.copied_bytes += part.size
 
     def _may_be_frozen(self, part: Part) -> bool:
-        """Not what lives for a step only: to write where it lay would take faults."""
+        """True unless the storage is new: if it lives for one step only, protecting it costs page
+        faults.
+        """
         known = self._known[part.storage._cdata]
         return known.images > 1 and not known.is_hot
 
     def _copy_edges(self, part: Part) -> None:
-        """What of it lies on pages that others use too."""
+        """Copy the bytes of a storage on pages that it shares with other memory."""
         pages, to = part.pages, self.slab.address + part.offset
         if before := pages.start - part.address:
             _copy_small(to, part.address, before)
@@ -352,7 +361,7 @@ class Staging:
         to = self.slab.address + part.offset - part.address
         for at in range(pages.start, pages.end, PIECE_BYTES):
             if part.storage.data_ptr() != part.address:
-                return False  # it was resized; what lies there now is another's
+                return False  # it was resized, and this memory belongs to something else
             _copy(to + at, at, min(PIECE_BYTES, pages.end - at))
         self.copied_bytes += part.size
         return True
@@ -363,13 +372,13 @@ class Staging:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if os.getpid() != self._process:
-            return  # a child of the job: the thread and the watch are its parent's
+            return  # a child process of the job: the thread and the watch belong to its parent
         self.join()
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             self._guarded |= self._known.keys() & self._stable()
         if self._guarded and self.watch is not None:
-            # Else the first write to each page would take a fault.
+            # Otherwise the first write to each page would take a fault.
             guarded = [self._known[number] for number in self._guarded]
             self.watch.release(known.pages for known in guarded)
             for known in guarded:
@@ -379,11 +388,11 @@ class Staging:
     # --- from a CUDA device ---
 
     def _leave_device(self, parts: list[tuple[torch.UntypedStorage, int]], layout: Layout) -> Any:
-        """Copies on a stream of their own; the event that they are done, None if there are none.
+        """Copy device storages on a stream of their own; return an event for the end, or None.
 
-        Device memory cannot be watched.  While it has room the state is copied there first, which
-        takes a fiftieth of the time, and leaves from that copy; else the job waits until its state
-        has left.
+        Device memory cannot be watched. While the device has room the state is copied within the
+        device first, which takes a fiftieth of the time, and leaves from that copy. Otherwise the
+        job waits until its state has left.
         """
         if not parts:
             return None
@@ -437,7 +446,9 @@ class Staging:
         layout: Layout,
         extents: dict[int, Extent],
     ) -> Iterator[Lying]:
-        """All copies are issued at once, so that the bus never stands still; each has its event."""
+        """Issue all copies at once, so that the bus never idles; each copy has an event of its
+        own.
+        """
         if not parts:
             return
         self.pinned.reach(layout.end)
@@ -477,5 +488,5 @@ def _extent(storage: torch.UntypedStorage, *, with_cuda: bool) -> tuple[int, str
 
 
 def flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Its bytes as a tensor."""
+    """Return the storage's bytes as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

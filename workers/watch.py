@@ -1,14 +1,14 @@
-"""Which memory of this process has been written to, exactly, as the kernel sees it.
+"""Find out exactly which memory of this process has been written to, as the kernel sees it.
 
-A range is write-protected through a userfaultfd in asynchronous mode (Linux >= 6.7): the first
-write to a page takes the protection off and goes on, whoever writes: Python, numpy, a kernel of
-torch, or the operating system on behalf of `readinto`.  PAGEMAP_SCAN tells which pages have lost
-it.  Nobody ever waits for anybody, and no thread serves faults.
+A range is write-protected through a userfaultfd in asynchronous mode (Linux >= 6.7). The first
+write to a page removes the protection and goes on, no matter what writes: Python, numpy, a kernel
+of torch, or the operating system for `readinto`. PAGEMAP_SCAN reports the pages that have lost the
+protection. Nothing ever waits, and no thread serves faults.
 
-Memory of a file, or that other processes map too, always counts as written: who else writes to it
-cannot be seen.  Nor can a device that writes to memory by itself; no job has one.
+Memory of a file, or that other processes also map, always counts as written, because writes by
+other processes are not visible. Neither are writes by a device itself; no job has such a device.
 
-The descriptors are opened before the walls close: a tenant's code may open none of its own.
+The descriptors are opened before the sandbox closes: tenant code cannot open its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PAGE = mmap.PAGESIZE
-GAP = 8 * PAGE  # ranges that lie closer are treated as one; what lies between pays a fault or two
+GAP = 8 * PAGE  # closer ranges are treated as one; memory in between pays a fault or two
 
 _SYS_USERFAULTFD = {"x86_64": 323}.get(platform.machine(), 282)
 _USER_MODE_ONLY = 1
@@ -35,11 +35,11 @@ _REGISTER_WP, _PROTECT = 2, 1
 _PAGEMAP_SCAN = 0xC0606610
 _CHECK_WPASYNC = 1 << 1
 _IS_WRITTEN, _IS_SHARED = 1 << 1, 1 << 2
-_REGIONS = 512  # of one scan; what does not fit is asked for again
+_REGIONS = 512  # results of one scan; the rest is asked for again
 
 
 class Unwatchable(Exception):
-    """This kernel, or this range of memory, cannot be watched; says why."""
+    """This kernel, or this range of memory, cannot be watched; the message says why."""
 
 
 class _Region(ctypes.Structure):
@@ -55,13 +55,13 @@ class Range:
 
     @classmethod
     def inside(cls, address: int, size: int) -> Range:
-        """The whole pages within; `start` == `end` if there are none."""
+        """Return the whole pages within; `start` == `end` if there are none."""
         start = -(-address // PAGE) * PAGE
         return cls(start, max(start, (address + size) // PAGE * PAGE))
 
 
 class Watch:
-    """Watches ranges of this process's memory.  Raises Unwatchable where the kernel cannot."""
+    """Watches ranges of this process's memory. Raises Unwatchable where the kernel cannot."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -89,7 +89,7 @@ class Watch:
             os.close(fd)
 
     def protect(self, ranges: Iterable[Range]) -> set[Range]:
-        """From now on a write to any of them is seen; returns those that cannot be watched."""
+        """Watch these ranges for writes from now on; returns the ranges that cannot be watched."""
         refused: set[Range] = set()
         for run in _runs(ranges):
             whole = Range(run[0].start, run[-1].end)
@@ -99,19 +99,23 @@ class Watch:
         return refused
 
     def release(self, ranges: Iterable[Range]) -> None:
-        """They are about to be written to, and that shall cost nothing."""
+        """Stop watching ranges that are about to be written to, so that these writes cost
+        nothing.
+        """
         for run in _runs(ranges):
             whole = Range(run[0].start, run[-1].end)
             for part in run if not self._set(whole, protected=False) else ():
                 self._set(part, protected=False)
 
     def written(self, ranges: Iterable[Range]) -> set[Range]:
-        """Those that were written to since they were protected, or of which that cannot be told."""
+        """Return the ranges written to since they were protected, and ranges that cannot be
+        checked.
+        """
         found: set[Range] = set()
         for run in _runs(ranges):
             try:
                 pages = self._scan(Range(run[0].start, run[-1].end))
-            except OSError:  # something in it is not ours any more: one by one
+            except OSError:  # something in it is not watched any more: check one by one
                 found |= {part for part in run if self._is_written(part)}
             else:
                 found |= _touched(run, pages)
@@ -134,7 +138,7 @@ class Watch:
             try:
                 fcntl.ioctl(self._faults, _WRITEPROTECT, bytearray(asked))
             except BlockingIOError:
-                continue  # another thread is just mapping something: the kernel says "again"
+                continue  # another thread is mapping memory at this moment: the kernel says "again"
             except OSError:
                 return False
             return True
@@ -146,7 +150,9 @@ class Watch:
             return True
 
     def _scan(self, whole: Range) -> list[Range]:
-        """Runs of pages in it that have been written to; OSError if not all of it is watched."""
+        """Return the runs of pages that have been written to; OSError if not all of them are
+        watched.
+        """
         found: list[Range] = []
         at = whole.start
         while at < whole.end:
@@ -165,7 +171,7 @@ class Watch:
 
 
 def _runs(ranges: Iterable[Range]) -> list[list[Range]]:
-    """Sorted, with neighbours together."""
+    """Sort the ranges, and group neighbours that lie within GAP."""
     runs: list[list[Range]] = []
     for part in sorted(part for part in ranges if part.start < part.end):
         if runs and part.start - runs[-1][-1].end <= GAP:
@@ -176,7 +182,7 @@ def _runs(ranges: Iterable[Range]) -> list[list[Range]]:
 
 
 def _touched(run: list[Range], pages: list[Range]) -> set[Range]:
-    """Those of the sorted, disjoint `run` that share a page with one of `pages`."""
+    """Return the ranges of the sorted, disjoint `run` that share a page with any of `pages`."""
     starts = [part.start for part in run]
     found: set[Range] = set()
     for touched in pages:
