@@ -17,7 +17,7 @@ class Accelerator:
         self.device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Return when everything issued so far has been computed."""
+        """Wait until all work issued so far is done."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)
 

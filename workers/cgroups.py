@@ -98,7 +98,7 @@ class Hierarchy:
     limits: tuple[str, ...]
 
 
-# --- where this process is ------------------------------------------------------------------------
+# --- the groups of this process -------------------------------------------------------------------
 
 
 def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
@@ -311,7 +311,7 @@ def _prepare(hierarchy: Hierarchy) -> str:
     return handed
 
 
-# --- which file says what -------------------------------------------------------------------------
+# --- control files --------------------------------------------------------------------------------
 
 #: (file, text to write, True if the limit works without it)
 Line = tuple[str, str, bool]
@@ -391,7 +391,7 @@ def _counts(group: Path) -> dict[str, int]:
     return found
 
 
-# --- plain files ----------------------------------------------------------------------------------
+# --- file operations ------------------------------------------------------------------------------
 
 
 def _write_all(group: Path, lines: list[Line]) -> None:

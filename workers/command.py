@@ -60,7 +60,7 @@ END_WITHIN_S = 5.0  # limit until a killed tree is gone
 MEMORY_S = 1.0  # memory is measured at most this often
 
 
-# --- a life ---------------------------------------------------------------------------------------
+# --- the stub -------------------------------------------------------------------------------------
 
 
 def execute(wire: Wire, bulk: socket.socket, trust: TrustSeen, slab: Slab) -> int:
@@ -129,7 +129,7 @@ class Stub:
         except OSError as error:
             raise Abandoned from error
 
-    # --- before the seat ---
+    # --- preparation ---
 
     def prepare(self) -> None:
         sandbox.hide_memory()
@@ -169,7 +169,7 @@ class Stub:
         except OSError as error:  # the disk is at fault, not the image
             raise _failed("exit", f"Its working folder cannot be laid out: {error}") from error
 
-    # --- one turn of the loop ---
+    # --- one round of the loop ---
 
     def turn(self) -> None:
         self._wait()
@@ -273,7 +273,7 @@ class Stub:
             self.let_go("trust")
             self.say("moving")
 
-    # --- stopping and letting go ---
+    # --- stop and continue ---
 
     def hold(self, why: str, within_s: float = FREEZE_WITHIN_S) -> None:
         """Stop the tree; raises Ending if it cannot be stopped."""
@@ -451,7 +451,7 @@ class Stub:
             raise _failed("exit", f"the output {name!r} could not be stored: {why}")
 
 
-# --- its working folder, kept ---------------------------------------------------------------------
+# --- images of the working folder -----------------------------------------------------------------
 
 
 class Keeping:
@@ -583,7 +583,7 @@ class Keeping:
         self.stub.say("saving", what="image", at_step=self.last_step, index_bytes=size)
 
 
-# --- small things ---------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
 def capabilities(devices: Devices) -> list[str]:

@@ -39,7 +39,7 @@ class Gang:
         handles = self.handles
         return (handles.board, handles.land, handles.lock, *handles.bells)
 
-    # --- seats ---
+    # --- slots ---
 
     def want(self, seats: int, *, tell: bool) -> None:
         """Request a number of slots; it takes effect when all ranks meet in a collective, or
@@ -59,7 +59,7 @@ class Gang:
         self.is_told = True
         return self._wanted
 
-    # --- what a rank is told ---
+    # --- the environment of a rank ---
 
     def environment(self, rank: int, restarts: int) -> dict[str, str]:
         """Return a rank's environment: the variables of torchrun, and how it finds the other

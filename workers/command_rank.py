@@ -107,8 +107,9 @@ def _tell(stock: Callable[..., None], rank: Rank, *exception: Any) -> None:
 
 
 def _let_others_go_first(rank: Rank) -> None:
-    """If this rank ends because of others, wait for the ranks that ended first, so that they are
-    reported.
+    """Wait for the ranks that ended first, if this rank ends because of them.
+
+    So the failure of the first rank is reported.
     """
     ground, until_s = rank.turns.ground, time.monotonic() + GO_FIRST_S
     if not rank.turns.words[turns.FAILED]:

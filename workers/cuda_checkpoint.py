@@ -141,7 +141,7 @@ def _holds_a_device(pid: int) -> bool:
     return "/dev/nvidia" in maps
 
 
-# --- the real driver ------------------------------------------------------------------------------
+# --- the driver's bindings ------------------------------------------------------------------------
 
 _CALLS = (
     "cuCheckpointProcessGetState",

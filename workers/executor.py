@@ -82,7 +82,7 @@ TOLD_BYTES = 16 * 2**20  # report at least this many bytes of released device me
 LOOK_S = 0.05  # interval of checks off the slot whether a copy is complete
 UNHEARD_S = 0.1  # wait for a late input, usually on its way, before asking for it
 PUT_AGAIN_S = 1.0  # before a failed output is stored again
-REPORT_S = 0.2  # progress and metrics go up at most this often
+REPORT_S = 0.2  # progress and metrics are reported at most this often
 FIRST_POINTS_S = 2.0  # how long a new task also reports the metrics of steps in between
 FIRST_POINTS = 32  # limit of such steps
 FIRST_VALUES = 640  # limit of values over all such steps
@@ -156,10 +156,10 @@ class Context:
 
 @dataclass(slots=True)
 class FirstPoints:
-    """Keeps the numbers that a beginning task's steps returned, evenly thinned over the steps.
+    """Keeps the metrics of a new task's first steps, evenly thinned over the steps.
 
-    Reports and heartbeats take only the newest metrics, so that a run shorter than a heartbeat
-    would leave a single point.
+    Reports and heartbeats have only the newest metrics, so a run shorter than a heartbeat would
+    leave a single point.
     """
 
     until_s: float
@@ -539,7 +539,7 @@ def _write(bulk: socket.socket, body: Image | Published) -> None:
             bulk.sendall(piece)
 
 
-# --- the pipe -------------------------------------------------------------------------------------
+# --- the stages of a task -------------------------------------------------------------------------
 
 
 def execute(
@@ -817,7 +817,7 @@ def _give_early(work: Work) -> None:
 
 
 def settle(work: Work) -> None:
-    """Put the outputs into the store, then say that it is finished."""
+    """Store the outputs, then send the final message."""
     work.images.settle()
     result = dict(work.ctx.result or {})
     if work.member is not None and work.spec["rank"]:

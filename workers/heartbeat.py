@@ -33,7 +33,7 @@ class Transport(Protocol):
         """Publish one report; any exception means that it was not sent."""
 
 
-# --- until when to trust ourselves ----------------------------------------------------------------
+# --- the lease ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class Layout:
 
 
 def laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
-    """Place a graph, and storages given as (bytes, device, pinned), one behind the other."""
+    """Place a graph, and storages given as (bytes, device, pinned), one after the other."""
     graph, at, placed = Extent(offset=0, size=graph_bytes), _aligned(graph_bytes), []
     for size, device, pinned in storages:
         placed.append(Extent(offset=at, size=size, device=device, pinned=pinned))

@@ -88,7 +88,7 @@ def configure(wanted: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- what changes bits ----------------------------------------------------------------------------
+# --- the fingerprint ------------------------------------------------------------------------------
 
 
 _VARIABLES = (

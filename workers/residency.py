@@ -53,7 +53,7 @@ class Residency:
         self.expected: list[str] = []
         self.lacks = ""
 
-    # --- accounts ---
+    # --- accounting ---
 
     @property
     def living(self) -> list[Resident]:
@@ -78,7 +78,7 @@ class Residency:
             pair[1] += resident.host_bytes
         return held
 
-    # --- room ---
+    # --- free memory ---
 
     def look(self, now_us: int) -> bool:
         """Keep to the budgets and bring back wanted residents; True if all wanted residents are
@@ -182,7 +182,7 @@ class Residency:
         if _may_end(resident):
             self.end(resident)
 
-    # --- coming back ---
+    # --- return to the device ---
 
     def _let_come(self, resident: Resident, now_us: int) -> None:
         if resident.level == "leaving":
@@ -220,7 +220,7 @@ class Residency:
             resident.level = _level_of(resident, memory_bytes)
             resident.granted_bytes, resident.memory_bytes = 0, memory_bytes
 
-    # --- who is needed last ---
+    # --- the order of eviction ---
 
     def needed_last_first(self, paused: Iterable[Resident]) -> list[Resident]:
         """Sort paused residents: needed last first.

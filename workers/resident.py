@@ -611,7 +611,7 @@ class Resident:
             self.slab_bytes = slab.held_bytes(self.slab)
 
     def bounded_memory(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """Bound the memory that a job tells by its device and by the kernel's count."""
+        """Bound the memory that a job reports by its device and by the kernel's count."""
         return self._bounded(min(told, house_bytes), 0, kind, now_us)
 
     def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
@@ -637,7 +637,7 @@ class Resident:
         return muted_us
 
     def owes_image(self, now_us: int) -> bool:
-        """Return whether a long-paused job has no image, and none on its way."""
+        """True if a long-paused job has no image, and none on its way."""
         if self.stay.state != "paused" or self.is_durable or self.is_command:
             return False
         on_its_way = self.is_saving or self.save_again_us is not None
@@ -725,7 +725,7 @@ def _setting(launch: Launch) -> JSON:
     return {**{name: getattr(launch, name) for name in names}, "graph": launch.run.get("graph")}
 
 
-# --- what a tenant's process says -----------------------------------------------------------------
+# --- checks of a tenant's messages ----------------------------------------------------------------
 
 
 class Nonsense(Exception):
@@ -914,7 +914,7 @@ def failed(message: JSON) -> JSON:
     }
 
 
-# --- the process that forks them ------------------------------------------------------------------
+# --- the zygote, which forks residents ------------------------------------------------------------
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BOOT = (

@@ -84,7 +84,7 @@ class Broken(Exception):
     """Raised when a layer that worked in `try_out` fails now."""
 
 
-# --- raising them ---------------------------------------------------------------------------------
+# --- applying the layers --------------------------------------------------------------------------
 
 
 def fork(walls: Iterable[str]) -> int:
@@ -138,7 +138,7 @@ def environment(scratch: Path) -> dict[str, str]:
     }
 
 
-# --- trying them out ------------------------------------------------------------------------------
+# --- trying the layers ----------------------------------------------------------------------------
 
 
 def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
@@ -214,7 +214,7 @@ def _look_around(room: Room, walls: list[str]) -> None:
             sock.bind(("127.0.0.1", 0))
 
 
-# --- the walls, one function each -----------------------------------------------------------------
+# --- the layers, one function each ----------------------------------------------------------------
 
 
 def _ipc(room: Room) -> None:

@@ -165,7 +165,7 @@ class Supervisor(threading.Thread):
         self.unlimited: dict[str, str] = {}  # limit not enforced on this device -> reason
         self.facts = house.facts
 
-    # --- from other threads ---
+    # --- called from other threads ---
 
     def receive(self, message: Any) -> None:
         """Queue an order, an answer, or a function to be called in the supervisor's thread."""
@@ -177,7 +177,7 @@ class Supervisor(threading.Thread):
         self.receive(self._begin_to_leave)
         self.join(timeout_s)
 
-    # --- the thread ---
+    # --- the supervisor's thread ---
 
     def run(self) -> None:
         try:
@@ -260,7 +260,7 @@ class Supervisor(threading.Thread):
             case _:
                 message()
 
-    # --- moving in and out ---
+    # --- start and stop ---
 
     def _move_in(self) -> None:
         make_private(self.house.folder)
@@ -742,7 +742,7 @@ class Supervisor(threading.Thread):
             if resident.stay.is_outpost and resident.stay.key == (task, epoch):
                 self._doom(resident, "dropped")
 
-    # --- time ---
+    # --- deadlines ---
 
     def _keep_time(self, now: int) -> None:
         for resident in list(self.residents.values()):
@@ -833,7 +833,7 @@ class Supervisor(threading.Thread):
             return 10.0
         return min(10.0, max(0.0, (min(due) - now_us()) / 1e6))
 
-    # --- room and seat ---
+    # --- memory and slot ---
 
     def _make_room(self) -> None:
         """Find memory for residents that are off the device, then for tasks without a process."""
@@ -919,7 +919,7 @@ class Supervisor(threading.Thread):
             return bool(self.residency.lacks)
         return living.is_prepared and living.stay.is_confirmed
 
-    # --- turns ---
+    # --- slices ---
 
     def _sharers(self) -> list[Resident]:
         """Residents that share the device by the newest answer, and can run."""
@@ -1037,7 +1037,7 @@ class Supervisor(threading.Thread):
             resident.stay.leave_seat(now)
             self.seat, self.seat_free_us = None, now
 
-    # --- residents: birth ---
+    # --- residents: start ---
 
     def _spawn(self, stay: Stay, fetched: Fetched) -> None:
         assert self.zygote is not None
@@ -1204,7 +1204,7 @@ class Supervisor(threading.Thread):
         elif stay_log.is_full:
             self.muted.append((now_us() + MUTED_US, resident, fd))
 
-    # --- residents: what comes late ---
+    # --- residents: late inputs ---
 
     def _given(self, given: Given) -> None:
         stay = self.stays.get((given.task, given.epoch))
@@ -1327,7 +1327,7 @@ class Supervisor(threading.Thread):
             resident.stay.awaits = port
             self.rhythm.happened = True  # perhaps it was sent and the message was lost
 
-    # --- residents: what they say ---
+    # --- residents: messages ---
 
     def _resident_says(self, resident: Resident) -> None:
         if resident.is_gone or resident.is_parsed or resident.is_muted:
@@ -1772,7 +1772,7 @@ class Supervisor(threading.Thread):
         held = {"held_bytes": self.residency.by_tenant()}
         return {**held, "leaving": True} if leaving else held
 
-    # --- other threads' work ---
+    # --- work in other threads ---
 
     def _look_around(self) -> None:
         """Make the next report due now.  Called from another thread."""
@@ -1811,7 +1811,7 @@ _HEARD: dict[str, Callable[[Supervisor, Resident, JSON], None]] = {
 }
 
 
-# --- small things ---------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
 def _can_go_on(resident: Resident, launch: Launch) -> bool:

@@ -54,7 +54,7 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def _let_residents_read(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):  # whatever our umask is
+    for path in (folder, *folder.rglob("*")):  # regardless of our umask
         path.chmod(0o755 if stat.S_ISDIR(path.lstat().st_mode) else 0o444)
 
 

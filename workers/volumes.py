@@ -159,7 +159,7 @@ def _mounted(device: str) -> int:
         os.close(context)
 
 
-# --- the kernel -----------------------------------------------------------------------------------
+# --- system calls ---------------------------------------------------------------------------------
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A

@@ -38,7 +38,7 @@ JSON = dict[str, Any]
 _PID = struct.Struct("=q")
 _HUGE_BYTES, _MADV_COLLAPSE = 2 * 2**20, 25
 
-# --- the process ----------------------------------------------------------------------------------
+# --- the zygote process ---------------------------------------------------------------------------
 
 
 def main(fd: int, lock_fd: int) -> NoReturn:
@@ -199,7 +199,7 @@ def _report_exits(wire: Wire, children: dict[int, tuple[int, Path]]) -> None:
         wire.send({"is": "exited", "id": id, "status": code})
 
 
-# --- in the fork ----------------------------------------------------------------------------------
+# --- in the forked process ------------------------------------------------------------------------
 
 
 def _become(message: JSON, fds: list[int], lock_fd: int, waits: int, tell: int) -> NoReturn:
