@@ -102,8 +102,8 @@ class Stay:
     successor: str = ""  # the task that this one yields to; it may prepare first
     yield_by_us: int | None = None  # when it yields at the latest
     moves: bool = False  # another device waits for its image
-    seats: list[int] = field(default_factory=lambda: [1])  # slots of its ranks, by host
-    wanted: Resize | None = None  # the slots ordered
+    seats: list[int] = field(default_factory=lambda: [1])  # number of slots of its ranks, by host
+    wanted: Resize | None = None  # an ordered resize that is not done yet
     links: Sockets | None = None  # sockets to the other hosts of its gang, for its process
     expects: str = ""  # secret of the hosts that are to connect
     give_up_us: int | None = None  # when the wait for those hosts ends
