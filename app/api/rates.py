@@ -1,10 +1,9 @@
-"""A call within its rate limits goes on, and its answer says what is left; one beyond is refused.
+"""Applies the rate limits: a call within them proceeds, one beyond them is rejected.
 
-Whose a key is, is remembered once it was good, so that one call too many costs no look into the
-database.
+The owner of a valid key is cached, so that a rejected call costs no query.
 
-The headers are those of the IETF's draft "RateLimit header fields for HTTP" (version 8 and later);
-`app.api.edge` puts them on every answer of the call, on problems too.
+The headers follow the IETF draft "RateLimit header fields for HTTP" (version 8 and later).
+`app.api.edge` adds them to every answer of the call, including problems.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SESSION_COOKIE = "roundhouse_session"
 
 
 class _Owners:
-    """By the hash of a key or cookie that was good: (its key's id, its tenant's)."""
+    """Caches the owner of each valid key or cookie by its hash: (key id, tenant id)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,13 +48,13 @@ _owners = _Owners()
 
 
 def whose(request: Request) -> str:
-    """The tenant of the key or cookie, if it was good before; else the caller's address."""
+    """Return the tenant of the key or cookie, if it was valid before; else the caller's address."""
     owner = _owner(request)
     return owner[1] if owner is not None else _address(request)
 
 
 def whose_key(request: Request) -> str:
-    """The key that the call came with, if it was good before; else the caller's address."""
+    """Return the id of the key that was sent, if it was valid before; else the caller's address."""
     owner = _owner(request)
     return owner[0] if owner is not None else _address(request)
 
@@ -77,7 +76,7 @@ def _credential(request: Request) -> str | None:
 
 
 def count_held(request: Request, credential: str) -> bool:
-    """Count without a look anywhere else; False if that cannot be."""
+    """Count the call from local state alone; False if that is not possible."""
     owner = _owners.get(credential)
     if owner is None:
         return False
@@ -90,7 +89,10 @@ def count_held(request: Request, credential: str) -> bool:
 
 
 def count_known(request: Request, credential: str) -> bool:
-    """False if it has to be looked up first, and then counted as new; raises TooManyCalls."""
+    """Count the call of a known credential; raises TooManyCalls.
+
+    False if the credential must be looked up first, and then counted as new.
+    """
     owner = _owners.get(credential)
     if owner is None:
         return False
@@ -99,13 +101,13 @@ def count_known(request: Request, credential: str) -> bool:
 
 
 def count_new(request: Request, credential: str, *, key_id: str, tenant_id: str) -> None:
-    """Raises TooManyCalls."""
+    """Count the call of a credential that was just looked up; raises TooManyCalls."""
     remember(credential, key_id=key_id, tenant_id=tenant_id)
     _count(request, key_id, tenant_id)
 
 
 def remember(credential: str, *, key_id: str, tenant_id: str) -> None:
-    """Remember whose a good credential is."""
+    """Cache the owner of a valid credential."""
     _owners.put(credential, (key_id, tenant_id))
 
 

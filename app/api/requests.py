@@ -70,11 +70,11 @@ IdempotencyKey = Annotated[
 def submit_request(
     caller: Submitter, session: Db, body: DescriptorIn, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Accepted work is never lost: it is durable before this is answered.
+    """Accepts a request; accepted work is durable before this answer and is never lost.
 
-    What can never run is refused at once (422, with a pointer to the reason); everything else is
-    queued, whatever the tenant's share.  Only if an administrator has bounded the queue of the
-    tenant (`max_queued`), and it is full, that is told (409 `queue-full`).
+    A request that can never run is rejected at once (422, with a pointer to the reason).  Every
+    other request is queued, whatever the tenant's share.  Only if an administrator has limited the
+    queue of the tenant (`max_queued`), and it is full, the request is rejected (409 `queue-full`).
     """
     owner = _owner(caller)
     once = intake.Once(idempotency_key, "POST /v1/requests", body)
@@ -86,7 +86,7 @@ def submit_request(
     shown = _new_request_out(caller, accepted).model_dump_json()
     answer = intake.Answer(202, shown, f"/v1/requests/{accepted.request['id']}")
     intake.write(session, accepted, once, answer)
-    commit(session)  # here, as to go back into a thread for it would cost more
+    commit(session)  # commit here, because another switch to a thread would cost more
     return _accepted(answer)
 
 
@@ -102,9 +102,9 @@ def _accepted(answer: intake.Answer, more: Mapping[str, str] = MappingProxyType(
     responses=declared(403, 413),
 )
 def validate_request(caller: Submitter, session: Db, body: DescriptorIn) -> dict[str, Any]:
-    """The same checks as submitting, and the tasks as they would be, every default filled in.
+    """Runs the same checks as a submission, and shows the tasks with every default filled in.
 
-    Whether a bounded queue has room is not looked at: that changes by the moment.
+    It does not check whether a limited queue has space, because that changes all the time.
     """
     owner = _owner(caller)
     ground = intake.ground(session, owner, intake.Once(None, "", body))
@@ -130,10 +130,10 @@ def _owner(caller: Caller) -> intake.Owner:
     responses=declared(404),
 )
 def plan_of_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Which island has each task, and why, and what passes between islands.  Of each graph which
-    executor runs each node, what passes between them, and, once done, what did.
+    """Shows the island of each task, and why, and what passes between islands.  For each graph it
+    shows the executor of each node, what passes between executors, and, once done, what has passed.
 
-    An executor is a process of the task with a device, or a share of one, of its own.
+    An executor is a process of the task with its own device, or its own share of a device.
     """
     visible_request(session, caller, id)
     return {
@@ -172,7 +172,7 @@ def list_requests(
     tenant_id: Annotated[str | None, Query(description="only this tenant's")] = None,
     submitted_after: Time = None,
 ) -> dict[str, Any]:
-    """Those of the tenants that you see; every filter narrows it further."""
+    """Lists the requests of the tenants that you see; every filter narrows the list."""
     query = select(Request).where(of_caller(caller, Request.tenant_id))
     if states := words_in(state, RequestState, "state"):
         query = query.where(Request.state.in_(states))
@@ -226,7 +226,9 @@ Wait = Annotated[
     responses=declared(404),
 )
 async def get_request(id: str, caller: Authed, session: Db, wait: Wait = "0s") -> dict[str, Any]:
-    """With `wait`, answers when the request or one of its tasks changes its state, or has ended."""
+    """Shows the request.  With `wait`, the answer comes when the request or one of its tasks
+    changes its state, or has ended.
+    """
     with changes.subscribe(id) as news:
         seen = await in_thread(caller.tenant_id, _read_and_let_go, session, caller, id)
         shown, until_s = seen, asyncio.get_running_loop().time() + _seconds(wait)
@@ -244,7 +246,7 @@ def _seconds(wait: str) -> float:
 
 
 def _read_and_let_go(session: Session, caller: Caller, id: str) -> dict[str, Any]:
-    """Reads, and gives the connection back before the wait."""
+    """Read the request, and return the connection before the wait."""
     with released(session):
         return request_out(session, visible_request(session, caller, id))
 
@@ -271,7 +273,9 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     responses=declared(403, 404, 409),
 )
 def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
-    """Priority counts within the tenant.  `labels` replaces all labels."""
+    """Changes priority, which counts within the tenant, or labels.  `labels` replaces all
+    labels.
+    """
     found = request_to_act_on(session, caller, id)
     given = {"priority": body.priority, "labels": body.labels}
     wishes.change_request(session, found, by=caller.user_name, **given)  # type: ignore[arg-type]
@@ -291,9 +295,9 @@ _WISH: dict[str, Any] = {
     **{**_WISH, "responses": declared(403, 404)},
 )
 def cancel_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """All its tasks end; what has ended stays as it is.
+    """Ends all tasks of the request; tasks that have ended stay as they are.
 
-    Cancelling twice, or after its end, is no error.
+    To cancel a request twice, or after its end, is no error.
     """
     found = request_to_act_on(session, caller, id)
     wishes.cancel_request(session, found, by=caller.user_name)
@@ -302,7 +306,7 @@ def cancel_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 
 @router.post("/requests/{id}/hold", summary="Hold a request back", **_WISH)
 def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """No task of it starts, and a running one is paused, until it is released."""
+    """Starts no task of the request, and pauses the running ones, until the request is released."""
     found = request_to_act_on(session, caller, id)
     wishes.hold_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
     return request_out(session, found)
@@ -310,7 +314,7 @@ def hold_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 
 @router.post("/requests/{id}/release", summary="Release a held request", **_WISH)
 def release_request(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Its tasks wait in line again.  What an admin holds back only an admin releases."""
+    """Queues the request's tasks again.  Only an admin can release what an admin holds."""
     found = request_to_act_on(session, caller, id)
     wishes.release_request(session, found, by=caller.user_name, as_admin=caller.sees_all)
     return request_out(session, found)
@@ -328,7 +332,7 @@ _TASKS = (
 
 
 def _new_request_out(caller: Caller, accepted: intake.Accepted) -> RequestOut:
-    """What `request_out` would read of it, once it is written."""
+    """Return what `request_out` will read of the request, once it is written."""
     request, tasks = accepted.request, accepted.tasks
     shown = [new_task_out(request, task, accepted.needs[task["name"]]) for task in tasks]
     return RequestOut.model_validate(
@@ -379,7 +383,9 @@ _COUNTED = (
 
 @dataclass(slots=True)
 class _Counted:
-    """The tasks of one request: how many are how, how those stand that lead, who holds the rest."""
+    """The tasks of one request: their number per state and per phase, the phases of those that
+    lead, and the holders of tasks that have not ended.
+    """
 
     states: Counter[str] = field(default_factory=Counter)
     phases: Counter[str] = field(default_factory=Counter)
@@ -419,5 +425,5 @@ def _summary(request: Request, names: Any, tasks: _Counted) -> dict[str, Any]:
         "ended_at": request.ended_at,
         "task_states": dict(tasks.states),
         "task_phases": dict(tasks.phases),
-        "hold": min(tasks.holders, default=""),  # "" sorts first: one is not held
+        "hold": min(tasks.holders, default=""),  # "" sorts first: at least one task is not held
     }

@@ -1,8 +1,8 @@
-"""What the API takes in and gives out.
+"""The input and output models of the API.
 
-An In model forbids fields that it does not know.  Out models carry an example each, which the
-OpenAPI page shows.  Durations and charges are integer microseconds (`_us`), weights and costs
-thousandths in the tables and plain numbers here.
+An In model forbids unknown fields.  Each Out model has an example, which the OpenAPI page shows.
+Durations and charges are integer microseconds (`_us`).  Weights and costs are thousandths in the
+tables and plain numbers here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PHASE = (
     " what is `preempted`, which goes on by itself"
 )
 
-KIND = r"[a-z0-9][a-z0-9._-]{0,62}"  # of devices
+KIND = r"[a-z0-9][a-z0-9._-]{0,62}"  # pattern of device kinds
 
 _REQUEST, _TASK = "req_0192f0c1b7e97d3e9a4c5b6d7e8f9a0b", "tsk_0192f0c1b7e97d3e9a4c5b6d7e8f9a0c"
 _TENANT, _USER = "ten_0192f0c1b7e97d3e9a4c5b6d7e8f9a01", "usr_0192f0c1b7e97d3e9a4c5b6d7e8f9a02"
@@ -107,7 +107,7 @@ class FaultOut(Out):
 
 
 class Problem(Out):
-    """What went wrong (RFC 9457)."""
+    """An error (RFC 9457)."""
 
     type: str = Field(description="opens a page that says what it means and what to do")
     title: str
@@ -122,7 +122,7 @@ Item = TypeVar("Item")
 
 
 class Page(Out, Generic[Item]):
-    """One page of a list; `next_cursor` is null on the last."""
+    """One page of a list; `next_cursor` is null on the last page."""
 
     items: list[Item]
     next_cursor: str | None = None
@@ -138,7 +138,7 @@ class RequestPatch(In):
 
 
 class ChangeOut(Out):
-    """What would end a reason, for a program; the actions are listed in docs/fair_share.md."""
+    """A change that would end a reason, for programs; docs/fair_share.md lists the actions."""
 
     action: str
     value: int | float | str | list[str] | None = None
@@ -146,7 +146,7 @@ class ChangeOut(Out):
 
 
 class ReasonOut(Out):
-    """Why a task waits."""
+    """A reason why a task waits."""
 
     code: str
     message: str
@@ -156,14 +156,14 @@ class ReasonOut(Out):
 
 
 class NearestOut(ChangeOut):
-    """The change to make first; what stands behind it cannot help before."""
+    """The change to make first; changes for the other reasons cannot help before it."""
 
     code: str
     message: str
 
 
 class StartOut(Out):
-    """Seconds from now to its next turn; 80 % of such tasks start within the interval."""
+    """Seconds from now to the task's next turn; 80 % of such tasks start within the interval."""
 
     p10_s: float
     p50_s: float
@@ -179,7 +179,7 @@ class UnknownOut(Out):
 
 
 class NeedOut(Out):
-    """`task` (a name within the request) must be done first; `port` takes its `output`."""
+    """A need: `task` (a name within the request) must be done first; `port` takes its `output`."""
 
     task: str
     port: str = ""
@@ -355,7 +355,7 @@ class Validated(Out):
 
 
 class TimeSpentOut(Out):
-    """Where a task's time went: together as long as it has existed, until its end or now."""
+    """How a task spent its time; the fields add up to its whole life, until its end or now."""
 
     waited_s: float = Field(description="on no device: in line, blocked or held")
     switched_s: float = Field(description="promised a device, not yet running there")
@@ -365,7 +365,9 @@ class TimeSpentOut(Out):
 
 
 class Explained(Out):
-    """Why a task waits, and until when: empty if it does not.  And where its time went so far."""
+    """Why a task waits, and until when (empty if it does not wait), and how it spent its time so
+    far.
+    """
 
     model_config = example(
         task_id=_TASK,
@@ -625,7 +627,7 @@ class TaskPlace(Out):
 
 
 class CrossingOut(Out):
-    """An output of a task that is taken on another island, once for each such island."""
+    """An output of a task that another island takes; one entry per such island."""
 
     block: str
     source: str = Field(description="the island where it is made")
@@ -678,7 +680,7 @@ class RequestPlan(Out):
 
 
 class TensorOfBlock(Out):
-    """A tensor of a datablock; that of an npy has no name."""
+    """A tensor of a datablock; the tensor of an npy file has no name."""
 
     name: str
     dtype: str
@@ -721,7 +723,7 @@ class DatablockOut(Out):
 
 
 class UploadOut(Out):
-    """How far an upload is: go on from `received_bytes`."""
+    """The progress of an upload: continue from `received_bytes`."""
 
     model_config = example(name="faces", sha256=_SHA256, size_bytes=786_560, received_bytes=524_288)
     name: str = Field(description="of the datablock; a bundle has none")
@@ -767,8 +769,8 @@ class TenantIn(In):
 
 
 class TenantPatch(In):
-    """What is left out stays.  `guarantee` and `limit` are replaced whole; `max_running` and
-    `max_queued` end with null.
+    """A change of a tenant; fields that are left out stay unchanged.  `guarantee` and `limit` are
+    replaced as a whole; null removes `max_running` and `max_queued`.
     """
 
     model_config = example(weight=3.0, limit={"cuda": 6}, max_queued=None)
@@ -824,7 +826,7 @@ class UserIn(In):
 
 
 class UserPatch(In):
-    """What is left out stays."""
+    """A change of a user; fields that are left out stay unchanged."""
 
     model_config = example(weight=2.0)
     name: Name | None = None
@@ -860,7 +862,7 @@ class KeyIn(In):
 
 
 class RotateKeyIn(In):
-    """Without `expires_at` the new key lives as long as the old one was to."""
+    """The new key's life; without `expires_at` it lasts as long as that of the old key."""
 
     model_config = example(overlap_s=3600)
     overlap_s: float = Field(
@@ -997,7 +999,7 @@ class HeldBytes(Out):
 
 
 class DeviceFacts(Out):
-    """All that is shown of what a device says of itself; whatever else it says stays with us."""
+    """The facts of a device that are shown; other facts that it reports are not."""
 
     sandbox: list[str] | str | None = Field(None, description="the walls around a task's processes")
     torch: str | None = None

@@ -1,4 +1,4 @@
-"""A route knows its operation's name and which scope a key must have for it."""
+"""Routes that know their operation id and the scope that a key needs for them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def operation_id(route: APIRoute) -> str:
 
 
 def operation_named(name: str) -> str:
-    """`cancel_task` is cancelTask."""
+    """Convert a function's name to an operation id: `cancel_task` becomes cancelTask."""
     first, *rest = name.split("_")
     return first + "".join(word.capitalize() for word in rest)
 
 
 class ScopedRoute(GatedRoute):
-    """Knows which scope a key must have for it; None: any key will do."""
+    """A route with `needs_scope`, the scope that a key needs for it; None: any key will do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +29,8 @@ class ScopedRoute(GatedRoute):
         self.openapi_extra = {**(self.openapi_extra or {}), "x-scope": self.needs_scope}
 
 
-#: Anybody may ask who they are; these look, although they take a body.
+#: Any caller may ask for its own identity.  The routes in _LOOKING only read, though they take a
+#: body.
 _OF_ANYBODY = frozenset({"get_me"})
 _LOOKING = frozenset({"validate_request", "simulate"})
 

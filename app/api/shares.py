@@ -1,6 +1,6 @@
-"""The numbers of sharing: who may hold how much, who waits, who used what, what was decided.
+"""The figures of sharing: shares, the queue, usage, and decisions.
 
-All of them come from `app.reports`, and so do those of the pages.
+All of them come from `app.reports`, as do those of the pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.api.times import Time
 from app.db import Db
 from app.errors import BadInput, NotFound
 
-MOST_BUCKETS = 5000  # intervals in one answer
+MOST_BUCKETS = 5000  # most intervals in one answer
 
 router = v1_router("shares")
 
@@ -32,7 +32,7 @@ _AT = _TASK["submitted_at"]
 
 
 def _shown(example: Any) -> dict[int | str, dict[str, Any]]:
-    """The example of an answer, as FastAPI's `responses=`."""
+    """Return the example of an answer, as FastAPI's `responses=`."""
     return {200: {"content": {"application/json": {"example": example}}}}
 
 
@@ -41,7 +41,7 @@ def _seen_by(caller: Caller) -> str | None:
 
 
 def _below(caller: Caller) -> bool:
-    """A tenant admin sees the tenants below its own, too."""
+    """True if the caller also sees the tenants below its own: a tenant admin."""
     return caller.role == "tenant_admin"
 
 
@@ -50,7 +50,7 @@ def _below(caller: Caller) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairShare:
-    """`tenants` are those that the caller may see by name; `others` are all the rest as one."""
+    """The shares of `tenants`, which the caller may see by name; `others` sums up all the rest."""
 
     at: datetime
     verdict: str
@@ -97,10 +97,10 @@ _FAIR_SHARE = {
 
 @router.get("/fair-share", summary="Who should hold how much now", responses=_shown(_FAIR_SHARE))
 def get_fair_share(session: Db, caller: Authed) -> FairShare:
-    """Guarantee, limit, share by weight, fair share now (given who has work), what is held,
-    borrowed and waits, and usage; of a tenant and all below it.
+    """Shows guarantee, limit, share by weight, fair share now (given the tenants with work), held,
+    borrowed and waiting devices, and usage, each for a tenant and all tenants below it.
 
-    A platform admin sees every tenant, a tenant admin its own and those below it; others see their
+    A platform admin sees every tenant, a tenant admin its own and those below it, other users their
     own.  The rest is summed up.
     """
     now = reports.clock(session)
@@ -155,7 +155,7 @@ def get_queue(
     state: Literal["waiting", "blocked"] | None = None,
     kind: Annotated[str | None, Query(description="of device", max_length=63)] = None,
 ) -> dict[str, Any]:
-    """Waiting and blocked tasks, oldest first, each with its reasons, place and expected start.
+    """Lists waiting and blocked tasks, oldest first, with their reasons, place and expected start.
 
     `place` counts all tenants' tasks that wait for that kind of device on its island, from 1.
     """
@@ -253,11 +253,11 @@ def get_usage(
     interval: Interval = "1h",
     format: Literal["json", "csv"] | None = None,
 ) -> Any:
-    """Micro-device-seconds held, and charged (held times the device's cost).
+    """Shows micro-device-seconds held, and charged (held times the device's cost).
 
-    From `since` (default: a day before `until`) up to, not including, `until` (default: now), by
-    the time of booking.  With `bucket` among the groups, summed per `interval`.  CSV with
-    `format=csv` or `Accept: text/csv`.
+    The period is from `since` (default: a day before `until`) up to, not including, `until`
+    (default: now), by the time of booking.  With `bucket` among the groups, usage is summed per
+    `interval`.  CSV comes with `format=csv` or `Accept: text/csv`.
     """
     until = until or reports.clock(session)
     since = since or until - timedelta(days=1)
@@ -330,8 +330,8 @@ _ROUND = {
     responses=_shown({"items": [_DECIDED], "next_cursor": None}),
 )
 def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]:
-    """Every move that an island decided on, the newest first: of which task, by which rule, why,
-    and against whom, which is "another tenant" unless the caller may see that one.
+    """Lists every decision of an island, newest first: the move, its task, the rule, the reason,
+    and the task that lost.  That one's tenant is "another tenant" unless the caller may see it.
     """
     before = cursors.opened_numbers(paging.cursor)[0] if paging.cursor is not None else None
     found = reports.decisions(
@@ -347,8 +347,8 @@ def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]
     responses={**_shown(_ROUND), **declared(404)},
 )
 def get_decision(id: int, session: Db, caller: Authed) -> reports.Round:
-    """With what was decided beside it.  A platform admin also gets the `snapshot` that the island
-    looked at: the same rules give the same decisions from it at `now_s`.
+    """Shows a decision with the other decisions of its cycle.  A platform admin also gets the
+    `snapshot` that the island used: with it, the same rules give the same decisions at `now_s`.
     """
     found = reports.decision(session, _seen_by(caller), id, below=_below(caller))
     if found is None:

@@ -1,6 +1,6 @@
-"""POST /v1/simulations: what would have been, with other weights, quotas, devices or rules.
+"""POST /v1/simulations: replays work with other weights, quotas, devices or rules.
 
-For platform admins, as the answer names all tenants.  Nothing is changed by it.
+Only platform admins may call it, because the answer names all tenants.  It changes nothing.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def _policy(name: str) -> str:
 
 
 class ArrivalIn(In):
-    """A task made up: it comes after `at_s` and needs `devices` for `work_s`.
+    """A made-up task: it arrives at `at_s` and needs `devices` for `work_s`.
 
-    With `devices_min` it is elastic: it starts with so many, grows up to `devices` while nobody
-    asks for them, and on k of n steps at k/n of the speed.
+    With `devices_min` it is elastic: it starts with that many, and grows up to `devices` while no
+    other task wants them.  On k of n devices it runs at k/n of the speed.
     """
 
     model_config = example(at_s=0.0, tenant="vision", work_s=3600.0, devices=4, kind="cuda")
@@ -61,7 +61,7 @@ class ArrivalIn(In):
 
 
 class SimulationIn(In):
-    """What is left out is as it is."""
+    """A simulation; settings that are left out are as in the present deployment."""
 
     model_config = example(
         source="history", since="2026-11-20T00:00:00Z", weights={"vision": 2.0}, devices={"cuda": 8}
@@ -99,7 +99,7 @@ class SimulationIn(In):
 
 
 class Spread(Out):
-    """Of waits, in seconds; null where nothing ended."""
+    """Statistics of waits, in seconds; null if no task ended."""
 
     mean: float | None
     p50: float | None
@@ -109,7 +109,7 @@ class Spread(Out):
 
 
 class Slowdown(Out):
-    """(lost + work) / work, where work counts as ten minutes at least."""
+    """Quantiles of (lost + work) / work, where work counts as ten minutes at least."""
 
     p50: float | None
     p95: float | None
@@ -204,7 +204,7 @@ _RUN = {
 
 
 class SimulationOut(Out):
-    """Both replays; `left_out` tasks of the history ended without ever holding a device."""
+    """Both replays; `left_out` counts tasks of the history that ended without holding a device."""
 
     model_config = example(
         jobs=3,
@@ -227,9 +227,9 @@ class SimulationOut(Out):
     responses=declared(403, 409),
 )
 def simulate(body: SimulationIn, session: Db, _: PlatformAdmin) -> dict[str, Any]:
-    """Replayed twice by the scheduler's own code: as it is, and as it would be.
+    """Replays the work twice with the scheduler's own code: as it is, and with the changes.
 
-    `history` is every task that ended in the window: it arrives when it was submitted and needs its
+    `history` is every task that ended in the period: it arrives when it was submitted and needs its
     devices as long as it held them.  `arrivals` are made up.  Nothing is changed.
     """
     scene, since, until = _scene(body, session)

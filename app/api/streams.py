@@ -1,13 +1,13 @@
-"""What happened to a request and what its jobs printed: as pages, and live by server-sent events.
+"""Events of a request and output of its jobs: as pages, and live as server-sent events.
 
-A stream holds no connection to the database and no thread between two reads.  It sleeps until
-somebody says that the request changed (`app.changes`) or 15 s went by, then reads on after its
-cursor, which is the id of the last event sent; so a client that comes back with `Last-Event-ID`
-misses nothing and sees nothing twice.  The last event is `end`, sent when the request has ended and
-all is read.
+Between two reads a stream holds no database connection and no thread.  It sleeps until
+`app.changes` reports a change of the request, or for 15 s.  Then it reads on after its cursor,
+which is the id of the last event sent.  So a client that reconnects with `Last-Event-ID` misses
+nothing and sees nothing twice.  The last event is `end`, sent when the request has ended and all is
+read.
 
-Events are read in the order (transaction, id) and only below the oldest transaction still running,
-for a row with a smaller id may be committed later.  Rows above that line are looked for again soon.
+Events are read in the order (transaction, id), and only below the oldest transaction still running,
+because a row with a smaller id may be committed later.  Rows above that line are read again soon.
 Log lines need no such line: one island writes those of a request, one transaction at a time.
 """
 
@@ -38,11 +38,11 @@ from app.db import Db, transaction
 from app.errors import NotFound, Unavailable
 from app.models import Event, LogLine, Request, Task, Xid8
 
-READ_AT_ONCE = 500  # rows in one read of a stream
-SOONEST_S, LATEST_S = 0.05, 1.0  # how soon rows above the line are looked for again
+READ_AT_ONCE = 500  # rows per read of a stream
+SOONEST_S, LATEST_S = 0.05, 1.0  # seconds until rows above the line are read again
 MAX_TAIL = 10_000  # lines
-RETRY_MS = 1000  # how soon a browser connects again
-PATIENT_S = 60.0  # a stream that is open may wait so long for its turn to read
+RETRY_MS = 1000  # milliseconds until a browser reconnects
+PATIENT_S = 60.0  # seconds that an open stream may wait for its turn to read
 
 router = v1_router("requests", 404)
 
@@ -64,9 +64,9 @@ _ALSO_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": _EVENT_STREA
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Rows in order, of which there may be more if there are `more`, all behind the cursor `after`.
+    """Rows in order, and the cursor `after` of the last one; `more`: there may be further rows.
 
-    `settled` is False if there may be some that cannot be told yet.
+    `settled` is False if there may be rows that cannot be sent yet.
     """
 
     items: list[Any]
@@ -91,7 +91,7 @@ def list_events(
     session: Db,
     last_event_id: LastEventId = None,
 ) -> Any:
-    """With `Accept: text/event-stream` the same as `…/events/stream`."""
+    """Lists the events.  With `Accept: text/event-stream` it is the same as `…/events/stream`."""
     visible_request(session, caller, id)
     if "text/event-stream" in paging.http.headers.get("accept", ""):
         return _event_stream(caller, id, _last_seen(last_event_id, 2) or paging.cursor)
@@ -108,7 +108,7 @@ def list_events(
 def stream_events(
     id: str, caller: Authed, session: Db, last_event_id: LastEventId = None, cursor: Cursor = None
 ) -> EventStream:
-    """Server-sent events named by their `type`, from the first on, or after `Last-Event-ID`."""
+    """Sends events named by their `type`, from the first on, or after `Last-Event-ID`."""
     visible_request(session, caller, id)
     return _event_stream(caller, id, _last_seen(last_event_id, 2) or cursor)
 
@@ -171,7 +171,7 @@ Grep = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Which lines of a request are meant: those of these tasks (id -> name) that hold `text`."""
+    """Selects lines of a request: those of these tasks (id -> name) that contain `text`."""
 
     tasks: dict[str, str]
     text: str = ""
@@ -208,10 +208,10 @@ def list_logs(
     tail: Tail = None,
     last_event_id: LastEventId = None,
 ) -> Any:
-    """Of all its launches, wherever they were.  `tail` says where the first page begins, and counts
-    the lines that `grep` leaves.
+    """Lists the lines of all launches, on whatever device.  The first page begins `tail` lines
+    before the end, counted after `grep`.
 
-    With `Accept: text/event-stream` the same as `…/logs/stream`.
+    With `Accept: text/event-stream` it is the same as `…/logs/stream`.
     """
     visible_request(session, caller, id)
     lines = Lines(_tasks(session, id, task), grep)
@@ -234,7 +234,7 @@ def list_logs(
 def download_logs(
     id: str, caller: Authed, session: Db, task: OfTask = None, grep: Grep = ""
 ) -> StreamingResponse:
-    """Of all its launches, wherever they were, oldest first."""
+    """Sends the lines of all launches, on whatever device, oldest first."""
     request = visible_request(session, caller, id)
     lines = Lines(_tasks(session, id, task), grep)
     name = f'attachment; filename="{request.name}.log"'
@@ -244,7 +244,7 @@ def download_logs(
 
 
 async def _printed(caller: Caller, lines: Lines) -> AsyncIterator[str]:
-    """Batch by batch, with no connection held while the caller reads."""
+    """Yield the lines in batches; no connection is held while the caller reads."""
     after = None
     while True:
         found = await in_thread(caller.tenant_id, _batch, lines, after, wait_s=PATIENT_S)
@@ -275,7 +275,7 @@ def stream_logs(
     last_event_id: LastEventId = None,
     cursor: Cursor = None,
 ) -> EventStream:
-    """Server-sent events named `log`, from the first line on, or the last ones with `tail`."""
+    """Sends events named `log`, from the first line on, or only the last lines with `tail`."""
     visible_request(session, caller, id)
     lines = Lines(_tasks(session, id, task), grep)
     after = _last_seen(last_event_id) or cursor or _before(session, lines, tail)
@@ -293,7 +293,10 @@ def _log_stream(caller: Caller, request_id: str, lines: Lines, after: str | None
 
 
 def _tasks(session: Session, request_id: str, wanted: str | None) -> dict[str, str]:
-    """Name by id of the request's tasks, or of the one wanted by either; raises NotFound."""
+    """Return id -> name of the request's tasks, or of the task `wanted`; raises NotFound.
+
+    `wanted` is a name or an id.
+    """
     query = select(Task.id, Task.name).where(Task.request_id == request_id)
     names = {id: name for id, name in session.execute(query)}
     if wanted is None:
@@ -305,7 +308,7 @@ def _tasks(session: Session, request_id: str, wanted: str | None) -> dict[str, s
 
 
 def _before(session: Session, lines: Lines, tail: int | None) -> str | None:
-    """The cursor after which the last `tail` lines lie."""
+    """Return the cursor after which the last `tail` lines lie."""
     if tail is None:
         return None
     query = lines.query().with_only_columns(LogLine.id).order_by(LogLine.id.desc())
@@ -319,7 +322,7 @@ def _list_lines(session: Session, lines: Lines, after: str | None, limit: int) -
 
 
 def _read_lines(session: Session, lines: Lines, after: str | None, limit: int) -> Read:
-    """A stream goes on after every line that it has looked at, also if it told none of them."""
+    """Read lines for a stream; its cursor passes every line read, even if none matches."""
     query = _above(replace(lines, text="").query(), after).limit(limit)
     rows = session.scalars(query).all()
     items = [lines.shown(line) for line in rows if lines.text in line.text]
@@ -334,7 +337,7 @@ def _above(query: Select[tuple[LogLine]], after: str | None) -> Select[tuple[Log
 
 
 def _last_seen(event_id: str | None, parts: int = 1) -> str | None:
-    """The event id as a cursor; what is wrong with it is said of the header that brought it."""
+    """Return the event id as a cursor; raises BadInput that points at the header."""
     if event_id:
         cursors.opened_numbers(event_id, parts, where="Last-Event-ID:")
     return event_id
@@ -371,7 +374,7 @@ async def _events(
                     caller.tenant_id, _read, request_id, after, read, wait_s=PATIENT_S
                 )
             except Unavailable:
-                return  # the client comes back with the id of the last event
+                return  # the client reconnects with the id of the last event
             for item in found.items:
                 yield _event(type_of(item), item, item.cursor)
             after = found.after
@@ -386,12 +389,12 @@ async def _events(
 
 
 async def _rest(news: Subscription, longest_s: float) -> bool:
-    """False if a client has heard nothing for as long as a stream may be silent."""
+    """Wait; False if the stream has been silent for as long as it may be."""
     return await news.wait(longest_s) or longest_s < LONGEST_WAIT_S
 
 
 def _read(request_id: str, after: str | None, read: Reader) -> tuple[str, Read]:
-    """The state first: if it has ended, what is read then is all there will be."""
+    """Read the state first: if it is an end, the rows read after it are complete."""
     with transaction() as session:
         state = session.scalar(select(Request.state).where(Request.id == request_id))
         return str(state), read(session, request_id, after, READ_AT_ONCE)

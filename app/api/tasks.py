@@ -1,5 +1,4 @@
-"""Tasks: how each one stands, why it waits, what it did; pause, resume, save, move,
-resize, cancel."""
+"""Tasks: their state, why they wait, what they did; pause, resume, save, move, resize, cancel."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def list_tasks(
     phase: AskedPhases = None,
     request_id: str | None = None,
 ) -> dict[str, Any]:
-    """Those of the tenants that you see; every filter narrows it further."""
+    """Lists the tasks of the tenants that you see; every filter narrows the list."""
     query = select(Task).where(of_caller(caller, Task.tenant_id))
     if states := words_in(state, TaskState, "state"):
         query = query.where(Task.state.in_(states))
@@ -70,7 +69,9 @@ def list_tasks(
 
 
 def words_in(text: str | None, known: Any, name: str) -> list[str]:
-    """Those between commas; raises BadInput at ?`name` for a word that is not `known`."""
+    """Return the words between commas; raises BadInput at ?`name` for a word that is not
+    `known`.
+    """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if unknown := [word for word in words if word not in get_args(known)]:
         listed = ", ".join(get_args(known))
@@ -80,7 +81,7 @@ def words_in(text: str | None, known: Any, name: str) -> list[str]:
 
 @router.get("/tasks/{id}", response_model=TaskOut, summary="Show a task")
 def get_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """How it stands, what it asked for, and how it ended."""
+    """Shows the task's state, what it asked for, and how it ended."""
     return task_outs(session, [visible_task(session, caller, id)])[0]
 
 
@@ -96,10 +97,11 @@ OutputName = Annotated[
     responses={**downloads.ANSWERS, **declared(409)},
 )
 def get_output(id: str, name: OutputName, caller: Authed, session: Db, asked: Download) -> Response:
-    """What was published is the file of tensors that became a datablock.  `artifacts.zip` are the
-    files that a command left in the folder `artifacts` of its working folder.
+    """Sends a published output as the file of tensors that became a datablock.  `artifacts.zip`
+    holds the files that a command left in the folder `artifacts` of its working folder.
 
-    Other outputs are kept as they lay in memory, for tasks to take: publish what is to be a file.
+    Other outputs are stored as they lay in memory, for other tasks: to get a file, publish the
+    output.
     """
     task = visible_task(session, caller, id)
     kept = task.outputs.get(name)
@@ -115,8 +117,8 @@ def get_output(id: str, name: OutputName, caller: Authed, session: Db, asked: Do
 
 @router.get("/tasks/{id}/explain", response_model=Explained, summary="Why does it wait?")
 def explain_task(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """All that holds it back, what to end first, its place, when it is expected to start, and where
-    its time went so far.
+    """Shows all reasons why the task waits, which to end first, its place, when it is expected to
+    start, and how it spent its time so far.
     """
     task = visible_task(session, caller, id)
     told = why.explain(session, [task])[id]
@@ -155,7 +157,7 @@ def _moves(task: Task) -> str:
 
 @router.get("/tasks/{id}/metrics", response_model=Page[MetricOut], summary="Metrics of a task")
 def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> dict[str, Any]:
-    """Sampled, by step."""
+    """Lists samples of the metrics, by step."""
     task = visible_task(session, caller, id)
     query = select(Metric).where(Metric.task_id == task.id)
     return paging.read(session, query, by=Metric.step).page()
@@ -167,7 +169,7 @@ def list_metrics(id: str, paging: PagedBy200, caller: Authed, session: Db) -> di
     summary="Its durable images, newest first",
 )
 def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Those it keeps, and those that are damaged or being deleted, the newest first."""
+    """Lists the checkpoints that the task keeps, and those that are damaged or being deleted."""
     task = visible_task(session, caller, id)
     query = select(Checkpoint).where(Checkpoint.task_id == task.id)
     return paging.read(session, query, by=Checkpoint.id, newest_first=True).page()
@@ -179,8 +181,9 @@ def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dic
     summary="Where it ran, newest first",
 )
 def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """One entry a launch, and one for each device that it was lent besides; what it held there is
-    what is charged."""
+    """Lists one entry per launch, and one per device that the task borrowed; the held time is
+    charged.
+    """
     task = visible_task(session, caller, id)
     query = select(Placement).where(Placement.task_id == task.id)
     return paging.read(session, query, by=Placement.id, newest_first=True).page()
@@ -203,7 +206,7 @@ def _after(session: Session, task: Task) -> TaskOut:
     responses=declared(403, 409),
 )
 def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """It loses no step, gives its device to others, and stays paused until it is resumed."""
+    """Pauses the task without losing a step; others may use its device until it is resumed."""
     task = task_to_act_on(session, caller, id)
     wishes.pause_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
     return _after(session, task)
@@ -217,7 +220,7 @@ def pause_task(id: str, caller: Authed, session: Db) -> TaskOut:
     responses=declared(403, 409),
 )
 def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """It waits in line again, and goes on after the step at which it was paused."""
+    """Queues the task again; it continues after the step at which it was paused."""
     task = task_to_act_on(session, caller, id)
     wishes.resume_task(session, task, by=caller.user_name, as_admin=caller.sees_all)
     return _after(session, task)
@@ -231,7 +234,7 @@ def resume_task(id: str, caller: Authed, session: Db) -> TaskOut:
     responses=declared(403, 409),
 )
 def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """It goes on running."""
+    """Saves a checkpoint; the task continues to run."""
     task = task_to_act_on(session, caller, id)
     wishes.save_task(session, task, by=caller.user_name)
     return _after(session, task)
@@ -247,10 +250,11 @@ def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
 def migrate_task(
     id: str, caller: Authed, session: Db, body: Annotated[MigrateIn, Body()] = MigrateIn()
 ) -> TaskOut:
-    """It is copied there while it runs, stops for the last difference, and goes on there.
+    """Copies the task while it runs, stops it for the last difference, and resumes it on the
+    target.
 
-    No step is lost.  If the move fails at any point the task stays what and where it is, and its
-    events say why.
+    No step is lost.  If the move fails at any point, the task stays in its state and on its device,
+    and its events say why.
     """
     task = task_to_act_on(session, caller, id)
     if body.to is not None:
@@ -267,10 +271,10 @@ def migrate_task(
     responses=declared(403, 409, 422),
 )
 def resize_task(id: str, body: ResizeIn, caller: Authed, session: Db) -> TaskOut:
-    """Its ranks stay as many as they are, and take turns on the devices that it holds.
+    """Changes the number of devices; the number of ranks stays, and they take turns on the devices.
 
-    It gives back what is too many at its next safe point, and takes more when nobody else could
-    use them.  Its result has the same bits, however many devices it had and when.
+    The task returns surplus devices at its next safe point, and takes more when no other task could
+    use them.  The result has the same bits, whatever devices the task had and when.
     """
     task = task_to_act_on(session, caller, id)
     wishes.resize_task(session, task, body.devices_max, by=caller.user_name)
@@ -303,7 +307,9 @@ def _must_fit(session: Session, task: Task, to: str) -> None:
     responses=declared(403),
 )
 def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """What needs it fails, too.  Cancelling twice, or after its end, is no error."""
+    """Cancels the task; tasks that need it fail.  To cancel twice, or after its end, is no
+    error.
+    """
     task = task_to_act_on(session, caller, id)
     wishes.cancel_task(session, task, by=caller.user_name)
     return _after(session, task)
@@ -321,7 +327,7 @@ def task_outs(session: Session, tasks: Sequence[Task]) -> list[TaskOut]:
 def new_task_out(
     request: Mapping[str, Any], task: Mapping[str, Any], needs: Iterable[graph.Need]
 ) -> dict[str, Any]:
-    """Of the values of a task that is just being written; what they do not say is as ever."""
+    """Return the answer for a task that is being written; fields not given have their defaults."""
     return {
         **task,
         "request_id": request["id"],

@@ -1,7 +1,6 @@
-"""Tenants, users and keys: who there is, what share and quota they have, by which key they come.
+"""Tenants, users and keys: the tree with its shares and quotas, its users, and their keys.
 
-Every change of the tree is made under `tree.lock`, so what is checked of it here still holds when
-it is committed.
+Every change of the tree holds `tree.lock`, so checks of the tree still hold at the commit.
 """
 
 from __future__ import annotations
@@ -63,9 +62,10 @@ users = v1_router("users and keys")
 def create_tenant(
     body: TenantIn, response: Response, caller: AnyAdmin, session: Db
 ) -> dict[str, Any]:
-    """Its share of what is busy is its weight over the weights of all who want something beside it.
+    """Makes a tenant.  Its share of the busy devices is its weight over the weights of all its
+    siblings that want some.
 
-    A tenant admin makes tenants below the own one, and divides among them what that is guaranteed.
+    A tenant admin makes tenants below the own one, and divides its guarantee among them.
     """
     tree.lock(session)
     before = _promised(session, caller) if body.guarantee else {}
@@ -93,8 +93,8 @@ def create_tenant(
 def list_tenants(
     paging: Paged, caller: Authed, session: Db, parent_id: str | None = None
 ) -> dict[str, Any]:
-    """A platform admin sees all of them, a tenant admin the own one and those below it, everybody
-    else their own.  With `parent_id` only those right below that one.
+    """Lists tenants.  A platform admin sees all of them, a tenant admin the own one and those below
+    it, other users their own.  With `parent_id` only the children of that tenant are listed.
     """
     query = select(Tenant).where(of_caller(caller, Tenant.id))
     if parent_id is not None:
@@ -107,7 +107,7 @@ def list_tenants(
     "/tenants/{id}", response_model=TenantOut, summary="Show a tenant", responses=declared(404)
 )
 def get_tenant(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
-    """Its share and quota, and its `ETag` for a change."""
+    """Shows the tenant's share and quota, and its `ETag` for a change."""
     return _tenant_out(session, response, _visible_tenant(session, caller, id))
 
 
@@ -125,9 +125,9 @@ def change_tenant(
     session: Db,
     if_match: IfMatch = None,
 ) -> dict[str, Any]:
-    """Needs the tenant's `ETag` as `If-Match`.  It counts from the next decision on.
+    """Needs the tenant's `ETag` as `If-Match`.  The change counts from the next decision on.
 
-    A tenant admin may change the tenants below the own one, not that itself.
+    A tenant admin may change the tenants below the own one, but not the own one.
     """
     tenant = _tenant_to_change(session, caller, id)
     tree.lock(session)
@@ -149,7 +149,7 @@ def change_tenant(
 
 
 def _take_over(tenant: Tenant, body: TenantPatch) -> None:
-    """What was given; null ends a bound on numbers of tasks, and means nothing elsewhere."""
+    """Copy the given fields; null removes a limit on numbers of tasks, and is ignored elsewhere."""
     if body.weight is not None:
         tenant.weight_milli = round(body.weight * 1000)
     for name in ("name", "guarantee", "limit", "tier"):
@@ -166,8 +166,8 @@ def _take_over(tenant: Tenant, body: TenantPatch) -> None:
     responses=declared(403, 404, 409),
 )
 def delete_tenant(id: str, caller: Authed, session: Db) -> None:
-    """One with users, requests or tenants below it stays: its usage is part of the accounts.  So
-    does one with webhooks, until they are deleted.
+    """Deletes an empty tenant.  A tenant with users, requests or tenants below it stays, because
+    its usage is part of the accounts.  A tenant with webhooks stays until these are deleted.
     """
     tenant = _tenant_to_change(session, caller, id)
     tree.lock(session)
@@ -217,7 +217,7 @@ def _parent(session: Session, caller: Caller, id: str | None) -> Tenant:
 
 
 def _new_parent(session: Session, caller: Caller, tenant: Tenant, id: str) -> str:
-    """Raises BadInput if the tree would not be one any more."""
+    """Return the new parent's id; raises BadInput if the tree would get a cycle."""
     if tenant.parent_id is None:
         raise BadInput.at("/parent_id", "the root of the tree has no parent", "cycle")
     parent = _parent(session, caller, id)
@@ -227,7 +227,7 @@ def _new_parent(session: Session, caller: Caller, tenant: Tenant, id: str) -> st
 
 
 def _tell_islands(session: Session) -> None:
-    """What waits because of a weight or a quota may be able to start now."""
+    """Wake the islands: a new weight or quota may let waiting tasks start."""
     for name in session.scalars(select(Island.name)):
         after_commit(session, partial(outbox.nudge_island, name))
 
@@ -247,14 +247,16 @@ def _shown(tenant: Tenant) -> dict[str, Any]:
 
 
 def _check_quota(tenant: Tenant, changed: str) -> None:
-    """Raises BadInput with all that is wrong with guarantee and limit; `changed` is pointed at."""
+    """Raises BadInput with all faults of guarantee and limit; pointers name the field `changed`."""
     faults = [*_bad_kinds(tenant)] or [*_above_limit(tenant, changed)]
     if faults:
         raise BadInput(f"{faults[0].pointer}: {faults[0].detail}", errors=tuple(faults))
 
 
 def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
-    """Names that are no device kind; that such devices exist is not asked for."""
+    """Yield faults for names that are not valid device kinds; whether such devices exist is not
+    checked.
+    """
     for name, given in (("guarantee", tenant.guarantee), ("limit", tenant.limit)):
         for kind in given:
             if re.fullmatch(KIND, kind) or (name, kind) == ("limit", tree.ALL):
@@ -280,17 +282,17 @@ def _above_limit(tenant: Tenant, changed: str) -> Iterator[Fault]:
 
 
 def _promised(session: Session, caller: Caller) -> tree.Devices:
-    """What a tenant admin may divide; a platform admin may promise anything."""
+    """Return the guarantees that a tenant admin may divide; a platform admin has no limit."""
     return {} if caller.sees_all else tree.Promises(session).counts(caller.tenant_id)
 
 
 def _check_promises(
     session: Session, caller: Caller, tenant: Tenant, before: tree.Devices, changed: str
 ) -> None:
-    """Raises BadInput if somebody's children are now promised more than it has to give.
+    """Raises BadInput if a tenant's children are now promised more than the tenant has.
 
-    A tenant admin is told nothing of the tenants above the own one, and adds nothing to what they
-    have promised.
+    For a tenant admin, tenants above the own one are not mentioned, and their promises may not
+    grow.
     """
     promises = tree.Promises(session)
     top = None if caller.sees_all else caller.tenant_id
@@ -332,8 +334,8 @@ def _at(changed: str, kind: str) -> str:
     responses=declared(403, 409),
 )
 def create_user(body: UserIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
-    """A tenant admin makes users of the own tenant and of those below it.  One with `service` is a
-    program: it has keys like anybody, and nobody signs in as it.
+    """Makes a user.  A tenant admin makes users of the own tenant and of tenants below it.  With
+    `service` the user is a program: it has keys, but no person signs in as it.
     """
     tenant_id = body.tenant_id or caller.tenant_id
     seen = of_caller(caller, Tenant.id)
@@ -360,8 +362,8 @@ def list_users(
     tenant_id: str | None = None,
     service: bool | None = None,
 ) -> dict[str, Any]:
-    """A platform admin sees all of them, a tenant admin those of the own tenant and below it.  With
-    `service` only service accounts, or only people.
+    """Lists users.  A platform admin sees all of them, a tenant admin those of the own tenant and
+    of tenants below it.  `service` selects only service accounts, or only people.
     """
     query = select(User).where(of_caller(caller, User.tenant_id))
     if service is not None:
@@ -376,7 +378,7 @@ def list_users(
     "/users/{id}", response_model=UserOut, summary="Show a user", responses=declared(403, 404)
 )
 def get_user(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
-    """Your own user, or as an admin any that you see."""
+    """Shows your own user, or as an admin any user that you see."""
     user = _visible_user(session, caller, id)
     if user is None:
         raise NotFound("user", id)
@@ -418,7 +420,7 @@ def change_user(
 
 @users.get("/me", response_model=MeOut, summary="Who am I?")
 def get_me(caller: Authed) -> dict[str, Any]:
-    """The user, the tenant and the role of the key that you sent."""
+    """Shows the user, the tenant and the role of the key that you sent."""
     return {
         "user_id": caller.user_id,
         "user": caller.user_name,
@@ -457,9 +459,9 @@ def _user_shown(user: User) -> dict[str, Any]:
     responses=declared(403),
 )
 def create_key(body: KeyIn, response: Response, caller: AnyAdmin, session: Db) -> dict[str, Any]:
-    """The key itself is in this answer and nowhere else, ever.  Only a platform admin makes keys
-    of platform admins.  `scopes` narrow what its role may do; a key that is narrowed itself makes
-    none that may do more.
+    """Makes a key, which only this answer ever shows.  Only a platform admin makes keys of platform
+    admins.  `scopes` narrow what the key's role may do.  A key with scopes makes only keys that may
+    do no more than itself.
     """
     if body.role == "platform_admin" and not caller.sees_all:
         raise Forbidden("only a platform_admin makes keys with the role platform_admin")
@@ -497,7 +499,7 @@ def _future(at: datetime | None) -> datetime | None:
 def list_keys(
     paging: Paged, caller: AnyAdmin, session: Db, user_id: str | None = None
 ) -> dict[str, Any]:
-    """Revoked and expired ones too; never the keys themselves."""
+    """Lists keys, including revoked and expired ones, without the keys themselves."""
     query = _keys(caller)
     if user_id is not None:
         query = query.where(ApiKey.user_id == user_id)
@@ -519,9 +521,9 @@ def rotate_key(
     session: Db,
     body: Annotated[RotateKeyIn, Body()] = RotateKeyIn(),
 ) -> dict[str, Any]:
-    """A new key of the same user with the same role, scopes and name, in this answer and nowhere
-    else, ever.  The old one stays good for `overlap_s`, and no longer.  Everybody may rotate their
-    own keys, but none that may do more than the one that is used for it.
+    """Makes a new key for the same user with the same role, scopes and name; only this answer ever
+    shows it.  The old key stays valid for `overlap_s` at most.  All users may rotate their own
+    keys, but no key that may do more than the one that they use for it.
     """
     old = _key_to_change(session, caller, id)
     _check_rotatable(session, caller, old)
@@ -539,7 +541,7 @@ def rotate_key(
 
 
 def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
-    """Raises Forbidden or Conflict; the key is locked."""
+    """Raises Forbidden or Conflict; the key must be locked."""
     if ROLES.index(key.role) < ROLES.index(caller.role):
         raise Forbidden(f"a {caller.role} rotates no key with the role {key.role}")
     _check_within(caller, key.scopes)
@@ -558,8 +560,8 @@ def _check_rotatable(session: Session, caller: Caller, key: ApiKey) -> None:
     responses=declared(403, 404),
 )
 def revoke_key(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """From now on it opens nothing, and browsers signed in with it are signed out.  Twice is no
-    error.  Everybody may revoke their own keys.
+    """Ends the key's validity at once, and signs out browsers that signed in with it.  To revoke it
+    twice is no error.  All users may revoke their own keys.
     """
     key = _key_to_change(session, caller, id)
     if key.revoked_at is None:
@@ -570,7 +572,7 @@ def revoke_key(id: str, caller: Authed, session: Db) -> dict[str, Any]:
 
 
 def _key_to_change(session: Session, caller: Caller, id: str) -> ApiKey:
-    """Locked.  Raises NotFound or Forbidden."""
+    """Return the key, with its row locked.  Raises NotFound or Forbidden."""
     row = session.execute(
         _keys(caller).where(ApiKey.id == id).with_for_update(of=ApiKey)
     ).one_or_none()

@@ -1,4 +1,4 @@
-"""Times as callers write them: ISO 8601, and nothing that merely looks like a number."""
+"""Times in the input: ISO 8601 only; plain numbers are rejected."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from app.errors import BadInput
 
 
 def _written(text: Any) -> Any:
-    """Without this, 2026 would be half an hour after the beginning of 1970."""
+    """Reject numbers: 2026 would be read as half an hour after the beginning of 1970."""
     if text is None or (isinstance(text, str) and re.match(r"\d{4}-\d\d-\d\d", text)):
         return text
     raise ValueError("write a time as 2026-11-21T12:00:00Z")
 
 
 def _aware(at: datetime | None) -> datetime | None:
-    """A time without a zone is UTC."""
+    """Take a time without a zone as UTC."""
     return at if at is None or at.tzinfo else at.replace(tzinfo=UTC)
 
 
@@ -29,7 +29,7 @@ Time = Annotated[
 
 
 def day(text: str, where: str) -> datetime | None:
-    """The beginning of a day in UTC; None for nothing; raises BadInput."""
+    """Return the beginning of a day in UTC; None for an empty text; raises BadInput."""
     if not text:
         return None
     try:

@@ -1,12 +1,12 @@
-"""How datablocks and bundles come in.
+"""Receives the bytes of datablocks and bundles.
 
-An upload says what it is to become, so it can break at any byte and go on:
+An upload names what it will become, so it can break at any byte and resume:
 
     PUT /v1/datablocks/corpus?sha256=…    Content-Range: bytes */TOTAL        how far is it? (202)
     PUT /v1/datablocks/corpus?sha256=…    Content-Range: bytes FROM-TO/TOTAL  the next bytes (202)
 
-and the last bytes are answered with what it is now (201).  Without `Content-Range` the body is all
-of it.  Bytes that are there are skipped, if they are sent again; a gap is refused (409).
+The last bytes are answered with the finished item (201).  Without `Content-Range` the body is the
+whole upload.  Bytes that have already arrived are skipped; a gap is rejected (409).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The bytes from `start` to `end` of `total` are in the body; none, if it only `asks`."""
+    """The bytes from `start` to `end` of `total` that the body holds; none if the call only
+    `asks`.
+    """
 
     start: int
     end: int
@@ -48,7 +50,7 @@ class Sent:
 
     @classmethod
     def of(cls, content_range: str | None, length: str | None) -> Sent:
-        """Raises BadInput."""
+        """Parse the headers; raises BadInput."""
         if content_range is None:
             if length is None or not length.isdecimal() or int(length) == 0:
                 told = "say how long the body is, or send a Content-Range"
@@ -68,7 +70,7 @@ class Sent:
 
 
 async def received(http: Request, wanted: Wanted, sent: Sent) -> Begun | Done:
-    """How far the upload is, with the body of this call."""
+    """Receive the body of this call; returns the progress of the upload, or the finished item."""
     at, whole = await _begun(wanted), None
     if isinstance(at, Begun) and not sent.asks:
         at, whole = await _receive(http, at, sent)
@@ -78,7 +80,7 @@ async def received(http: Request, wanted: Wanted, sent: Sent) -> Begun | Done:
 
 
 async def received_whole(wanted: Wanted, body: Iterable[Bytes]) -> Done:
-    """What it is now, if `body` is all of it."""
+    """Receive the whole upload from `body`; returns the finished item."""
     at = await _begun(wanted)
     return await _finished(at, body) if isinstance(at, Begun) else at
 
@@ -94,9 +96,9 @@ async def _finished(begun: Begun, body: Iterable[Bytes] | None) -> Done:
 
 
 async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list[Bytes] | None]:
-    """Keep what comes, part by part; where the client breaks off, what came so far stays.
+    """Store the body part by part; if the client disconnects, what has arrived stays.
 
-    What comes whole, and is so small that it would be one part, is not kept but returned.
+    A whole upload that fits in one part is not stored but returned.
     """
     at = begun.received_bytes
     if sent.start > at:
@@ -112,7 +114,7 @@ async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list
             if len(body) >= PART_BYTES:
                 at = await _keep(begun, at, body)
     except ClientDisconnect:
-        pass  # nobody hears the answer
+        pass  # the client cannot read an answer any more
     if at == 0 and len(body) == sent.total:
         return replace(begun, received_bytes=sent.total), [bytes(body)]
     if body:
@@ -121,7 +123,7 @@ async def _receive(http: Request, begun: Begun, sent: Sent) -> tuple[Begun, list
 
 
 async def _keep(begun: Begun, at: int, body: bytearray) -> int:
-    """Where the next bytes begin; `body` is empty then."""
+    """Store `body` and empty it; returns the offset of the next bytes."""
     part = bytes(body)
     body.clear()
     await _in_thread(lambda: uploads.keep(begun, at, part))
@@ -132,7 +134,7 @@ _limiter: RunVar[CapacityLimiter] = RunVar("uploads")
 
 
 async def _in_thread(act: Callable[[], Any]) -> Any:
-    """In one of THREADS that uploads have for themselves: a slow store delays nobody else."""
+    """Run `act` in one of the THREADS reserved for uploads: a slow store delays no other calls."""
     limiter = _limiter.get(None)
     if limiter is None:
         limiter = CapacityLimiter(THREADS)

@@ -1,4 +1,4 @@
-"""`ETag` and `If-Match`: a change names the version that it was made for."""
+"""`ETag` and `If-Match`: a change names the version that it is based on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def etag(version: int) -> str:
 
 
 def check_version(if_match: str | None, version: int) -> None:
-    """Raises VersionNeeded or StaleVersion."""
+    """Raises VersionNeeded or StaleVersion, unless `if_match` names this version."""
     if if_match is None:
         raise VersionNeeded(f"read it first, and send its ETag, now {etag(version)}, as If-Match")
     given = {part.strip() for part in if_match.split(",")}

@@ -1,7 +1,7 @@
-"""Who is told when a request ends: addresses, their secrets, and what became of each message.
+"""Webhooks: the addresses notified when a request ends, their secrets, and all deliveries.
 
-A tenant admin's affair, as an address may hold a secret of its own (chat services do that).  What
-a request's own `notify` was sent is shown to whoever sees the request.
+Only tenant admins manage webhooks, because an address may contain a secret (as with chat services).
+Deliveries to a request's own `notify` address are shown to all callers who see the request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from app.settings import settings
 
 router = v1_router("webhooks")
 
-MOST = 20  # addresses of a tenant
-OVERLAP_S = 86_400.0  # so long an old secret signs beside the new one, if nobody says how long
+MOST = 20  # most addresses per tenant
+OVERLAP_S = 86_400.0  # seconds that an old secret still signs besides the new one, by default
 
 EventType = Literal["request.done", "request.failed", "request.cancelled"]
 DeliveryState = Literal["pending", "delivered", "given_up"]
@@ -156,7 +156,7 @@ class MessageOut(Out):
     data: EndOut
 
 
-#: What is sent, for the OpenAPI document: nobody calls it here.
+#: The message that is sent, for the OpenAPI document; it is not an operation of this API.
 sent = APIRouter()
 
 
@@ -169,8 +169,9 @@ sent = APIRouter()
     responses={422: {"description": "as any other than 2xx and 410: it is sent again"}},
 )
 def request_ended(body: MessageOut) -> None:
-    """Signed by Standard Webhooks (`webhook-id`, `webhook-timestamp`, `webhook-signature`).  Answer
-    2xx within 15 s, and expect a message twice: its `webhook-id` stays the same.  410: no more.
+    """Tells that a request has ended, signed by Standard Webhooks (`webhook-id`,
+    `webhook-timestamp`, `webhook-signature`).  Answer with 2xx within 15 s.  A message may come
+    twice, with the same `webhook-id`.  Answer with 410 to get no more messages.
     """
 
 
@@ -187,12 +188,13 @@ def request_ended(body: MessageOut) -> None:
 def create_webhook(
     body: WebhookIn, response: Response, caller: AnyAdmin, session: Db
 ) -> dict[str, Any]:
-    """Of every request of the tenant that ends so, it gets a POST by Standard Webhooks: check it
-    with a library of theirs and the secret, which is in this answer and nowhere else, ever.
+    """Adds a webhook: it gets a POST, by Standard Webhooks, for every request of the tenant that
+    ends in one of these ways.  Verify the message with a Standard Webhooks library and the secret,
+    which only this answer ever shows.
     """
     tenant_id = body.tenant_id or caller.tenant_id
     tenant = select(Tenant.id).where(Tenant.id == tenant_id, of_caller(caller, Tenant.id))
-    # Locked, so that two at once do not pass the bound together.
+    # Lock the tenant, so that two concurrent calls cannot exceed the limit together.
     if session.scalar(tenant.with_for_update(key_share=True)) is None:
         raise BadInput.at("/tenant_id", f"there is no tenant with id {tenant_id}", "unknown-tenant")
     if (told := refusal(body.url, networks(settings().webhook_networks))) is not None:
@@ -219,8 +221,8 @@ def create_webhook(
 def list_webhooks(
     paging: Paged, caller: AnyAdmin, session: Db, tenant_id: str | None = None
 ) -> dict[str, Any]:
-    """Those of the tenants that you see.  The one without an address is of all that requests name
-    in `notify`.
+    """Lists the webhooks of the tenants that you see.  The webhook without an address stands for
+    all addresses that requests name in `notify`.
     """
     query = select(Webhook).where(of_caller(caller, Webhook.tenant_id))
     if tenant_id is not None:
@@ -236,7 +238,7 @@ def list_webhooks(
     responses=declared(403, 404),
 )
 def get_webhook(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Never its secret: rotate that if it is lost."""
+    """Shows the webhook without its secret; if the secret is lost, rotate it."""
     return _shown(_webhook(session, caller, id))
 
 
@@ -252,8 +254,8 @@ def rotate_webhook(
     session: Db,
     body: Annotated[RotateSecretIn, Body()] = RotateSecretIn(),
 ) -> dict[str, Any]:
-    """For `overlap_s` messages carry a signature by each of the two, so that nothing is refused
-    while the receiver changes over.  The new one is in this answer and nowhere else, ever.
+    """Makes a new secret, which only this answer ever shows.  For `overlap_s` messages are signed
+    with both secrets, so that none is rejected while the receiver changes over.
     """
     hook = _webhook(session, caller, id, lock=True)
     now = db.now(session)
@@ -272,8 +274,8 @@ def rotate_webhook(
     responses=declared(403, 404, 409),
 )
 def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
-    """A message of the type `webhook.test`, signed and tried again like any other; what becomes of
-    it is at its `Location`.
+    """Sends a message of the type `webhook.test`, signed and retried like any other.  `Location`
+    leads to its delivery.
     """
     hook = _webhook(session, caller, id)
     if hook.url is None:
@@ -301,7 +303,7 @@ def list_deliveries(
     session: Db,
     state: Annotated[DeliveryState | None, Query()] = None,
 ) -> dict[str, Any]:
-    """The newest first, with every attempt.  What ended is kept for 30 days."""
+    """Lists deliveries, newest first, with every attempt.  Ended ones are kept for 30 days."""
     query = select(Delivery).where(Delivery.webhook_id == _webhook(session, caller, id).id)
     if state is not None:
         query = query.where(Delivery.state == state)
@@ -316,7 +318,9 @@ def list_deliveries(
     responses=declared(404),
 )
 def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """The newest first.  What webhooks of the tenant were sent is listed with those."""
+    """Lists deliveries to `notify`, newest first.  Those to the tenant's webhooks are listed
+    there.
+    """
     request = visible_request(session, caller, id)
     query = select(Delivery).join(Webhook, Webhook.id == Delivery.webhook_id)
     query = query.where(Delivery.request_id == request.id, Webhook.url.is_(None))
@@ -331,7 +335,7 @@ def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db)
     responses=declared(403, 404),
 )
 def get_delivery(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Every attempt (the newest 30), and when the next one is due."""
+    """Shows every attempt (the newest 30), and when the next one is due."""
     delivery, _ = _delivery(session, caller, id)
     return _delivery_shown(delivery)
 
@@ -344,8 +348,8 @@ def get_delivery(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     responses=declared(403, 404, 409),
 )
 def redeliver(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """At once, with the same id, and with all its tries before it: also what was delivered or given
-    up.
+    """Sends the message at once, with the same id and a fresh count of attempts.  It may have been
+    delivered or given up before.
     """
     delivery, hook = _delivery(session, caller, id, lock=True)
     _check_enabled(hook)
@@ -361,7 +365,7 @@ def redeliver(id: str, caller: Authed, session: Db) -> dict[str, Any]:
     responses=declared(403, 404, 409),
 )
 def delete_webhook(id: str, caller: Authed, session: Db) -> None:
-    """And what it was to be sent, and was sent."""
+    """Deletes the webhook with all its deliveries, sent or not."""
     hook = _webhook(session, caller, id, lock=True)
     if hook.url is None:
         raise Conflict("requests name its addresses; it stays, and its secret can be rotated")
@@ -373,7 +377,7 @@ def delete_webhook(id: str, caller: Authed, session: Db) -> None:
 
 def _webhook(session: Session, caller: Caller, id: str, *, lock: bool = False) -> Webhook:
     query = select(Webhook).where(Webhook.id == id, of_caller(caller, Webhook.tenant_id))
-    # Not against keys: the island that ends a request refers to the row, and must not wait for us.
+    # Lock, but not against references: an island that ends a request refers to this row meanwhile.
     hook = session.scalar(query.with_for_update(key_share=True) if lock else query)
     if hook is None:
         raise NotFound("webhook", id)

@@ -1,12 +1,12 @@
-"""Slows an address that sends wrong keys, and records the attempts within bounds.
+"""Slows an address that sends wrong keys, and records the attempts within limits.
 
 Every wrong key, token or browser session takes one from a bucket of the caller's address
 (`app.rates`, in Redis, so that all API processes count together).  Once the bucket is empty, this
-process refuses what it does not know to be good from that address, without a look into the
-database, until the bucket has room again.  Keys that were good before go on from there.
+process rejects unknown credentials from that address, without a query, until the bucket fills
+again. Keys that were valid before still work from there.
 
-A flood writes few records: one for each key or address in a minute, and at most RECORDS_PER_MIN in
-all; each says how many wrong keys this process has seen since the record before it.
+A flood writes few records: one per key or address in a minute, and at most RECORDS_PER_MIN in
+total. Each record says how many wrong keys this process has seen since the record before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class _Guard:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._refused_until_s: OrderedDict[str, float] = OrderedDict()  # by address
+        # by address, in seconds of the monotonic clock
+        self._refused_until_s: OrderedDict[str, float] = OrderedDict()
         self._recorded_s: deque[float] = deque(maxlen=RECORDS_PER_MIN)
         self._unrecorded = 0
 
@@ -54,14 +55,14 @@ class _Guard:
                 self._refused_until_s.popitem(last=False)
 
     def count(self) -> bool:
-        """Count one wrong key; returns whether a record may be written now."""
+        """Count one wrong key; returns True if a record may be written now."""
         with self._lock:
             self._unrecorded += 1
             full = len(self._recorded_s) == RECORDS_PER_MIN
             return not full or time.monotonic() - self._recorded_s[0] >= WINDOW_S
 
     def take_unrecorded(self) -> int:
-        """The number of wrong keys for a record that is written now."""
+        """Return the number of wrong keys for a record that is written now."""
         with self._lock:
             self._recorded_s.append(time.monotonic())
             number, self._unrecorded = self._unrecorded, 0
@@ -82,7 +83,7 @@ def check_address(request: Request) -> None:
 
 
 def count_wrong_key(session: Session, request: Request, call: audit.Call) -> None:
-    """Count and record one wrong key; from too many on, the address is refused."""
+    """Count and record one wrong key; after too many, the address is rejected."""
     counted.inc()
     if guard.count():
         audit.refused(session, call, guard.take_unrecorded)
