@@ -38,9 +38,7 @@ class Accelerator:
 
 
 class Pinned:
-    """Host memory at `address`, pinned as far as requested, which a CUDA device accesses by
-    itself.
-    """
+    """Host memory at `address`, pinned as far as requested for access by a CUDA device."""
 
     def __init__(self, address: int) -> None:
         self.address, self.size = address, 0

@@ -73,9 +73,7 @@ class Coming(threading.Thread):
         self._told.set()
 
     def taken(self) -> Ahead | None:
-        """Hand the slab to the caller, as the task is launched here; waits for a fetch in
-        progress.
-        """
+        """Hand the slab over, as the task is launched here; waits for a fetch in progress."""
         self._over = True
         self._told.set()
         self.join()

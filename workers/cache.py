@@ -199,9 +199,7 @@ class Draft:
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def keep(self, sha256: str) -> None:
-        """Make the complete file an entry with this hash, unless it is too large; raises
-        OSError.
-        """
+        """Make the complete file an entry of this hash, unless it is too large; raises OSError."""
         if self.failed is not None:
             raise self.failed
         if os.fstat(self._fd).st_size <= self._cache.limit_bytes:
@@ -232,9 +230,7 @@ def _open(path: Path) -> int | None:
 
 @functools.cache
 def _unflushed() -> str:
-    """Return the file name of an entry that was not flushed, and may be torn after the next
-    boot.
-    """
+    """Return the file name of an unflushed entry, which may be torn after the next boot."""
     return f"{BODY}.{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 

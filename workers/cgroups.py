@@ -67,8 +67,8 @@ class Bounds:
         threads: int,
         nodes: Iterable[Path],
     ) -> Bounds:
-        """Return limits with which a resident may fill the device, hold an image of it, and have
-        its own overhead.
+        """Return limits that allow each resident the whole device, one image and its own
+        overhead.
         """
         shared = memory_bytes + host_memory_bytes
         return cls(
@@ -212,9 +212,7 @@ class ControlGroups:
         return made
 
     def toll(self, resident: str) -> Toll:
-        """Return what the kernel counted for one resident; read it before its groups are
-        removed.
-        """
+        """Return what the kernel counted for one resident, as long as its groups exist."""
         counted: dict[str, int] = {}
         for _, parent in self.parents:
             counted |= _counts(parent / resident)
@@ -258,9 +256,7 @@ class ControlGroups:
 
 
 def group_name(device: str, run: Path) -> str:
-    """Return a name with a hash of the instance: two instances on a host may have equal device
-    names.
-    """
+    """Return a name with a hash of the instance, as two instances may have equal device names."""
     instance = zlib.crc32(f"{run.absolute()}\0{device}".encode())
     return f"roundhouse-{re.sub(r'[^A-Za-z0-9.-]', '_', device)[:64]}-{instance:08x}"
 
@@ -280,9 +276,7 @@ def join(groups: Iterable[str]) -> None:
 
 
 def _own_group(hierarchy: Hierarchy) -> Path:
-    """Return the group to work in; a process that already moved aside returns to its parent
-    group.
-    """
+    """Return the group to work in: the parent, if this process has already moved aside."""
     return hierarchy.own.parent if hierarchy.own.name == _WORKER else hierarchy.own
 
 
@@ -342,9 +336,7 @@ def _of_resident(version: int, limit: str, bounds: Bounds) -> list[Line]:
 
 
 def _of_memory(version: int, size_bytes: int) -> list[Line]:
-    """Limit memory and forbid swap, which would slow down neighbours; uncounted swap has no
-    limit.
-    """
+    """Limit memory and forbid swap, which would slow down neighbours, where swap is counted."""
     if version == 1:
         swap = ("memory.memsw.limit_in_bytes", str(size_bytes), True)
         return [("memory.limit_in_bytes", str(size_bytes), False), swap]
@@ -443,9 +435,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove(group: Path) -> bool:
-    """Remove a group and return True, or kill the processes in it and return False: they end
-    soon.
-    """
+    """Remove a group and return True, or kill its processes, which end soon, and return False."""
     try:
         group.rmdir()
     except FileNotFoundError:

@@ -60,15 +60,11 @@ GRAPH_ROOM_BYTES = 2**20  # space for the graph of a read image is a multiple of
 
 
 class BadSlab(Exception):
-    """Raised when the slab, or the resident's description of it, cannot become a checkpoint; says
-    why.
-    """
+    """Raised when a slab or its description cannot become a checkpoint; says why."""
 
 
 class TooSlow(OSError):
-    """Raised when writing took so long that chunks it relied on may have been collected
-    meanwhile.
-    """
+    """Raised when a write took so long that chunks it relied on may have been collected."""
 
 
 class Known:
@@ -95,9 +91,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A written checkpoint; `size_bytes` is the size of the image, `new_bytes` the growth of the
-    store.
-    """
+    """A written checkpoint: `size_bytes` of its image, `new_bytes` of growth of the store."""
 
     sha256: str
     size_bytes: int
@@ -278,9 +272,7 @@ def _mapped(slab: int, extents: Sequence[Extent]) -> memoryview:
 
 
 def _runs(extents: Sequence[Extent]) -> Iterator[tuple[int, int]]:
-    """Yield runs of whole pages in which the extents lie close together; ranks are gigabytes
-    apart.
-    """
+    """Yield runs of whole pages with extents close together; ranks are gigabytes apart."""
     start = end = 0
     for extent in sorted(extents, key=lambda extent: extent.offset):
         if extent.offset > end + _GAP_BYTES:
@@ -392,9 +384,7 @@ def _laid(
 
 
 def _laid_out(graph_bytes: int, storages: list[tuple[int, str, bool]]) -> Layout:
-    """Lay out the image with space behind the graph, so that storages of the next image do not
-    move.
-    """
+    """Lay out the image with space behind the graph, so that later storages keep their places."""
     room = -(-graph_bytes // GRAPH_ROOM_BYTES) * GRAPH_ROOM_BYTES
     layout = laid_out(room, storages)
     return replace(layout, graph=replace(layout.graph, size=graph_bytes))

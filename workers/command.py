@@ -405,9 +405,7 @@ class Stub:
     # --- the end ---
 
     def settle(self) -> None:
-        """Store the outputs and send the final message, once the command has ended or was
-        canceled.
-        """
+        """Store the outputs and send the final message, once the command has ended."""
         self.end_tree()
         if not self.is_seated:
             raise Abandoned  # killed while frozen: a task ends only in the slot
@@ -500,9 +498,7 @@ class Keeping:
                 self._copy()
 
     def off_the_seat_no_more(self) -> None:
-        """Abandon the copy of an image that was not requested: the slot is more urgent.  Copied
-        files stay.
-        """
+        """Abandon a copy that no order requested: the slot is more urgent.  Copied files stay."""
         self.saved_s = time.monotonic()
         every_s = self.stub.spec["checkpoint_every_s"]
         is_overdue = 0 < every_s < self.saved_s - self.told_s
@@ -596,9 +592,7 @@ def capabilities(devices: Devices) -> list[str]:
 
 
 class Wakeups:
-    """Provides a descriptor that becomes readable when a child ends or a thread has done its
-    part.
-    """
+    """Provides a descriptor that becomes readable when a child ends or a thread is done."""
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -615,9 +609,7 @@ class Wakeups:
 
 
 def _tell_owner(what: str) -> None:
-    """Write a line into the task's log, in a thread: the command may have filled the pipe and be
-    stopped.
-    """
+    """Write a line into the task's log, in a thread, as the command may have filled the pipe."""
 
     def write() -> None:
         with contextlib.suppress(OSError):

@@ -129,9 +129,7 @@ class Folder:
                     yield name, status
 
     def _make_room(self, files: dict[str, os.stat_result]) -> None:
-        """Give each file a place; a file that grew gets a new place with spare space.  Raises
-        TooLarge.
-        """
+        """Give each file a place; a file that grew gets a new, larger one.  Raises TooLarge."""
         whole = sum(status.st_size for status in files.values())
         if len(files) > FILES_LIMIT or whole > self.slab.limit_bytes:
             raise TooLarge(

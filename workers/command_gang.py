@@ -42,9 +42,7 @@ class Gang:
     # --- slots ---
 
     def want(self, seats: int, *, tell: bool) -> None:
-        """Request a number of slots; it takes effect when all ranks meet in a collective, or
-        never.
-        """
+        """Request a number of slots; it takes effect when all ranks meet in a collective."""
         self._wanted, self.is_told = seats, not tell
 
     def has_resized(self) -> int:
@@ -62,9 +60,7 @@ class Gang:
     # --- the environment of a rank ---
 
     def environment(self, rank: int, restarts: int) -> dict[str, str]:
-        """Return a rank's environment: the variables of torchrun, and how it finds the other
-        ranks.
-        """
+        """Return a rank's environment: torchrun's variables, and how it finds the other ranks."""
         given = os.environ.get("PYTHONPATH")
         gang = {**asdict(self.handles), "rank": rank}
         return {
@@ -88,9 +84,7 @@ class Gang:
 
 
 def _free_port() -> int:
-    """Return a free port, for a script that uses torch's own means; a sandbox has its own
-    loopback.
-    """
+    """Return a free port for torch's own means; a sandbox has its own loopback."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -43,9 +43,7 @@ _PIECE = 1 << 20
 
 
 def bring_in(inputs: Mapping[str, JSON], take: Callable[[], int], folder: Path) -> None:
-    """Write the inputs into the new `folder`; `take` returns the open file of each.  Raises
-    Ending.
-    """
+    """Write the inputs into the new `folder`; `take` returns each open file.  Raises Ending."""
     folder.mkdir()
     for port, source in sorted(inputs.items()):
         fd = take()
@@ -65,9 +63,7 @@ def _copy(fd: int, path: Path) -> None:
 
 
 def _unpickle(image: Image, port: str, folder: Path) -> None:
-    """Unpickle an image and write its value, in a separate process, as unpickling runs tenant
-    code.
-    """
+    """Unpickle an image and write its value, in a child process, as that runs tenant code."""
     read, write = os.pipe2(os.O_CLOEXEC)
     if not (child := os.fork()):
         os.close(read)

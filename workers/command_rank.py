@@ -74,9 +74,7 @@ def _joined(world_size: int) -> Rank | None:
 
 
 def _begin_again(rank: Rank) -> None:
-    """Make a default group after one was destroyed; all ranks must call it, as the name is
-    reused.
-    """
+    """Make a default group after one was destroyed; all ranks take part, as its name is reused."""
     global _begun
     _begun += 1
     store = collectives.SharedStore(rank.turns, rank.timeout_s)

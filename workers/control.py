@@ -96,9 +96,7 @@ class Control(Loop):
         self._sweep()
 
     def _sweep(self) -> None:
-        """Delete unreferenced data of the store in a separate thread: listing a store takes
-        time.
-        """
+        """Delete unreferenced data of the store, in a thread, as listing a store takes time."""
         if self.sweeping is not None and self.sweeping.is_alive():
             return
         if time.monotonic() < self.sweep_due_s:

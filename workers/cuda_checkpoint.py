@@ -154,9 +154,7 @@ _CALLS = (
 
 
 def _driver() -> Driver | None:
-    """Return the driver if it has this API and permits its use; None if that is not known in
-    time.
-    """
+    """Return the driver if it has this API and permits its use; None if unknown in time."""
     try:
         from cuda.bindings import driver as bindings  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

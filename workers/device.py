@@ -41,9 +41,7 @@ class ToIsland:
 
 
 class Serve(bootsteps.StartStopStep):
-    """Starts and stops the supervisor with the worker, not with its connection: the supervisor
-    outlives any loss of Redis.
-    """
+    """Starts and stops the supervisor with the worker, so that it outlives any loss of Redis."""
 
     requires = {"celery.worker.components:Pool"}
     supervisor: Supervisor | None = None

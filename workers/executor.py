@@ -122,7 +122,7 @@ class Context:
         self.allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return memory for a node's result; a block in it passes to other devices without a
+        """Return memory for a node's result; other devices can read a block in it without a
         copy.
         """
         if self.allocate is not None:
@@ -140,9 +140,7 @@ class Context:
         self.logged.update(metrics)
 
     def datablock(self, name: str) -> Any:
-        """Return the input that is this datablock, "NAME" or "NAME@VERSION"; of several the
-        newest.
-        """
+        """Return the input that is this datablock: "NAME" (the newest) or "NAME@VERSION"."""
         named = [block for block in self.blocks if name in (block, block.partition("@")[0])]
         if not named:
             there = ", ".join(sorted(self.blocks)) or "none"
@@ -444,7 +442,7 @@ class Images:
         return here and not self.staging.is_copying and not self.staging.spoiled
 
     def may_leave(self) -> bool:
-        """True if the slab is free or holds this step; otherwise an older image in it is being
+        """True if the slab is free or holds this step; else an older image in it is being
         stored.
         """
         self.staging.join()
@@ -487,7 +485,7 @@ class Images:
             self.work.outgoing.next()
 
     def wait(self, for_s: float) -> None:
-        """Delay the image of a pause, to leave the cores to others; an order to save is obeyed at
+        """Delay the image of a pause, to leave the cores to others; a save order still counts at
         once.
         """
         self.left_s = max(self.left_s, time.monotonic() + for_s - SAVES_APART_S)
@@ -808,9 +806,7 @@ def one_step(work: Work) -> None:
 
 
 def _give_early(work: Work) -> None:
-    """Store the outputs of a graph as soon as they are made: other tasks wait for the last of
-    them.
-    """
+    """Store the outputs of a graph once they are made: other tasks wait for the last of them."""
     for name, value in work.job.made().items():
         if name in work.spec["outputs"]:
             work.outgoing.put(value, name)
@@ -852,8 +848,9 @@ def settle(work: Work) -> None:
 
 
 def _lingers(work: Work) -> bool:
-    """True if another part of the graph follows, and the process has no mapped datablock, no used
-    slab and no gang.
+    """True if another part of the graph follows and the process is clean.
+
+    A clean process has no mapped datablock, no used slab and no gang.
     """
     lent = any(source["datablock"] for source in work.spec["inputs"].values())
     free = not (lent or work.images.used or work.member)
@@ -973,9 +970,7 @@ def _let_lie(work: Work, job: GraphJob) -> None:
 
 
 def _save_again(work: Work) -> None:
-    """Request another image, as the current one was spoiled; in a gang all ranks make it at one
-    step.
-    """
+    """Request another image, as this one was spoiled; in a gang all ranks make it at one step."""
     if work.member is None:
         work.wishes.add("save")
     else:
@@ -1089,7 +1084,7 @@ def _say_away(work: Work, *, settled: bool = True) -> None:
 
 
 def _save_in_s(work: Work) -> float | None:
-    """Return the seconds until the image of the pause leaves; None while there is nothing to wait
+    """Return the seconds until the image of the pause leaves; None if there is nothing to wait
     for.
     """
     images = work.images
@@ -1224,9 +1219,7 @@ def _take_kept(work: Work, message: JSON) -> None:
 
 
 def _files(work: Work, count: int) -> list[int]:
-    """Take the descriptors of one message; later ones belong to the next message with
-    descriptors.
-    """
+    """Take the descriptors of one message; the rest belong to later messages."""
     files, work.wire.fds = work.wire.fds[:count], work.wire.fds[count:]
     return files
 
@@ -1299,9 +1292,7 @@ def load_entry(code: Path, target: str) -> Any:
 def load_graph(
     code: Path, body: JSON | TaskGraph, accelerator: Accelerator, **more: Any
 ) -> graph.Loaded:
-    """Return a loaded graph; all its functions lie in the tenant's folder `code`
-    (`graph.Loaded`).
-    """
+    """Return a loaded graph (`graph.Loaded`) with all functions from the tenant's folder `code`."""
     _make_room_for(code)
     return graph.Loaded(body, partial(_entry, code), accelerator, **more)
 
@@ -1420,8 +1411,8 @@ def _is_one(value: Any) -> bool:
 
 
 def _failed(error: BaseException, *, cause: str = "exception", begun: str = "") -> Ending:
-    """Return an `Ending` with the tenant's view of an error: last line, traceback from their first
-    frame.
+    """Return an `Ending` with the error's last line, and its traceback from the tenant's code
+    on.
     """
     if isinstance(error, Abandoned | Ending):
         raise error

@@ -34,15 +34,11 @@ _LOOK_AGAIN_S = 0.0005
 
 
 class WontStop(Exception):
-    """Raised when a part of the tree still runs; the message says which processes, in which
-    states.
-    """
+    """Raised when a part of the tree still runs; says which processes, in which states."""
 
 
 class Tree:
-    """The processes of the tree.  `is_alone`: this process is process 1 of its own PID
-    namespace.
-    """
+    """The processes of the tree; `is_alone`: this is process 1 of its own PID namespace."""
 
     def __init__(self, *, is_alone: bool) -> None:
         if is_alone and os.getpid() != 1:
@@ -120,9 +116,7 @@ class Tree:
         return sum(_memory_bytes(pid) for pid in self.pids())
 
     def written_maps(self, folder: Path) -> set[str]:
-        """Return files below `folder` that are mapped for writing: they change without a new
-        mtime.
-        """
+        """Return files below `folder` mapped for writing: they change without a new mtime."""
         return {path for pid in self.pids() for path in _written_maps(pid, f"{folder}/")}
 
     def _send(self, pid: int, number: signal.Signals) -> None:

@@ -77,7 +77,7 @@ class Rhythm:
         self.soon_us: int | None = None
 
     def soon(self, now_us: int) -> None:
-        """Make a report due within SOON_S, for an event that needs no reaction and that others will
+        """Make a report due within SOON_S, for an event that is not urgent and that others
         follow.
         """
         if self.soon_us is None:
@@ -113,9 +113,7 @@ class Pulse(threading.Thread):
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the last report was sent or given up; False if that takes longer than
-        `timeout_s`.
-        """
+        """Wait until the last report was sent or given up; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._newest is None and not self._sending, timeout_s

@@ -26,8 +26,8 @@ class Hint(celery.Task):
 
 
 def hears(app: Celery, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator: the function gets all hints of this name, in the reading thread; be
-    quick.
+    """Return a decorator for a quick function that gets all hints of this name, in the reading
+    thread.
 
     It is called with the text of the message, or without arguments if the message has none.  Its
     errors are logged now and then, as no code could handle them.

@@ -35,9 +35,7 @@ def write_down(file: Path, tasks: Collection[Place]) -> None:
 
 
 def written_down(file: Path) -> list[list[str | int]]:
-    """Return the recorded tasks as `Alive` has them; empty if the previous device worker did not
-    hang.
-    """
+    """Return the recorded tasks in the form of `Alive`; empty if the last worker did not hang."""
     if not file.exists():
         return []
     try:

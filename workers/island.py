@@ -197,9 +197,7 @@ class Scheduler(Loop):
                 row.leader_until = func.now()
 
     def _heard(self) -> list[Alive]:
-        """Return the newest heartbeat of every device process; it repeats all that earlier ones
-        said.
-        """
+        """Return the newest heartbeat of every device process, which replaces all earlier ones."""
         newest: dict[tuple[str, str], Alive] = {}
         while not self.inbox.empty():
             alive = self.inbox.get()
@@ -294,9 +292,7 @@ class Scheduler(Loop):
         return min(settings().tick_s, plan.look_again_s - now_s)
 
     def _spare_the_silent(self, session: Session, board: Board) -> None:
-        """Extend the leases of silent devices while Redis is away, and for one lease after it is
-        back.
-        """
+        """Extend the leases of silent devices while Redis is away, and for one lease afterwards."""
         if all(board.alive(id) for id in (*board.seated, *board.leaving)):
             return
         if not outbox.reachable():

@@ -60,16 +60,12 @@ class Expected:
 
 
 class Desk(Protocol):
-    """Sends or receives blocks; `named` is 32 bytes in hexadecimal.  No method may block its
-    thread.
-    """
+    """Sends or receives blocks; `named` is 32 bytes in hexadecimal.  No method may block."""
 
     def key(self, named: str) -> bytes: ...
 
     def serve(self, sock: socket.socket, named: str) -> None:
-        """Serve a connection that has proved to know the key; the desk owns the socket from here
-        on.
-        """
+        """Serve and own a connection that has proved to know the key."""
 
 
 @dataclass(eq=False)
@@ -200,9 +196,7 @@ class Links:
             visitor.sock.close()
 
     def _handshake(self, sock: socket.socket) -> Handshake:
-        """Authenticate a visitor: yield the number of bytes awaited, return the function to call at
-        success.
-        """
+        """Authenticate a visitor: yield the bytes awaited, return the function to call then."""
         hello = yield _HELLO.size
         digest, host, sort, _ = _HELLO.unpack(hello)
         if desk := self._desks.get(sort):

@@ -21,9 +21,7 @@ BACK_OFF_S = 1.0
 
 
 class Loop(threading.Thread):
-    """Calls `look` when woken, and at the latest after the seconds that the last `look`
-    returned.
-    """
+    """Calls `look` when woken, and at the latest after the seconds that `look` returned."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)

@@ -27,9 +27,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 class NotTaken(Exception):
-    """Raised when torch did not take the preset; `differences` has a sentence for each
-    parameter.
-    """
+    """Raised when torch did not take the preset; `differences` has one sentence each."""
 
     def __init__(self, differences: list[str]) -> None:
         self.differences = differences
@@ -151,9 +149,7 @@ IMPOSABLE = {
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return everything known to change the bits of a result, as JSON; it travels with every
-    image.
-    """
+    """Return everything known to change the bits of a result, as JSON."""
     return {
         **_of_machine(),
         **_of_cuda(),
@@ -202,9 +198,7 @@ def _of_gpu() -> dict[str, Any]:
 
 
 def impose(before: Mapping[str, Any]) -> list[str]:
-    """Make this process compute like the process of a fingerprint; return the remaining
-    differences.
-    """
+    """Make this process compute like that of a fingerprint; return the remaining differences."""
     for name, setting in IMPOSABLE.items():
         if name in before and setting.read() != before[name]:
             try:

@@ -81,9 +81,7 @@ class Residency:
     # --- free memory ---
 
     def look(self, now_us: int) -> bool:
-        """Keep to the budgets and bring back wanted residents; True if all wanted residents are
-        here.
-        """
+        """Keep to the budgets and bring back wanted residents; True if all of them are here."""
         self.lacks = ""
         for resident in self.living:
             if resident.level == "leaving" and now_us >= resident.leave_by_us:
@@ -130,9 +128,7 @@ class Residency:
         return fits and self.free_host_bytes >= 0
 
     def _evict_one(self, now_us: int) -> bool:
-        """Have the paused resident that is needed last release device memory; False if there is
-        none.
-        """
+        """Have the paused resident needed last release device memory; False if there is none."""
         paused = [r for r in self.living if r.stay.state == "paused" and r.level == "device"]
         fitting = (r for r in paused if r.may_leave and self._fits_host(r))
         for resident in self.needed_last_first(fitting):
@@ -144,9 +140,7 @@ class Residency:
         resident.send("leave", turn=self._leaves(resident, now_us))
 
     def with_pause(self, resident: Resident, now_us: int) -> JSON:
-        """Return extra fields of a pause message: release memory at once, if a task waits for
-        memory.
-        """
+        """Return extra fields of a pause: release memory at once, if a task waits for memory."""
         if self.lacks != "bytes" or not resident.may_leave or not self._fits_host(resident):
             return {}
         return {"leave": True, "turn": self._leaves(resident, now_us)}
@@ -166,9 +160,7 @@ class Residency:
         return self.free_bytes + gained >= wanted and self._end_one(holding)
 
     def _end_one(self, among: Iterable[Resident]) -> bool:
-        """End the resident that is needed last among those with a durable image; False if there is
-        none.
-        """
+        """End the resident needed last among those with a durable image; False if there is none."""
         for resident in self.needed_last_first(filter(_may_end, among)):
             self.end(resident)
             return True
@@ -201,9 +193,7 @@ class Residency:
         resident.send("return", bytes=granted, turn=resident.turn)
 
     def heard(self, resident: Resident, message: JSON) -> None:
-        """Process an `away` message: its bytes off the device; `settled` if it did what it was told
-        last.
-        """
+        """Process an `away` message: bytes off the device; `settled` if the last order is done."""
         away_bytes, turn = number(message, "bytes"), number(message, "turn")
         house = self.house
         told = number(message, "memory_bytes")

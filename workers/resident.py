@@ -63,9 +63,7 @@ _TRUE_ANYWAY = (messages.Started, messages.Came, messages.Stopped)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straight:
-    """An unconfirmed input, received directly from its producer: its hash and its time of
-    arrival.
-    """
+    """An unconfirmed input, received directly from its producer."""
 
     sha256: str
     since_us: int
@@ -141,8 +139,9 @@ class Stay:
             self.given.setdefault(port, source)
 
     def goes_on_from(self, before: Stay) -> None:
-        """Continue `before` in the same process.  Inputs that did not reach the process are still
-        lacking, even if the launch names them.
+        """Continue `before` in the same process.
+
+        Inputs that did not reach the process are still lacking, even if the launch names them.
         """
         self.step, self.metrics, self.lacks = before.step, before.metrics, {*before.lacks}
         for port, source in self.launch.inputs.items():
@@ -164,9 +163,7 @@ class Stay:
         return len(self.launch.seats) == 1 or self.is_outpost or self.links is not None
 
     def hand_over(self) -> list[int]:
-        """Return the descriptors of its links; the caller sends them to its process and closes
-        them.
-        """
+        """Hand over the descriptors of its links; the caller closes them."""
         taken, self.links = self.links or [], []
         return [sock.detach() for sock in taken]
 
@@ -175,9 +172,7 @@ class Stay:
         return self.before_us + on_it_us
 
     def staged_us(self, now_us: int) -> int:
-        """The time its process stood still to copy state.  The process may lie, so it is bounded by
-        slot time.
-        """
+        """The time its process stopped to copy state; it may lie, so slot time is the bound."""
         told_us = 0 if self.resident is None else self.resident.staged_us - self.unstaged_us
         return max(0, min(told_us, self.held_us(now_us)))
 
@@ -240,9 +235,7 @@ class Stay:
         return min((one.since_us for one in self.unsure.values()), default=inf)
 
     def is_wanted(self, takers: list[JSON]) -> None:
-        """Remember which tasks take outputs directly.  Each launch of a taker is announced; the
-        newest counts.
-        """
+        """Remember which tasks take outputs directly; the newest launch of each counts."""
         for taker in takers:
             place = taker["task"], taker["port"]
             if taker["epoch"] >= self.takers.get(place, taker)["epoch"]:
@@ -281,7 +274,7 @@ class Stay:
         return self.awaits in self.lacks
 
     def _lacks(self, now_us: int) -> list[str]:
-        """Return the inputs to ask the island about: the awaited one, and those unconfirmed for too
+        """Return inputs to ask the island about: the awaited one, and those unconfirmed for too
         long.
         """
         awaited = {self.awaits} & (self.lacks - self.given.keys())
@@ -398,9 +391,7 @@ def _line_bytes(stream: str, text: str) -> int:
 
 
 def log_lines(stays: list[Stay], limit_bytes: int) -> list[LogLines]:
-    """Return the next lines of all stays, together about `limit_bytes`; the rest comes next
-    time.
-    """
+    """Return the next lines of all stays, about `limit_bytes` together; the rest comes later."""
     parts = []
     for stay in stays:
         if not stay.log.waiting or limit_bytes <= 0:
@@ -564,16 +555,14 @@ class Resident:
 
     @property
     def is_kept(self) -> bool:
-        """True if all of its state that can be durable is; for a command that is its working
+        """True if its state is durable, as far as possible; for a command that is its working
         folder.
         """
         return not self.has_state or (self.saved is not None and self.saved.step == self.step)
 
     @property
     def is_durable(self) -> bool:
-        """True if nothing is lost when it is ended now; the processes of a command are never
-        durable.
-        """
+        """True if ending it now loses nothing; the processes of a command are never durable."""
         return self.is_kept and not (self.is_command and self.has_state)
 
     @property
@@ -615,7 +604,7 @@ class Resident:
         return self._bounded(min(told, house_bytes), 0, kind, now_us)
 
     def bounded_spill(self, told: int, house_bytes: int, kind: str, now_us: int) -> int:
-        """Bound the bytes of its graph's blocks in shared mappings of host memory, in the same
+        """Bound the bytes of its graph's blocks in host memory (shared mappings) in the same
         way.
         """
         return self._bounded(min(told, house_bytes), 1, kind, now_us)
@@ -949,8 +938,8 @@ class Zygote:
         self.wire.send({"is": "begin", "probe": tried, "records": str(records)})
 
     def spawn(self, id: int, room: Room, walls: list[str], fds: list[int], sort: str) -> None:
-        """Have the zygote fork a resident.  `fds`: see `wire.FDS_PER_RESIDENT`; the caller closes
-        its copies.
+        """Have the zygote fork a resident; the caller closes its `fds`
+        (`wire.FDS_PER_RESIDENT`).
         """
         body = {"is": "spawn", "id": id, "room": _room(room), "walls": walls, "sort": sort}
         self.wire.send(body, fds)

@@ -142,9 +142,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
-    """Return (layers that work here, layer -> reason why it doesn't); each is tried with those
-    before it.
-    """
+    """Return (layers that work here, reasons why others don't); each is tried with those before."""
     _shown(room.kind)  # so that no fork computes it again
     standing: list[str] = []
     missing: dict[str, str] = {}
@@ -160,8 +158,8 @@ def try_out(room: Room) -> tuple[list[str], dict[str, str]]:
 
 
 def _open_passages(room: Room) -> None:
-    """Let other users pass through our folders: without the layer `files` a resident needs their
-    paths.
+    """Let other users pass through our folders, which a resident without the layer `files`
+    needs.
     """
     if os.geteuid() == 0:
         for folder in room.passages:
@@ -539,7 +537,7 @@ _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent thread ends.  Changing the user undoes
+    """Have the kernel kill this process when its parent thread ends; a change of user undoes
     this.
     """
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "pdeathsig")
@@ -550,9 +548,7 @@ def _set_dumpable() -> None:
 
 
 def hide_memory() -> None:
-    """Keep other processes of our user from reading our memory by /proc or otherwise; exec undoes
-    this.
-    """
+    """Keep other processes of our user from reading our memory, by /proc too; exec undoes this."""
     _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
 
 

@@ -65,9 +65,7 @@ def held_bytes(fd: int) -> int:
 
 
 def write_index(fd: int, body: JSON) -> int:
-    """Write `body` behind the image; return its size in bytes.  Raises BadIndex if it is too
-    long.
-    """
+    """Write `body` behind the image; return its size in bytes.  Raises BadIndex."""
     return _write_at(fd, limit_bytes(fd), body, INDEX_LIMIT_BYTES)
 
 
@@ -195,9 +193,7 @@ class Slab:
                 self.memory.madvise(_POPULATE_WRITE, start, _pages(min(_STEP, size - start)))
 
     def used(self, size: int) -> None:
-        """Note that an image of `size` bytes follows; free the memory of a much longer old
-        image.
-        """
+        """Note that an image of `size` bytes follows; free the rest of a much longer old image."""
         if self.used_bytes > 2 * size + _STEP:
             start = _pages(size)
             with suppress(OSError):

@@ -105,8 +105,9 @@ _SILENT = frozenset(
 
 
 class Supervisor(threading.Thread):
-    """Runs one device.  All methods except `receive`, `stop` and those marked otherwise run in its
-    thread.
+    """Runs one device.
+
+    Other threads may call only `receive`, `stop` and the methods that say so.
     """
 
     def __init__(
@@ -197,9 +198,7 @@ class Supervisor(threading.Thread):
             self._move_out()
 
     def _end_at_once(self) -> None:
-        """Kill all residents and the zygote.  The watchdog's thread calls this when the supervisor
-        hangs.
-        """
+        """Kill all residents and the zygote; the watchdog calls this when the supervisor hangs."""
         try:
             self._write_down_why()
         except OSError:
@@ -286,8 +285,8 @@ class Supervisor(threading.Thread):
         self._start_zygote()
 
     def _reserve_uids(self) -> None:
-        """Reserve a range of uids on the host; in a container that cannot, among the devices of
-        this home.
+        """Reserve uids: on the whole host, or among the devices of this home if a container forbids
+        that.
         """
         run = self.house.run.absolute()
         folders = (uids.HOST_FOLDER, run / "uids")
@@ -416,9 +415,7 @@ class Supervisor(threading.Thread):
         self.rhythm.happened = True
 
     def _judge_sandbox(self) -> None:
-        """Raise CannotServe if a required layer is missing; the island is told first and launches
-        nothing.
-        """
+        """Raise CannotServe if a required sandbox layer is missing, after the island was told."""
         self.facts |= {"sandbox": self.walls, "sandbox_mode": self.house.sandbox}
         lacking = layers.missing(self.walls)
         if self.house.sandbox == "required" and lacking:
@@ -429,9 +426,7 @@ class Supervisor(threading.Thread):
             log.warning("%s", "\n".join(layers.warning([(self.house.device, self._sandbox)])))
 
     def _judge_limits(self, unbounded: str) -> None:
-        """Report the limits that residents have here.  `unbounded`: why scratch folders have no
-        limit.
-        """
+        """Report the limits on residents; `unbounded` says why scratch folders have none."""
         if unbounded:
             self.template = None
             self.unlimited.setdefault("disk", unbounded)
@@ -553,15 +548,14 @@ class Supervisor(threading.Thread):
                 stay.is_sure(port)
 
     def _is_sure(self, launch: Launch) -> bool:
-        """True if the island cannot have given the task to another device: it could only answer
-        "keep".
-        """
+        """True if the launch is so fresh that the island could only answer "keep"."""
         mine = launch.incarnation == self.house.incarnation
         return mine and now_us() < launch.surely_until_us
 
     def _living(self, task: str) -> Resident | None:
-        """Return the task's living resident, if any.  Remote ranks don't count: they end with their
-        coordinator host.
+        """Return the task's living resident, if any.
+
+        Remote ranks don't count, as they end with their coordinator host.
         """
         living = (r for r in self.residents.values() if r.task == task and not r.doom)
         return next((r for r in living if not r.stay.is_outpost), None)
@@ -898,9 +892,7 @@ class Supervisor(threading.Thread):
         return min(waits_us, default=now_us()) + ROOM_WITHIN_US
 
     def _give_way(self) -> None:
-        """Pause the task in the slot once its successor is ready, cannot become ready, or is out of
-        time.
-        """
+        """Pause the task in the slot once its successor is ready, is stuck, or is out of time."""
         for stay in list(self.stays.values()):
             if stay.yield_by_us is None:
                 continue
@@ -932,9 +924,7 @@ class Supervisor(threading.Thread):
         ]
 
     def _held_us(self, now: int) -> dict[str, int]:
-        """The slot time of each task that shares the device, whether the task can run now or
-        not.
-        """
+        """The slot time of each task that shares the device, even if the task cannot run now."""
         return {
             task: stay.held_us(now)
             if (stay := self.stays.get((task, share.epoch)))
@@ -943,8 +933,8 @@ class Supervisor(threading.Thread):
         }
 
     def _who_wants_a_turn(self) -> dict[str, Stay]:
-        """Tasks that share the device with the task in the slot, itself included; empty if it
-        shares with none.
+        """The tasks that share the device with the task in the slot, itself included; else
+        empty.
         """
         sharers = {r.task: r.stay for r in self._sharers()}
         seat = self.seat
@@ -975,7 +965,7 @@ class Supervisor(threading.Thread):
         )
 
     def _next(self, now: int) -> Resident | None:
-        """Return the next resident for the slot.  Tasks that share the device go before all
+        """Return the next resident for the slot; tasks that share the device go before all
         others.
         """
         off = [r for r in self.residents.values() if r.stay.is_off_the_seat and not r.doom]
@@ -1083,9 +1073,7 @@ class Supervisor(threading.Thread):
             self._listen_to(resident, fd)
 
     def _leg_before(self, launch: Launch) -> Resident | None:
-        """Return the lingering process of a previous part of the graph that holds inputs of this
-        launch.
-        """
+        """Return the lingering process that made inputs of this next part of a graph."""
         return next((r for r in self.residency.living if r.made_of(launch)), None)
 
     def _go_on_with(self, resident: Resident, stay: Stay, fetched: Fetched) -> None:
@@ -1109,9 +1097,7 @@ class Supervisor(threading.Thread):
         self._bring(stay)
 
     def _spec(self, stay: Stay, room: Room, fetched: Fetched, made: dict[str, str]) -> JSON:
-        """Return the spec that the process gets.  `made`: port -> earlier output of the same
-        process.
-        """
+        """Return the spec for the process; `made`: port -> earlier output of the same process."""
         launch = stay.launch
         code, scratch = room.inside(self.walls)
         return {
@@ -1151,9 +1137,7 @@ class Supervisor(threading.Thread):
         return run.parent, run, folder, folder / "code", folder / "scratch"
 
     def _room(self, name: str, code: Path | None = None) -> Room:
-        """Make a sandbox directory for one resident, with a user of its own where root can assign
-        one.
-        """
+        """Make a sandbox directory for one resident, with its own user if we are root."""
         scratch = self.house.folder / "scratch" / name
         scratch.mkdir(mode=0o700, exist_ok=True)
         room = Room(
@@ -1487,9 +1471,7 @@ class Supervisor(threading.Thread):
         self.rhythm.happened = True
 
     def _let_hosts_go(self, resident: Resident) -> None:
-        """End a paused multi-host gang once its image is durable, to free memory on the other
-        hosts.
-        """
+        """End a paused multi-host gang with a durable image, to free memory on the other hosts."""
         stay = resident.stay
         if stay.state == "paused" and len(stay.seats) > 1 and resident.is_kept:
             self._vanish(stay, "evicted")
@@ -1536,9 +1518,7 @@ class Supervisor(threading.Thread):
         self._store_next(resident)
 
     def _store_next(self, resident: Resident) -> None:
-        """Store the resident's next output.  The next one is read while its predecessor becomes
-        durable.
-        """
+        """Store the resident's next output; it is read while the previous one becomes durable."""
         if resident.is_gone or resident.doom:
             return
         if resident.is_read or not resident.leaving or resident.saves >= SAVES_AT_ONCE:
@@ -1649,8 +1629,8 @@ class Supervisor(threading.Thread):
         self.rhythm.happened |= self.seat is None
 
     def _says_last(self, resident: Resident, message: JSON) -> None:
-        """Keep the final message; it is reported when the process has ended or lingers and all its
-        output was read.
+        """Keep the final message until the process has ended or lingers, and all its output was
+        read.
         """
         if message["is"] == "stopped" and resident.stay.state != "stopping":
             raise Nonsense("stopped without being told to")
@@ -1661,8 +1641,8 @@ class Supervisor(threading.Thread):
             self._linger(resident)
 
     def _linger(self, resident: Resident) -> None:
-        """End the stay of a finished part of a graph, and keep its process unless that is of no
-        use.
+        """End the stay of a finished part of a graph; keep its process for the next part, if
+        useful.
         """
         if not resident.may_linger:
             raise Nonsense("it lingers, and no other leg follows")
@@ -1782,9 +1762,7 @@ class Supervisor(threading.Thread):
         self.rhythm.happened = True
 
     def _aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
-        """Run `work` in another thread; then call `then` with its result or its error in this
-        thread.
-        """
+        """Run `work` in another thread, then `then` in this one, with its result or its error."""
 
         def done(future: Future[Any]) -> None:
             if not future.cancelled():

@@ -65,9 +65,7 @@ class Fetched:
 
 
 class NotFetched(Exception):
-    """Raised when something that a launch names is not available; `cause` is one of
-    core.messages.CAUSES.
-    """
+    """Raised when a part of a launch is unavailable; `cause` is one of core.messages.CAUSES."""
 
     def __init__(self, cause: str, message: str) -> None:
         self.cause, self.message = cause, message
@@ -155,9 +153,7 @@ def opened_in_time(source: JSON, house: House, came: dict[str, str]) -> tuple[in
 
 
 def unpack(bundle: str, house: House) -> Path:
-    """Return the folder with a bundle's code; raises NotFetched.  A command may have no bundle:
-    "".
-    """
+    """Return the folder with a bundle's code, empty if `bundle` is ""; raises NotFetched."""
     if not bundle:
         none = house.folder / "code" / "none"
         none.mkdir(exist_ok=True)
@@ -191,9 +187,7 @@ def fill(
 
 
 def _indexed(held: int, image: dict[str, Any], found: Found) -> tuple[Saving, int]:
-    """Write the index behind the image; return the image's description and the size of the
-    index.
-    """
+    """Write the index behind the image; return the image's description and the index's size."""
     about = found.manifest.about
     index = {"layout": found.layout.as_json(), "fingerprint": dict(about.fingerprint)}
     size_bytes = found.manifest.size_bytes

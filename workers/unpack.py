@@ -34,9 +34,7 @@ class BadBundle(Exception):
 
 
 def unpacked(archive: Path, folder: Path) -> Path:
-    """Unpack the archive into `folder`, read-only; return `folder`.  It appears complete or not at
-    all.
-    """
+    """Unpack the archive into `folder`, read-only, completely or not at all; return `folder`."""
     if folder.is_dir():
         return folder
     make_private(folder.parent)
@@ -71,9 +69,7 @@ def _unpack(archive: Path, into: Path) -> None:
 
 
 def _entries(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield all plain files of a zip or tar; raises BadBundle for anything but files and
-    folders.
-    """
+    """Yield all plain files of a zip or tar; raises BadBundle for links and the like."""
     try:
         if zipfile.is_zipfile(archive):
             yield from _of_zip(archive)

@@ -107,9 +107,7 @@ def _copied(template: Path) -> int:
 
 
 def _must_leave_some(folder: Path, size_bytes: int) -> None:
-    """Raise OSError if too little disk is free.  Checked first: `fallocate` fills the disk, then
-    fails.
-    """
+    """Raise OSError if too little disk is free: `fallocate` would fill the disk before it fails."""
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < size_bytes + KEPT_FREE_BYTES:
         told = f"reserving disk for its folder: {os.strerror(errno.ENOSPC)}"

@@ -67,8 +67,8 @@ class Wire:
         return self.sock.fileno()
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Send a message; raises OSError if the other end is gone, TimeoutError if it does not
-        read.
+        """Send a message; raises OSError if the other end is gone, TimeoutError if it stops
+        reading.
         """
         body = json.dumps(message).encode()
         frame = memoryview(_LENGTH.pack(len(body)) + body)
@@ -175,9 +175,7 @@ def parsed_parts(body: bytes) -> JSON:
 
 
 class TenantWire(Wire):
-    """The device worker's end of the socket to a tenant's process.  No call waits for that process
-    or takes long.
-    """
+    """The device worker's end of the socket to a tenant's process; no call blocks or takes long."""
 
     limit_bytes = TENANT_FRAME_BYTES
 
@@ -191,9 +189,7 @@ class TenantWire(Wire):
         self._unsent_bytes = 0
 
     def send(self, message: JSON, fds: list[int] | None = None) -> None:
-        """Send a message; a part that the other end does not read yet is sent later.  Raises
-        OSError.
-        """
+        """Send a message, or later what the other end does not read yet; raises OSError."""
         body = json.dumps(message).encode()
         frame = memoryview(_LENGTH.pack(len(body)) + body)
         self._unsent.append((frame, [os.dup(fd) for fd in fds or []]))

@@ -152,9 +152,7 @@ def _serve(wire: Wire, lock_fd: int, records: Path) -> None:
 def _spawn(
     wire: Wire, message: JSON, fds: list[int], lock_fd: int, records: Path
 ) -> tuple[int, Path]:
-    """Fork a resident, record it, and only then let it begin; return its process id and its
-    record.
-    """
+    """Fork a resident and record it before it begins; return its process id and its record."""
     sys.stdout.flush()
     sys.stderr.flush()
     waits, begin = os.pipe()
