@@ -1,22 +1,24 @@
-"""Idle credit is bounded: who comes back is ahead of those who stayed by a while, not by ages.
+"""Bound idle credit: a branch that returns is ahead of the others only by a limited amount.
 
-Usage fades (rule F2), so who was away for long comes back with little, and would go first until it
-has caught up.  So, as start-time fair queueing does it, a branch that comes into line for a kind of
-device begins at the level of service that its siblings have there, less a credit:
+Usage fades (rule F2), so a branch that was away for long returns with little usage, and would go
+first until it has caught up.  As in start-time fair queueing, a branch that begins to wait for a
+kind of device therefore begins at the level of service of its siblings there, less a credit:
 
-    lift = max(lift, (level - credit / weight of all who want them) * weight - usage)
+    lift = max(lift, (level - credit / weight of all that want them) * weight - usage)
 
-* The level is the lowest score of those siblings that wait with room for more; where none does, the
-  highest of those that hold such devices.  It is remembered and never falls: so those who come one
-  after the other begin at one level, and it is no use to wait until the others are done.
-* The credit is what the whole kind gives in `Policy.idle_credit_s`, parted by weight: however many
-  come back at once, together they keep the others waiting no longer than that.
-* Who stays in line is never lifted, and no lift ever falls but by fading: to leave and come back
-  gains nothing.  Who is new begins as who comes back.
+* The level is the lowest score of the siblings that wait and have room.  If none waits, it is the
+highest score of the siblings that hold such devices.  The level is remembered and never falls. So
+branches that arrive one after another begin at one level, and waiting until the others are done
+gains nothing.
+* The credit is what the whole kind delivers in `Policy.idle_credit_s`, divided by weight.  So
+however many branches return at once, together they keep the others waiting no longer than that.
+* A branch that stays in line is never lifted, and a lift falls only by fading: leaving and
+returning gains nothing.  A new branch begins like a returning one.
 
-A lift is faded usage like any other, so it never changes an order by waiting; but it counts in
-comparisons about that kind on that island only, and no ledger knows it.  Levels are whole numbers
-per weight: two that begin at one level have equal scores, whatever their weights.
+A lift, the idle-credit floor, is faded usage like any other, so waiting never changes an order. It
+counts only in comparisons about that kind on that island, and the ledger does not know it. Levels
+are whole numbers per weight: two branches that begin at one level have equal scores, whatever their
+weights.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from app.core.fairshare import Branch, Path, unscored
 from app.core.island import Lift
 from app.core.reclaim import above
 
-FORGOTTEN_S = 60.0  # what a board knew so long ago does not hold any more
+FORGOTTEN_S = 60.0  # s after which the memory of an earlier board is not used
 
-Seat = tuple[Branch, str]  # a branch and the kind of device it is in line for
+Seat = tuple[Branch, str]  # a branch, and the kind of device that it waits for
 
 
 def welcome(board: Board) -> None:
-    """Lift whoever came into line since the last time; the board keeps it in `lifted`."""
+    """Give branches that began to wait their idle-credit floors; new ones go to `board.lifted`."""
     tree = board.tree
     board.gone.update(tree.left)
     tree.left.clear()
@@ -69,7 +71,7 @@ def _lift(board: Board, branch: Branch, kind: str, floor: int) -> None:
 
 
 def _floor(board: Board, parent: Branch, kind: str, new: Collection[Branch]) -> int:
-    """Where newcomers begin: faded usage for a weight of 1."""
+    """Return the level at which new arrivals begin, as faded usage for a weight of 1."""
     service = board.services.setdefault((parent, kind), Service())
     if board.now_s >= service.again_s or service.came >= service.weight:
         _look(board, parent, kind, service, new)
@@ -84,10 +86,10 @@ def _floor(board: Board, parent: Branch, kind: str, new: Collection[Branch]) -> 
 def _look(
     board: Board, parent: Branch, kind: str, service: Service, new: Collection[Branch]
 ) -> None:
-    """See how well served the others are.
+    """Measure how well served the siblings are.
 
-    It is good for a slice, in which nobody gains much, or until as many more have come: so however
-    many are there, to look costs each that comes a few steps.
+    A measurement is valid for a slice, in which no branch gains much, or until as much weight has
+    arrived as was there.  So the cost per arrival is a few steps, however many siblings there are.
     """
     waiting = set(board.tree.who_waits(parent, kind)).difference(new)
     holding = _who_holds(board, parent, kind).difference(new)
@@ -101,7 +103,7 @@ def _look(
 
 
 def _who_holds(board: Board, parent: Branch, kind: str) -> set[Branch]:
-    """The children of a branch that hold devices of a kind."""
+    """Return the children of a branch that hold devices of a kind."""
     found = set[Branch]()
     for stay in board.stays.values():
         branch = stay.leaf
@@ -114,7 +116,7 @@ def _who_holds(board: Board, parent: Branch, kind: str) -> set[Branch]:
 
 
 def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collection[Branch]]) -> None:
-    """Who holds nothing any more, and wants nothing, leaves its level to those who come."""
+    """Keep the level of a branch that neither holds nor wants devices now, for new arrivals."""
     branch = leaf
     while branch.parent is not None and not branch.held[kind] and not branch.in_line(kind):
         parent = branch.parent
@@ -130,10 +132,10 @@ def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collectio
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the next board must know of this one: who was in line, and how well those were served.
+    """Facts that the next board needs of this one: waiting branches, and how well they were served.
 
-    Who held devices counts as in line: it may have been made to let go meanwhile.  A round that was
-    not written down has lifted nobody: who was new in it will be new again.
+    A branch that held devices counts as in line, since it may have been preempted meanwhile.  A
+    round that was not committed has set no floors, so its new arrivals are new again.
     """
 
     in_line: frozenset[tuple[Path, str]]
@@ -156,9 +158,10 @@ class Memory:
 
 
 def recall(board: Board, memory: Memory | None) -> None:
-    """Of those in line on a new board only who was not there before has come.
+    """Treat only branches as new arrivals on a new board that were not in line on the old one.
 
-    Without a memory, or with an old one, nobody has: the scheduler just began to lead its island.
+    Without a memory, or with an old one, no branch is new: the scheduler just began to lead its
+    island.
     """
     tree = board.tree
     if memory is None or board.now_s - memory.at_s > FORGOTTEN_S:

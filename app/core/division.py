@@ -1,17 +1,17 @@
-"""Who should hold how much now: weighted max-min with guarantees and limits (rules F3, F4).
+"""Fair amounts to hold now: weighted max-min with guarantees and limits (rules F3, F4).
 
-One idea carries the file.  A *level* is what everyone holds per weight.  Raise it from nothing: who
-reaches their ceiling (what they ask for, or their limit) stays there, who has more than the level
-by their floor (their guarantee) is not touched until the level comes up to it.  Where the parts add
-up to what there is to divide, the level stands still.  It is found exactly, by sorting the points
-at which somebody starts or stops rising; nothing is searched for and no float is compared.
+The whole module rests on the *level*: what each party holds per weight.  The level rises from zero.
+A party that reaches its ceiling (its demand or its limit) stays there.  A party with a floor (its
+guarantee) above the level is unchanged until the level comes up to the floor.  When the parts add
+up to what there is to divide, the level stops.  It is found exactly, by sorting the points at which
+a party starts or stops rising; there is no search, and no float is compared.
 
-What always holds: the parts add up to min(capacity, all ceilings); nobody is above their ceiling;
-nobody is below their floor while all floors fit; nobody could get more without taking from one who
-holds less per weight, or from a floor.
+The following always holds.  The parts add up to min(capacity, all ceilings).  No party is above its
+ceiling.  No party is below its floor while all floors fit.  No party could get more without taking
+from a party that holds less per weight, or from a floor.
 
-The scheduler does not use this: it picks by usage, and this is what that comes to over time.  How
-other systems divide is `core.formulas_shares`.
+The scheduler does not use this module.  The scheduler picks by usage, and this is what such picks
+lead to over time.  `core.formulas_shares` shows how other systems divide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Path = tuple[str, ...]
 
 
 def exact(amount: Amount) -> Fraction:
-    """The number that was written: 0.1 is one tenth, not the float that lies nearest to it.
+    """Return the number as it was written: 0.1 is one tenth, not the nearest float.
 
     Raises ValueError for infinity and nan.
     """
@@ -42,23 +42,24 @@ def exact(amount: Amount) -> Fraction:
 
 
 class Span(NamedTuple):
-    """What someone of `weight` may hold: from `floor` up to `ceiling`; None means no ceiling."""
+    """The range that a party of `weight` may hold: from `floor` to `ceiling`; None: no ceiling."""
 
     weight: Fraction
     floor: Fraction
     ceiling: Fraction | None
 
     def at(self, level: Fraction) -> Fraction:
-        """The part at a level: `weight * level`, kept within the span; the ceiling wins."""
+        """Return the part at a level: `weight * level`, kept within the span; the ceiling wins."""
         part = max(self.floor, self.weight * level)
         return part if self.ceiling is None else min(part, self.ceiling)
 
 
 def level(total: Fraction, spans: Iterable[Span]) -> Fraction:
-    """The lowest level at which the parts of all spans add up to `total`.
+    """Return the lowest level at which the parts of all spans add up to `total`.
 
-    0 when the floors alone come to `total` or more; the level of the last ceiling when all ceilings
-    come to less.  This is the ratio R of YARN's fair scheduler, without its bisection.
+    The level is 0 if the floors alone reach `total`.  It is the level of the last ceiling if all
+    ceilings together are less.  This is the ratio R of YARN's fair scheduler, without its
+    bisection.
     """
     fixed, rising, turns = _turns(spans)
     for at, part, weight in turns:
@@ -74,10 +75,10 @@ def level(total: Fraction, spans: Iterable[Span]) -> Fraction:
 def _turns(
     spans: Iterable[Span],
 ) -> tuple[Fraction, Fraction, list[tuple[Fraction, Fraction, Fraction]]]:
-    """What is held at level 0 whatever the level, what rises there, and where that changes.
+    """Return the sum at level 0, the weight that rises there, and the points of change.
 
-    Between two turns the parts add up to `fixed + rising * level`.  A turn is (level, what it adds
-    to fixed, what it adds to rising), lowest first.
+    Between two points the parts add up to `fixed + rising * level`.  A point is (level, what it
+    adds to fixed, what it adds to rising), lowest first.
     """
     fixed, rising = Fraction(0), Fraction(0)
     turns: list[tuple[Fraction, Fraction, Fraction]] = []
@@ -97,10 +98,11 @@ def _turns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What someone asks for and is owed, in devices (or any one unit).
+    """A party's demand and rights, in devices (or any one unit).
 
-    `demand` is what they could use now, `guarantee` theirs whenever they want it, `limit` the most
-    they may ever hold (None: no limit).  `weight` is positive.  Other values raise ValueError.
+    `demand` is what the party could use now, `guarantee` what it gets whenever it wants it, and
+    `limit` the most that it may ever hold (None: no limit).  `weight` is positive.  Other values
+    raise ValueError.
     """
 
     weight: Amount = 1
@@ -127,7 +129,7 @@ Claims = Mapping[str, Claim]
 
 
 def above_0(word: str, amount: Amount) -> Fraction:
-    """The amount, exact; raises ValueError, with what it is called, if it is not above 0."""
+    """Return the amount, exact; raises ValueError that names it by `word` if it is not above 0."""
     if not 0 < amount < math.inf:
         raise ValueError(f"{word} {amount} is not a finite number above 0")
     return exact(amount)
@@ -146,12 +148,12 @@ def _check(claim: Claim | Branch) -> None:
 
 
 def divide(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
-    """Weighted max-min with floors and ceilings: each gets clamp(weight * level, floor, ceiling).
+    """Divide by weighted max-min: each party gets clamp(weight * level, floor, ceiling).
 
-    A guarantee is a floor under the *whole* part, so that it is not paid twice: who has more by
-    guarantee than by weight gets nothing on top of it.  When the floors do not fit, they themselves
-    are divided by weighted max-min, and nobody gets more than their floor.  Exact; in the unit of
-    the claims; parts add up to min(capacity, all ceilings).
+    A guarantee is a floor under the *whole* part, so it is not paid twice: a party with more by
+    guarantee than by weight gets nothing on top.  If the floors do not fit, the floors are divided
+    by weighted max-min, and no party gets more than its floor.  The result is exact, in the unit of
+    the claims; the parts add up to min(capacity, all ceilings).
     """
     total = _total(capacity, claims)
     spans = _floors(claims) if _short(total, claims) else _whole_spans(claims)
@@ -159,10 +161,10 @@ def divide(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
 
 
 def divide_leftover(capacity: Amount, claims: Claims) -> dict[str, Fraction]:
-    """Floors first, and what is left over by weight on top of them, up to the ceilings.
+    """Divide the floors first, then the rest by weight on top of them, up to the ceilings.
 
-    The form of quota-first systems (KAI's deserved and over-quota, in exact parts): weights count
-    beyond the guarantees only.  Otherwise as `divide`.
+    This is the form of quota-first systems (KAI's deserved and over-quota, in exact parts): weights
+    count only beyond the guarantees.  Otherwise like `divide`.
     """
     total = _total(capacity, claims)
     if _short(total, claims):
@@ -183,9 +185,9 @@ def division(
     guarantees: Mapping[str, Amount] | None = None,
     limits: Mapping[str, Amount | None] | None = None,
 ) -> dict[str, Fraction]:
-    """`divide` with one table for each word; whoever is in `demands` takes part.
+    """`divide` with one table for each word; every name in `demands` takes part.
 
-    Names that `guarantees` or `limits` lack have none.  The other tables may name others too.
+    Names missing in `guarantees` or `limits` have none.  The other tables may contain other names.
     """
     owed, most = guarantees or {}, limits or {}
     claims = {
@@ -233,14 +235,14 @@ def whole(
     order: Sequence[str] = (),
     ceilings: Mapping[str, Amount] | None = None,
 ) -> dict[str, int]:
-    """Shares in whole devices, by largest remainder.
+    """Round shares to whole devices by largest remainder.
 
-    Everybody keeps the whole part of their share; the devices that are left go, one each, to those
-    who lost the largest fraction.  Equal fractions: who stands first in `order` (age, say), then
-    those that it does not name, by name.  The result adds up to the whole part of all shares, or of
-    `capacity` if that is less, and nobody is moved by a device or more.  With whole demands and
-    limits nobody passes them; where they are not whole, `ceilings` keeps them, and what nobody may
-    round up to stays undivided.
+    Each party keeps the whole part of its share.  The remaining devices go, one each, to the
+    parties that lost the largest fractions.  Equal fractions are ordered by `order` (age, say),
+    then by name for parties that `order` does not list.  The result adds up to the whole part of
+    all shares, or of `capacity` if that is less, and no party's share changes by a device or more.
+    With whole demands and limits no party exceeds them.  If they are not whole, `ceilings` enforces
+    them, and devices that no party may round up to stay undivided.
     """
     parts = {name: exact(share) for name, share in shares.items()}
     total = sum(parts.values(), Fraction(0))
@@ -260,7 +262,7 @@ def whole(
 
 
 def _by_remainder(parts: Mapping[str, Fraction], order: Sequence[str]) -> list[str]:
-    """Who lost a fraction when rounded down, the largest first."""
+    """Return the parties that lose a fraction when rounded down, the largest fraction first."""
     age = {name: place for place, name in enumerate(order)}
     lost = {name: part % 1 for name, part in parts.items() if part % 1}
     return sorted(lost, key=lambda name: (-lost[name], age.get(name, len(age)), name))
@@ -271,9 +273,9 @@ def _by_remainder(parts: Mapping[str, Fraction], order: Sequence[str]) -> list[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A tenant in a tree: what it claims itself, and who lies below it.
+    """A tenant in a tree: what it claims itself, and its children.
 
-    Only a leaf has a demand of its own.  The words are those of `Claim`.
+    Only a leaf has a demand of its own.  The fields are those of `Claim`.
     """
 
     weight: Amount = 1
@@ -290,18 +292,18 @@ Tree = Mapping[str, Branch]
 
 
 def divide_tree(capacity: Amount, tree: Tree) -> dict[Path, Fraction]:
-    """Each branch's part by its path from the top, ("lab", "vision"), parents before children.
+    """Return each branch's part by its path from the top, ("lab", "vision"), parents first.
 
     Every branch divides its own part among its children by `divide`.  Seen from above, a branch
-    demands what its children could hold (each up to its limit), and is owed its own guarantee or
-    what its children are owed, whichever is more; of a child's guarantee only what the child can
-    use now counts, so that an idle one is lent to the whole tree and not to its siblings first.
+    demands what its children could hold (each up to its limit).  It is owed its own guarantee or
+    the sum of its children's, whichever is more.  Of a child's guarantee only what the child can
+    use now counts, so an idle guarantee is lent to the whole tree and not to the siblings first.
     """
     return _down(exact(capacity), tree, divide)
 
 
 def whole_tree(capacity: int, tree: Tree, *, order: Sequence[str] = ()) -> dict[Path, int]:
-    """`divide_tree` in whole devices: at each level `whole`, then its whole part is divided below.
+    """`divide_tree` in whole devices: `whole` rounds each level before those below.
 
     `order` breaks ties of names at every level.  Demands, guarantees and limits are whole numbers.
     """
@@ -316,7 +318,7 @@ def whole_tree(capacity: int, tree: Tree, *, order: Sequence[str] = ()) -> dict[
 def _down(
     capacity: Fraction, tree: Tree, cut: Callable[[Amount, Claims], dict[str, Fraction]]
 ) -> dict[Path, Fraction]:
-    """From the top down: `cut` each branch's part among its children."""
+    """Divide from the top down: `cut` each branch's part among its children."""
     below = dict(_families(tree))
     claims = _claims(below)
     parts: dict[Path, Fraction] = {(): capacity}
@@ -329,15 +331,15 @@ def _down(
 
 
 def _families(tree: Tree) -> Iterator[tuple[Path, Tree]]:
-    """Every branch that has children, the root as () first, parents before children."""
+    """Yield every branch with children, the root as () first, parents before children."""
     ahead: list[tuple[Path, Tree]] = [((), tree)]
-    for path, children in ahead:  # grows while it is read
+    for path, children in ahead:  # the list grows while it is read
         yield path, children
         ahead += [((*path, name), b.children) for name, b in children.items() if b.children]
 
 
 def _claims(below: dict[Path, Tree]) -> dict[Path, Claim]:
-    """What each branch claims from the one above it, from the leaves up."""
+    """Return what each branch claims from its parent, computed from the leaves up."""
     claims: dict[Path, Claim] = {}
     for path, children in reversed(below.items()):
         for name, branch in children.items():

@@ -1,11 +1,11 @@
-"""Several resources at once: the dominant share, and who goes next by it (rule F3).
+"""Shares of several resources at once: the dominant share, and the order by it (rule F3).
 
-A share of several resources is the largest of its parts: who holds 1 of 9 CPUs and 4 of 18 GB holds
-4/18, and memory is dominant.  Dominant resource fairness serves the lowest dominant share first;
-Kueue looks at what was borrowed only; Armada calls the same figure a cost.  All parts are exact
-fractions of a capacity, so that ties are ties.
+A share of several resources is the largest of its parts: a user with 1 of 9 CPUs and 4 of 18 GB
+holds 4/18, and memory is dominant.  Dominant resource fairness serves the lowest dominant share
+first. Kueue looks only at what was borrowed; Armada calls the same figure a cost.  All parts are
+exact fractions of a capacity, so that ties are ties.
 
-One resource is `core.division`; usage that fades is `core.fairshare`.
+`core.division` handles one resource; `core.fairshare` handles usage that fades.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Resources = Mapping[str, Amount]
 
 
 def dominant_share(held: Resources, capacity: Resources) -> tuple[Fraction, str]:
-    """The largest part of any capacity that is held, and of which resource (ties: by name).
+    """Return the largest part of any capacity that is held, and its resource (ties: by name).
 
-    Holding what there is none of is an error.  Nothing held: (0, "").
+    Raises ValueError if a held resource has no capacity.  Returns (0, "") if nothing is held.
     """
     parts = {name: _part(name, held[name], capacity) for name in held if held[name]}
     if not parts:
@@ -37,11 +37,12 @@ def dominant_share(held: Resources, capacity: Resources) -> tuple[Fraction, str]
 def dominant_cost(
     cost: int, memory_bytes: int, *, all_cost: int, all_memory_bytes: int
 ) -> tuple[int, str]:
-    """What a second of one task costs by its own dominant resource, and which: devices or memory.
+    """Return a task's cost per second by its dominant resource, and that resource.
 
-    It holds devices that cost `cost`, and reserves `memory_bytes` on them together; all devices of
-    the kind cost `all_cost` and have `all_memory_bytes` (0 if not all of them tell).  Memory costs
-    as much as devices do that are the same part of the kind; rounded down, and in ties devices.
+    The task holds devices that cost `cost` and reserves `memory_bytes` on them in total.  All
+    devices of the kind cost `all_cost` and have `all_memory_bytes` (0 if a device does not report
+    its memory). Memory costs as much as devices that are the same part of the kind, rounded down.
+    The resource is "devices" or "memory"; in ties it is "devices".
 
     Slurm calls this MAX_TRES (TRESBillingWeights); Armada's cost of one job is the same figure.
     """
@@ -60,7 +61,7 @@ def _part(name: str, amount: Amount, capacity: Resources) -> Fraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillingStep:
-    """One task more for `user`: all dominant shares and all that is used, after it."""
+    """A further task for `user`, with all dominant shares and all usage after it."""
 
     user: str
     shares: Mapping[str, Fraction]
@@ -69,7 +70,9 @@ class FillingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """Where progressive filling ends: tasks by user, their shares (not by weight), what is used."""
+    """The end of progressive filling: tasks by user, their shares (not by weight), and the
+    usage.
+    """
 
     steps: tuple[FillingStep, ...]
     tasks: Mapping[str, int]
@@ -86,12 +89,13 @@ def progressive_filling(
     order: Sequence[str] = (),
     stop_at_misfit: bool = False,
 ) -> Filling:
-    """Dominant resource fairness: one task at a time for the lowest dominant share over weight.
+    """Fill by dominant resource fairness: one task at a time for the lowest share over weight.
 
-    `tasks` is what one task of each user needs, `most` how many a user wants (default: no end).
-    Ties go by `order`, then as `tasks` names them.  Who does not fit, or has enough, is out, and
-    the others go on; with `stop_at_misfit` the first misfit ends it (Algorithm 1 to the letter).
-    Numbers of tasks are whole; `divisible_filling` is the fluid form.  A weight is above 0.
+    `tasks` is what one task of each user needs, `most` how many tasks a user wants (default: no
+    end). Ties go by `order`, then by the order of `tasks`.  A user whose task does not fit, or who
+    has enough, is out, and the others continue.  With `stop_at_misfit` the first misfit ends the
+    filling (Algorithm 1 to the letter).  Numbers of tasks are whole; `divisible_filling` is the
+    fluid form.  A weight is above 0.
 
     Source: Ghodsi et al., Dominant Resource Fairness, NSDI 2011, section 4.
     """
@@ -128,7 +132,7 @@ def _share(user: str, need: Resources, capacity: Resources) -> Fraction:
 
 
 class _Pool:
-    """What there is and what of it is used."""
+    """The capacity, and how much of it is used."""
 
     def __init__(self, capacity: Resources) -> None:
         self.capacity = {name: exact(amount) for name, amount in capacity.items()}
@@ -150,15 +154,15 @@ def divisible_filling(
     weights: Mapping[str, Amount] | None = None,
     most: Mapping[str, Amount] | None = None,
 ) -> dict[str, Fraction]:
-    """Dominant resource fairness with divisible tasks: how many each user gets, exactly.
+    """Return how many divisible tasks each user gets by dominant resource fairness, exactly.
 
-    All dominant shares over weight rise together.  When a resource is full, whoever needs it stays
-    where they are, as does who has `most`; the others rise on, until nobody is left.
+    All dominant shares over weight rise together.  When a resource is full, the users who need it
+    stop rising, and so do users who have `most`.  The others rise on until no user is left.
 
     Source: as `progressive_filling`; the paper's linear programme, saturated one by one.
     """
     free = {name: exact(amount) for name, amount in capacity.items()}
-    # What one unit of level costs each user: tasks per level, and resources per level.
+    # The cost of one unit of level for each user: tasks per level, and resources per level.
     pace = {
         user: above_0(f"{user}: weight", (weights or {}).get(user, 1))
         / _share(user, need, capacity)
@@ -204,8 +208,10 @@ Quantities = Mapping[tuple[str, str], Amount]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KueueShare:
-    """How much a queue or cohort borrows: the worst of its resources, in thousandths of what its
-    parent could lend.  `share` is that over weight; lower is served first, higher preempted first.
+    """A queue's or cohort's dominant share of what it borrows.
+
+    `ratio` is the largest share of its resources, in thousandths of what its parent could lend.
+    `share` is the ratio over weight; lower is served first, higher is preempted first.
     """
 
     resource: str
@@ -215,14 +221,14 @@ class KueueShare:
 
     @property
     def share(self) -> Fraction | float:
-        """Ratio over weight; infinite for who borrows with weight 0; 0 for who does not borrow."""
+        """Ratio over weight; infinite for borrowing with weight 0; 0 without borrowing."""
         if self.borrowing and not self.weight:
             return math.inf
         return self.ratio / self.weight if self.ratio else Fraction(0)
 
     @property
     def rank(self) -> tuple[Fraction | float, Fraction]:
-        """Orders shares; those of weight 0 among each other by their ratios."""
+        """Sort key of shares; nodes with weight 0 that borrow are ordered by their ratios."""
         return self.share, self.ratio if self.share == math.inf else Fraction(0)
 
 
@@ -234,11 +240,11 @@ def kueue_share(
     weight: Amount = 1,
     request: Quantities | None = None,
 ) -> KueueShare:
-    """Kueue's dominant resource share of a node, with `request` as if it were admitted already.
+    """Return Kueue's dominant resource share of a node, as if `request` were admitted already.
 
-    borrowed_r = sum over flavors of max(0, usage + request - quota); ratio = the largest
-    borrowed_r * 1000 / lendable_r (ties: by name); a resource of which nothing can be lent does not
-    count.  `quota` is the node's subtree quota, `lendable` what its parent could make available.
+    borrowed_r = sum over flavors of max(0, usage + request - quota); ratio = the largest borrowed_r
+    * 1000 / lendable_r (ties: by name).  A resource of which nothing can be lent does not count.
+    `quota` is the node's subtree quota, `lendable` what its parent could make available.
 
     Source: Kueue, pkg/cache/scheduler/fair_sharing.go (dominantResourceShare).
     """
@@ -268,11 +274,11 @@ def kueue_share(
 def armada_cost(
     held: Resources, capacity: Resources, *, multipliers: Resources | None = None
 ) -> Fraction:
-    """Armada's unweighted cost: the largest multiplier_r * held_r / capacity_r.
+    """Return Armada's unweighted cost: the largest multiplier_r * held_r / capacity_r.
 
-    Without `multipliers` every resource counts once; with them only those named count.  A queue's
-    cost over its weight (1 / priority factor) is what Armada balances.  In a pool that has nothing
-    every demand is 1.
+    Without `multipliers` every resource counts once; with `multipliers` only the named ones count.
+    A queue's cost over its weight (1 / priority factor) is what Armada balances.  In a pool without
+    capacity every demand is 1.
 
     Source: Armada, docs/scheduling_and_preempting_jobs.md.
     """

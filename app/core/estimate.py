@@ -1,13 +1,14 @@
-"""How long tasks run and when a waiting one starts, from what ended before (rule F10).
+"""Estimate how long tasks run and when a waiting task starts, from earlier tasks (rule F10).
 
-`History` remembers runtimes as fading histograms of log time, one per key of a path from the most
-specific key to the widest, and answers for a task that has already run for a while.  `starts_in`
-plays an island forward a few times with runtimes drawn from it, and `Calibration` corrects such
-answers by what came true, so that an 80 % interval holds 80 %.  Equal input gives equal answers.
+`History` remembers runtimes as fading histograms of log time.  There is one histogram per key of a
+path from the most specific key to the widest, and an answer may be for a task that has already run
+for a while.  `starts_in` simulates an island a few times with runtimes drawn from the history.
+`Calibration` corrects such answers by what came true, so that an 80 % interval holds 80 %.  Equal
+input gives equal answers.
 
-Nothing here decides who runs.  The island that is played forward is a model: one kind of device,
-tenants side by side, nobody new arrives, nobody gives way but at the end of a slice.  So these are
-floats; nothing that is charged or compared exactly may come from here.
+Nothing here decides what runs.  The simulated island is a model: it has one kind of device, tenants
+side by side and no new arrivals, and tasks give way only at the end of a slice.  Therefore floats
+are used here, and nothing that is charged or compared exactly may come from here.
 """
 
 from __future__ import annotations
@@ -26,37 +27,40 @@ from statistics import fmean, median
 from typing import Protocol
 
 #: A task's keys from the most specific to the widest: ((tenant, user, name, width), (tenant,
-#: width), (tenant,), ()).  A key always has the same wider keys behind it.
+#: width), (tenant,), ()).  A key is always followed by the same wider keys.
 Who = tuple[Hashable, ...]
 
-STEP = 0.15  # of log time: a bin reaches 16 % further than the one before it
-BINS = 112  # from 1 s to 231 days; what is shorter or longer counts in the first or the last
-TAIL = math.exp(-STEP)  # who gets past a bin if half double their age: a Pareto tail with index 1
+STEP = 0.15  # of log time: a bin reaches 16 % further than the bin before
+BINS = 112  # from 1 s to 231 days; shorter runtimes count in the first bin, longer ones in the last
+# share that passes a bin if half of the tasks double their age: a Pareto tail with index 1
+TAIL = math.exp(-STEP)
 
-# By distance from the widest key, the last also for all that are further.  Chosen on the Philly
-# list, where half or twice of each changes little: how many runtimes a key remembers (they fade by
-# 1/e per that many), and how many of its own the next wider key counts for.
+# Each tuple has values by distance from the widest key; the last value holds for all further keys.
+# The values were chosen on the Philly trace, where half or twice of each changes little.  MEMORY:
+# runtimes that a key remembers; they fade by 1/e per that many.  TRUST: runtimes of its own that
+# the next wider key counts for.
 MEMORY = (2000.0, 500.0, 30.0, 100.0)
 TRUST = (2.0, 5.0, 10.0, 3.0)
-NEWS = (0.3, 0.3, 0.1, 0.1)  # a curve is made anew when so much of what it remembers is new
-REBASE = 1e100  # weights grow instead of old ones being shrunk; here they are scaled back
+# part of the remembered runtimes that must be new before a curve is rebuilt
+NEWS = (0.3, 0.3, 0.1, 0.1)
+REBASE = 1e100  # weights grow, so that old ones need not shrink; above this they are scaled back
 
 
 # --- runtimes -----------------------------------------------------------------------------------
 
 
 class Curve:
-    """One distribution of runtimes, as the share of those who reach a bin that gets past it."""
+    """A distribution of runtimes: for each bin the share of the tasks reaching it that pass it."""
 
     __slots__ = ("_minus_longer", "past")
 
     def __init__(self, past: list[float]) -> None:
         self.past = past
-        # Ascending, so that bisect can find a share: minus the share that reaches each bin.
+        # minus the share that reaches each bin: ascending, so that bisect can find a share
         self._minus_longer = list(accumulate(past, mul, initial=-1.0))
 
     def longer(self, runtime_s: float) -> float:
-        """The share of tasks that run longer than `runtime_s`."""
+        """Return the share of tasks that run longer than `runtime_s`."""
         if runtime_s <= 1.0:
             return 1.0
         place = min(math.log(runtime_s) / STEP, BINS - 1e-9)
@@ -65,7 +69,7 @@ class Curve:
         return -(low + (high - low) * (place - bin))
 
     def draw(self, elapsed_s: float, share: float) -> float:
-        """The runtime in all that `share` of those outlast who have run for `elapsed_s`."""
+        """Return the total runtime that `share` of the tasks now at `elapsed_s` exceed."""
         wanted = -share * (self.longer(elapsed_s) if elapsed_s > 1.0 else 1.0)
         above = bisect_left(self._minus_longer, wanted)
         if above == 0:
@@ -78,7 +82,7 @@ class Curve:
 
 
 class Runtimes(Protocol):
-    """Where `starts_in` has its runtimes from: a `History`, or what one compares it with."""
+    """The source of runtimes for `starts_in`: a `History`, or an alternative to compare with it."""
 
     def curve(self, who: Who) -> Curve | None: ...
 
@@ -86,7 +90,7 @@ class Runtimes(Protocol):
 
 
 class _Key:
-    """Runtimes of one key: a weight per bin; `unit` is what a runtime that ends now weighs."""
+    """Runtimes of one key: a weight per bin; `unit` is the weight of a runtime that ends now."""
 
     __slots__ = ("curve", "ended", "ended_then", "prior", "unit", "weights")
 
@@ -111,9 +115,10 @@ class _Key:
         return same and self.ended - self.ended_then < max(1.0, min(self.ended, memory) * news)
 
     def refresh(self, prior: Curve | None, trust: float) -> Curve:
-        """Who got past each bin over who reached it, with `trust` more that do as the prior says.
+        """Return the share of tasks at each bin that pass it, drawn towards the prior.
 
-        The posterior mean of a beta process (Hjort 1990) whose mean is the wider key's curve.
+        The prior counts as `trust` more tasks.  The curve is the posterior mean of a beta process
+        (Hjort 1990) with the wider key's curve as its mean.
         """
         reached = list(accumulate(reversed(self.weights), initial=0.0))[::-1]
         more = trust * self.unit
@@ -128,10 +133,11 @@ class _Key:
 
 
 class History:
-    """Runtimes of ended tasks, and quantiles of what is left of one that runs.
+    """Runtimes of ended tasks, and quantiles of the time that a running task has left.
 
-    Adding costs O(keys of the path); asking a bisection, and now and then a new curve (112 bins).
-    A key is 1 kB, and 8 kB once it was asked; the `keys_max` keys that ended last are kept.
+    Adding costs O(keys of the path).  Asking costs a bisection, and now and then a new curve (112
+    bins).  A key takes 1 kB, and 8 kB once it was asked.  The `keys_max` keys that ended last are
+    kept.
     """
 
     def __init__(self, *, keys_max: int = 20_000) -> None:
@@ -139,9 +145,9 @@ class History:
         self._keys_max = keys_max
 
     def add(self, who: Who, runtime_s: float) -> None:
-        """A task of `who` ended after it had held its seats for `runtime_s` in all.
+        """Add a task that ended after it had held its devices for `runtime_s` in total.
 
-        Feed what ended by itself: a task that was cancelled says little about its runtime.
+        Add only tasks that ended by themselves: a cancelled task says little about its runtime.
         """
         if not who:
             raise ValueError("a task needs at least one key, the widest: pass ((),)")
@@ -156,12 +162,12 @@ class History:
             self._keys.popitem(last=False)
 
     def curve(self, who: Who) -> Curve | None:
-        """The distribution for `who`, each key shrunk to the next wider; None with no history."""
+        """Return the distribution, each key shrunk to the next wider; None without history."""
         found: Curve | None = None
         for depth, name in enumerate(reversed(who)):
             key = self._keys.get(name)
             if key is None:
-                # A key of which nothing is known is like the wider one, but rests on nothing.
+                # An unknown key is like the wider key, with no data of its own.
                 continue
             if not key.is_fresh(found, _at(MEMORY, depth), _at(NEWS, depth)):
                 key.refresh(found, _at(TRUST, depth))
@@ -169,7 +175,7 @@ class History:
         return found
 
     def known(self, who: Who) -> float:
-        """How many runtimes of the most specific key are remembered, faded."""
+        """Return how many runtimes of the most specific key are remembered, faded."""
         key = self._keys.get(who[0])
         return sum(key.weights) / key.unit if key is not None else 0.0
 
@@ -181,9 +187,9 @@ class History:
         max_duration_s: float | None = None,
         quantiles: Sequence[float] = (0.1, 0.5, 0.9),
     ) -> tuple[float, ...] | None:
-        """Seconds still to run for a task that ran `elapsed_s`, per quantile; None if unknown.
+        """Return how long a task runs on after `elapsed_s`, in s per quantile; None if unknown.
 
-        `max_duration_s` is where the descriptor ends it; it alone is no estimate.
+        `max_duration_s` is the limit of the descriptor; alone it is no estimate.
         """
         curve = self.curve(who)
         if curve is None:
@@ -194,10 +200,11 @@ class History:
     def expected_remaining_s(
         self, who: Who, *, elapsed_s: float = 0.0, max_duration_s: float | None = None
     ) -> float | None:
-        """One figure for a reservation (rule F7): the median.
+        """Return one figure for a reservation (rule F7): the median.
 
-        The mean is that of the few longest, and reservations made by it are always too late.  Ask
-        again when it has passed: the answer is then for a task that has run that long.
+        The few longest tasks dominate the mean, so reservations by the mean would always be too
+        late.  Ask again when the time has passed: the answer is then for a task that has run that
+        long.
         """
         found = self.remaining(
             who, elapsed_s=elapsed_s, max_duration_s=max_duration_s, quantiles=(0.5,)
@@ -218,10 +225,10 @@ def _at(values: tuple[float, ...], depth: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A task on `width` devices.  `elapsed_s` in all its turns, `turn_s` of them in this one.
+    """A task on `width` devices.  `elapsed_s` is its time in all turns, `turn_s` that in this turn.
 
-    An elastic task that holds more than it needs does in a second what takes it `speed` seconds on
-    as few as it needs; `elapsed_s` and `max_duration_s` are such seconds.
+    In one second, an elastic task that holds more than it needs does what takes `speed` seconds on
+    the devices that it needs.  `elapsed_s` and `max_duration_s` are seconds of the latter kind.
     """
 
     tenant: str
@@ -245,9 +252,10 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One tenant's waiting tasks in the order in which it would start them.
+    """A tenant's waiting tasks in the order in which the tenant would start them.
 
-    `score_s` is its usage in device-seconds over its weight, running tasks included, faded to now.
+    `score_s` is the tenant's usage in device-seconds over its weight, running tasks included, faded
+    to now.
     """
 
     score_s: float
@@ -257,11 +265,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Devices of one kind, who holds them, who waits for them.
+    """Devices of one kind, the tasks that hold them and the tasks that wait for them.
 
-    With `slice_s` tasks take turns of that length (rule F8); without, they run to their end.  Whose
-    turn ended is behind all others of its line, or with `goes_on_first` before them, as the older
-    of a user's tasks is.  `half_life_s` is that of usage (rule F2; 0: it never fades).
+    With `slice_s` tasks take turns of that length (rule F8); without it they run to their end.  A
+    task at the end of its turn goes to the end of its tenant's queue, or with `goes_on_first` to
+    the front, like the older of a user's tasks.  `half_life_s` is the half-life of usage (rule F2;
+    0: it never fades).
     """
 
     free: int
@@ -276,8 +285,8 @@ class Scene:
 class Estimate:
     """Seconds from now to the start: 80 % of such tasks start between `p10_s` and `p90_s`.
 
-    `model_s` and `model_spread` are what the model alone says (a median, and a deviation of its
-    log): keep them until the task has started, for `Calibration.learn`.
+    `model_s` and `model_spread` are the model's answer alone (a median, and a deviation of its
+    log). Keep them until the task has started, for `Calibration.learn`.
     """
 
     p10_s: float
@@ -289,7 +298,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unknown:
-    """Why nothing can be said: `code` is BLOCKED, TOO_WIDE or NO_HISTORY."""
+    """A reason why there is no estimate: `code` is BLOCKED, TOO_WIDE or NO_HISTORY."""
 
     code: str
     message: str
@@ -297,13 +306,13 @@ class Unknown:
 
 # --- when it starts -----------------------------------------------------------------------------
 
-EVENTS = 9_000  # tasks looked at for one answer: what fits into half of the 50 ms allowed
-STARTS = 2_500  # played in one run; from there on they come as fast as so far
+EVENTS = 9_000  # tasks considered for one answer: what fits into half of the allowed 50 ms
+STARTS = 2_500  # starts simulated in one run; after that the average speed so far is assumed
 RUNS = 25
 SEED = 7
 LEAST_SPREAD = 0.25  # of log time: however equal the runs are, the model is only a model
-LONE_SPREAD = 0.5  # with so many tasks ahead that there was time for one run only
-BACKFILL_LOOK = 15  # tenants looked at behind a gang that waits for its devices
+LONE_SPREAD = 0.5  # used when there are so many tasks ahead that only one run was possible
+BACKFILL_LOOK = 15  # tenants considered behind a gang that waits for its devices
 
 
 def starts_in(
@@ -317,11 +326,11 @@ def starts_in(
     seed: int = SEED,
     events: int = EVENTS,
 ) -> Estimate | Unknown:
-    """When `scene.lines[tenant].tasks[place]` gets its (next) first turn, in seconds from now.
+    """Estimate when `scene.lines[tenant].tasks[place]` gets its next turn, in seconds from now.
 
-    `blocked_by` says what only a person or another task can end (a hold, a need).  Each run draws
-    a runtime for everyone and starts tasks as the island does: least served tenant first, with a
-    reservation for a gang that does not fit (rule F7); about `events` tasks are looked at for it.
+    `blocked_by` says what only a person or another task can end (a hold, a need).  Each run draws a
+    runtime for every task and starts tasks as the island does: least served tenant first, with a
+    reservation for a gang that does not fit (rule F7).  About `events` tasks are considered in all.
     """
     task = scene.lines[tenant].tasks[place]
     refused = _refused(scene, task, blocked_by)
@@ -364,17 +373,18 @@ def _deviation(logs: Sequence[float]) -> float:
 
 
 def _told(model_s: float, spread: float, z: tuple[float, float, float] | None = None) -> Estimate:
-    low, middle, high = z if z is not None else (-1.2816, 0.0, 1.2816)  # of a normal's 10th, 90th
+    # 10th, 50th and 90th percentile of a normal distribution
+    low, middle, high = z if z is not None else (-1.2816, 0.0, 1.2816)
     p10_s, p50_s, p90_s = (model_s * math.exp(spread * part) for part in (low, middle, high))
     return Estimate(p10_s=p10_s, p50_s=p50_s, p90_s=p90_s, model_s=model_s, model_spread=spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Tasks of the same keys: their curve, and how many runtimes of the most specific key it has.
+    """Tasks of the same keys: their curve and the number of `known` most specific runtimes.
 
-    `peers` numbers that key; it is None if the path is too short to have one so specific that its
-    tasks are alike.
+    `peers` numbers that key.  It is None if the path is too short to have a key so specific that
+    its tasks are alike.
     """
 
     curve: Curve
@@ -383,7 +393,7 @@ class _Kind:
 
 
 class _Cast:
-    """What is the same in all runs.  Curves are looked up when a run comes to a task."""
+    """Data that is the same in all runs.  Curves are looked up when a run comes to a task."""
 
     def __init__(self, scene: Scene, tenant: str, place: int, history: Runtimes) -> None:
         self.scene, self.tenant, self.ahead = scene, tenant, place
@@ -391,14 +401,14 @@ class _Cast:
         self.scores = {name: line.score_s for name, line in scene.lines.items()}
         self.weights = {name: line.weight for name, line in scene.lines.items()}
         self.lines = {name: line.tasks for name, line in scene.lines.items() if line.tasks}
-        self.lines[tenant] = self.lines[tenant][: place + 1]  # nobody behind the one who asks
+        self.lines[tenant] = self.lines[tenant][: place + 1]  # without the tasks behind the target
         self._history = history
         self._kinds: dict[Who, _Kind] = {}
         self._numbers: dict[Hashable, int] = {}
         self.held = [(held, self.kind(held.who).curve) for held in scene.held]
 
     def kind(self, who: Who) -> _Kind:
-        """Raises KeyError if there is no history at all."""
+        """Return the kind of tasks with these keys; raises KeyError without any history."""
         found = self._kinds.get(who)
         if found is None:
             curve = self._history.curve(who)
@@ -413,7 +423,7 @@ class _Cast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rest:
-    """A task that comes back to its line at the end of its turn, with `left_s` to run."""
+    """A task that returns to its queue at the end of its turn, with `left_s` to run."""
 
     tenant: str
     width: int
@@ -421,7 +431,7 @@ class _Rest:
 
 
 class _Run:
-    """One play from now on.  Seats are counted, not named."""
+    """A simulated run from now on.  Devices are counted, not named."""
 
     def __init__(self, cast: _Cast, chance: random.Random) -> None:
         self.cast, self.random = cast, chance.random
@@ -430,19 +440,20 @@ class _Run:
         self.scores = dict(cast.scores)
         self.order = [(self.scores[name], name) for name in self.queues]
         heapify(self.order)
-        self.before = cast.ahead  # of the tenant's own tasks
-        self.next_s: dict[str, float] = {}  # of a tenant's first task, once it was looked at
+        self.before = cast.ahead  # tasks of the target's tenant that go before the target
+        # tenant -> time left of its first task, once it was looked at
+        self.next_s: dict[str, float] = {}
         self.peers: dict[int, list[float]] = {}
-        self.blocked: Queued | _Rest | None = None  # who has the reservation
+        self.blocked: Queued | _Rest | None = None  # the gang that has the reservation
         self.shadow_s, self.spare = 0.0, 0
-        # When it lets go, a number against ties, width, and what comes back of it.
+        # (when it releases its devices, tie breaker, width, the part that returns to the queue)
         self.ends: list[tuple[float, int, int, _Rest | None]] = []
         self.number = count()
         for held, curve in cast.held:
             self._hold(held, curve)
 
     def wait_s(self) -> float:
-        """When the target starts; a run that takes too long goes on at the speed it had."""
+        """Return when the target starts; a run that takes too long is extrapolated."""
         while not self._seat():
             if self.starts >= STARTS:
                 return self.now_s * (1 + self._left_to_start() / self.starts)
@@ -450,7 +461,7 @@ class _Run:
         return self.now_s
 
     def _left_to_start(self) -> float:
-        """How many go before the target yet, if each is charged as those so far were."""
+        """Estimate how many tasks still go before the target if each is charged as those so far."""
         charged = sum(self.scores[name] - score for name, score in self.cast.scores.items())
         charge = max(charged / self.starts, 1e-6)
         goal = self.scores[self.cast.tenant] + self.before * charge
@@ -477,7 +488,7 @@ class _Run:
         heappush(self.ends, (at_s, next(self.number), width, rest))
 
     def _release(self) -> None:
-        """The next one, or all that come at once, let go; who is not done joins its line again."""
+        """Let the next tasks release their devices; unfinished ones return to their queues."""
         self.now_s = self.ends[0][0]
         while self.ends and self.ends[0][0] <= self.now_s:
             _, _, width, rest = heappop(self.ends)
@@ -496,7 +507,7 @@ class _Run:
             heappush(self.order, (self.scores.setdefault(rest.tenant, math.inf), rest.tenant))
 
     def _seat(self) -> bool:
-        """Start whoever may start now; true once the target has."""
+        """Start all tasks that may start now; True once the target has started."""
         while self.order:
             _, tenant = entry = self.order[0]
             if self._is_over(entry):
@@ -515,13 +526,13 @@ class _Run:
         return False
 
     def _pass_over(self, tenant: str) -> None:
-        """What never fits holds up nobody."""
+        """Drop a task that never fits, so that it holds up no other task."""
         self.queues[tenant].popleft()
         self.next_s.pop(tenant, None)
         self.before -= tenant == self.cast.tenant
 
     def _backfill(self, head: Queued | _Rest) -> bool:
-        """Start others around the reservation of the first gang that does not fit."""
+        """Start other tasks around the reservation of the first gang that does not fit."""
         if head is not self.blocked:
             self._reserve(head)
         while (tenant := self._filler()) is not None:
@@ -530,10 +541,11 @@ class _Run:
         return False
 
     def _filler(self) -> str | None:
-        """Of the least served whose first task does not delay the gang, the first."""
+        """Return the least served tenant with a first task that does not delay the gang."""
         if self.free == 0:
             return None
-        for entry in sorted(self.order[:BACKFILL_LOOK])[1:]:  # the top of the heap: nearly those
+        # the top of the heap: nearly the least served
+        for entry in sorted(self.order[:BACKFILL_LOOK])[1:]:
             _, tenant = entry
             if self._is_over(entry) or self.queues[tenant][0].width > self.free:
                 continue
@@ -546,7 +558,7 @@ class _Run:
         return None
 
     def _is_over(self, entry: tuple[float, str]) -> bool:
-        """Its tenant has started another task since, around a gang, or has none left."""
+        """True if the entry's tenant has started another task since, or has none left."""
         score_s, tenant = entry
         return score_s != self.scores[tenant] or not self.queues[tenant]
 
@@ -560,7 +572,7 @@ class _Run:
         self.shadow_s, self.spare = math.inf, 0
 
     def _left_s(self, tenant: str) -> float:
-        """What the tenant's first task still runs; the same each time it is asked."""
+        """Return how long the tenant's first task still runs; the same answer each time."""
         left_s = self.next_s.get(tenant)
         if left_s is None:
             task = self.queues[tenant][0]
@@ -569,10 +581,10 @@ class _Run:
         return left_s
 
     def _drawn_s(self, task: Queued) -> float:
-        """A runtime as its curve says, or that of a peer: equal tasks are alike (Polya's urn).
+        """Draw a runtime from the curve, or take a peer's: equal tasks are alike (Polya's urn).
 
-        The less is known of the most specific key, the more all of them hang on the first draw; so
-        the runs differ as much as the answer is unsure.
+        The less is known of the most specific key, the more its tasks depend on the first draw. So
+        the runs differ as much as the answer is uncertain.
         """
         kind, random = self.cast.kind(task.who), self.random
         runtime_s = kind.curve.draw(task.elapsed_s, random())
@@ -586,7 +598,7 @@ class _Run:
         return max(0.0, runtime_s - task.elapsed_s)
 
     def _start(self, tenant: str) -> bool:
-        """Seat the tenant's first task, charge it as far as its turn goes, and line up the next."""
+        """Seat the tenant's first task, charge its turn, and queue the tenant's next task."""
         scene, queue = self.cast.scene, self.queues[tenant]
         left_s = self._left_s(tenant)
         task = queue.popleft()
@@ -606,21 +618,21 @@ class _Run:
 
 
 def _grown(now_s: float, half_life_s: float) -> float:
-    """How much more usage counts then than that of today, which will have faded (rule F2)."""
+    """Return how much more usage counts at `now_s` than usage of today, which fades (rule F2)."""
     return float(2 ** min(now_s / half_life_s, 500.0)) if half_life_s > 0 else 1.0
 
 
 # --- what came true -----------------------------------------------------------------------------
 
-WINDOW = 2_000  # answers per class; enough for several floods, whose answers all err alike
-ENOUGH = 30  # of them before a class speaks for itself
+WINDOW = 2_000  # answers per class; enough for several bursts, which have errors that are all alike
+ENOUGH = 30  # answers before a class is used
 COVERAGE = 0.8
 LESSON = 0.005  # how far one miss moves the level
-LEVELS = (0.01, 0.6)  # of what may be missed: within this the level moves
+LEVELS = (0.01, 0.6)  # bounds of the level: the share of answers that may be missed
 
 
 class _Window:
-    """How far off the last answers were, in spreads of the model; old ones fall out."""
+    """Errors of the latest answers, in spreads of the model; old ones drop out."""
 
     __slots__ = ("missed", "ordered", "recent")
 
@@ -646,11 +658,12 @@ class _Window:
 
 
 class Calibration:
-    """Corrects answers by how far earlier ones were off (conformal, online).
+    """Corrects answers by the errors of earlier ones (conformal, online).
 
-    It keeps the last WINDOW log ratios of what came true to what the model said, in units of the
-    model's spread: of all answers, and of those of about the same length (a factor of e), which
-    speak once there are ENOUGH.  Classes by tenant or width did no better on the Philly list.
+    It keeps the last WINDOW log ratios of the real to the modelled time, in units of the model's
+    spread. One window is for all answers, the others for answers of about the same length (a factor
+    of e); a window is used once it has ENOUGH.  Classes by tenant or width did no better on the
+    Philly trace.
     """
 
     def __init__(self) -> None:
@@ -658,14 +671,14 @@ class Calibration:
         self._alike: dict[int, _Window] = {}
 
     def learn(self, told: Estimate, waited_s: float) -> None:
-        """A task that was told so waited `waited_s` from then on."""
+        """Learn that a task with this estimate waited `waited_s` from then on."""
         off = math.log(max(1.0, waited_s) / max(1.0, told.model_s)) / told.model_spread
         hit = told.p10_s <= waited_s <= told.p90_s
         for window in (self._all, self._alike.setdefault(_class(told), _Window())):
             window.add(off, hit)
 
     def corrected(self, told: Estimate) -> Estimate:
-        """What the model said, moved and widened or narrowed by what came true so far."""
+        """Return the model's answer, moved and widened or narrowed by the errors so far."""
         for window in (self._alike.get(_class(told)), self._all):
             if window is not None and len(window.ordered) >= ENOUGH:
                 low, high = window.missed / 2, 1 - window.missed / 2

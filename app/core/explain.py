@@ -1,11 +1,11 @@
-"""Rule F10: every task that waits has all its reasons, each with what would end it.
+"""Rule F10: give every waiting task all reasons why it waits, each with what would end it.
 
-`core.standing` finds out what stands in the way; the sentences are written here.  They name
+`core.standing` finds what stands in the way; this module writes the sentences.  They contain
 numbers, but nothing that counts down, so that a page does not flicker.  Other tenants appear only
-as "others", and those above the task's own as "a tenant above yours": nobody learns who they are.
+as "others", and tenants above the task's own as "a tenant above yours": no user learns their names.
 
-A reason says twice what would end it: in words, and as a `Change`, which a program can apply.  It
-is the least that ends this reason; others may remain.
+A reason says twice what would end it: in words, and as a `Change` that a program can apply.  The
+change is the smallest one that ends this reason; other reasons may remain.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from app.core.island import Change, Reason, Task, Terms
 from app.core.units import counted
 
-#: Every code, and whose move it is: "wait", "change_request" or "ask_admin".  In the order in which
-#: they have to fall: what comes first here is what to end first (`nearest`).
+#: Every code, with the next action: "wait", "change_request" or "ask_admin".  The codes are in the
+#: order in which the reasons have to end (`nearest`).
 CODES = {
     "HELD_BY_ADMIN": "ask_admin",
     "HELD_BY_USER": "change_request",
@@ -50,7 +50,7 @@ CODES = {
     "DEVICE_FREE": "wait",
 }
 
-#: What a `Change` may ask for.
+#: The actions that a `Change` may ask for.
 ACTIONS = {
     "release": "somebody who may lets it go",
     "wait_for_tasks": "the tasks in `value` are done",
@@ -82,7 +82,7 @@ START = frozenset(
         "RETRY_BACKOFF",
     }
 )  # fmt: skip
-#: Reasons that do not end by others letting go of devices: no estimate is made while one lasts.
+#: Reasons that do not end when others release devices: while one lasts, no estimate is made.
 CLOSED = (START - {"NOT_BEFORE", "RETRY_BACKOFF"}) | {
     "NOT_LOOKED_AT",
     "NO_SCHEDULER",
@@ -98,7 +98,9 @@ PRIORITY_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How well served two parties are, in device-seconds per weight: mine counts the next turn."""
+    """The usage of two sides, in device-seconds per weight; `mine_s` includes the next
+    turn.
+    """
 
     mine_s: float
     theirs_s: float
@@ -106,8 +108,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shut:
-    """A tenant that may hold no more: `held` of `limit` devices of `kind` ("*": of all kinds), or
-    with "" tasks.  `above` is 0 for the task's own tenant, 1 for the one above it, and so on.
+    """A tenant at its limit: it holds `held` of `limit` devices of `kind`.
+
+    The kind "*" stands for devices of all kinds, "" for running tasks.  `above` is 0 for the task's
+    own tenant, 1 for the tenant above, and so on.
     """
 
     above: int
@@ -118,17 +122,19 @@ class Shut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacles:
-    """What keeps an eligible task off the devices, as `core.standing` found it.
+    """The obstacles between an eligible task and the devices, as found by `core.standing`.
 
-    `devices` are those of its kind with enough memory that are known, `up` and not `cordoned`
-    counted of those; `busy` is how many are held or promised, `turn_s` how long a turn lasts there
-    at least.  `tenant` and `user` are set if a holder there does not give way; `own` counts devices
-    held by the same user's tasks of the same or a higher priority.  All are those of a `host`, if
-    it is a gang that may not part, and finds them there first.  `free` devices, and those that
-    are `lent` to tasks that hold more than they need, are too few for a gang, or `kept` for one
-    that waited longer, or about to be given away (`offered`).  Of holders
-    that are better served, `guaranteed` hold no more than they are guaranteed, and `protected` may
-    not be paused now; `shed` means that the promise of the task's own tier cannot be kept.
+    `devices` counts the known devices of the task's kind with enough memory.  `up` counts how many
+    of them are up, and `open` how many also accept work.  `busy` counts open devices that are held
+    or promised.  `turn_s` is the least length of a turn.  With a `host`, all counts are for that
+    host: a one-host gang finds its devices there first.
+
+    `tenant` and `user` are set if a holder there does not give way.  `own` counts devices held by
+    the same user's tasks of the same or a higher priority.  `free` devices, and devices `lent` to
+    tasks that hold more than they need, are too few for a gang, or `kept` for a gang that waited
+    longer, or about to be assigned (`offered`).  Of the better served holders, `guaranteed` hold no
+    more than their guarantee, and `protected` must not be paused now.  `shed` means that the
+    promise of the task's own tier cannot be kept.
     """
 
     devices: int
@@ -147,8 +153,8 @@ class Obstacles:
     tenant: Standing | None = None
     user: Standing | None = None
     own: int = 0
-    own_soon: int = 0  # of one's own on devices that give way when they had their minute (F8)
-    minute_s: float = 0.0  # that minute, in seconds: a slice may be longer
+    own_soon: int = 0  # own tasks on devices that give way after their minute (F8)
+    minute_s: float = 0.0  # that minute, in s; a slice may be longer
     guaranteed: int = 0
     protected: int = 0
     shed: bool = False
@@ -156,13 +162,13 @@ class Obstacles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """How many waiting tasks of the same kind go before it, and why."""
+    """The number of waiting tasks of the same kind that go before a task, by reason."""
 
-    tenants: int = 0  # of tenants less served
-    users: int = 0  # of users of the same tenant less served
-    higher: int = 0  # of the same user, with a higher priority
-    earlier: int = 0  # of the same user, as urgent but older
-    highest: int | None = None  # the highest priority among those
+    tenants: int = 0  # of less served tenants
+    users: int = 0  # of less served users of the same tenant
+    higher: int = 0  # of the same user, with higher priority
+    earlier: int = 0  # of the same user and priority, but older
+    highest: int | None = None  # the highest priority among them
 
     @property
     def all(self) -> int:
@@ -170,7 +176,7 @@ class Ahead:
 
 
 def nearest(reasons: Sequence[Reason]) -> Reason | None:
-    """The reason to end first: what stands behind it cannot help before it has fallen."""
+    """Return the reason to end first: changes for later reasons do not help before it ends."""
     order = {code: place for place, code in enumerate(CODES)}
     return min(reasons, key=lambda reason: order[reason.code], default=None)
 
@@ -179,7 +185,7 @@ def nearest(reasons: Sequence[Reason]) -> Reason | None:
 
 
 def unmet(task: Task, *, now_s: float) -> tuple[Reason, ...]:
-    """Why the task may not start yet; empty if all its start conditions hold."""
+    """Return why the task may not start yet; empty if all its start conditions hold."""
     return tuple(_unmet(task, now_s))
 
 
@@ -225,12 +231,12 @@ def _by_terms(terms: Terms) -> Iterator[Reason]:
 
 
 def start(task: Task, *, now_s: float) -> tuple[Reason, ...]:
-    """All that has to come true before the task may start at all."""
+    """Return everything that must come true before the task may start at all."""
     return unmet(task, now_s=now_s) + backoff(task, now_s=now_s)
 
 
 def backoff(task: Task, *, now_s: float) -> tuple[Reason, ...]:
-    """Why a task that failed is not tried again yet."""
+    """Return why a failed task is not tried again yet."""
     if task.retry_at_s <= now_s:
         return ()
     told = (
@@ -248,7 +254,7 @@ def _at(code: str, told: str, at_s: float) -> Reason:
 
 
 def not_looked_at() -> Reason:
-    """Of a task that just came, or whose conditions have just come true."""
+    """Return the reason of a task that just arrived, or that has just met its conditions."""
     return _reason(
         "NOT_LOOKED_AT",
         "Not scheduled yet.",
@@ -270,7 +276,7 @@ def no_scheduler(island: str) -> Reason:
 
 
 def waiting(task: Task, obstacles: Obstacles, ahead: Ahead) -> tuple[Reason, ...]:
-    """Why a task that could start does not: devices first, then who goes before it."""
+    """Return why a task that could start does not: devices first, then what goes before it."""
     if task.stops and task.moves_to:
         return (_moving(task),)
     return (
@@ -368,7 +374,7 @@ def _lent(seen: Obstacles) -> str:
 
 
 def breadth(task: Task) -> str:
-    """What an elastic task holds, and how much of it is its own; nothing of any other."""
+    """Say what an elastic task holds and how much of it is lent; "" for other tasks."""
     if not task.elastic or not task.seats:
         return ""
     held, most = len(task.seats), task.width_max
@@ -381,7 +387,7 @@ def breadth(task: Task) -> str:
 
 
 def company(task: Task, others: int) -> str:
-    """With how many it takes turns on its device; nothing of one that has it for itself."""
+    """Say with how many others a task takes turns on its device; "" if it has the device alone."""
     if not task.shares or not task.seats or not others:
         return ""
     graphs = "another graph" if others == 1 else f"{others} other graphs"
@@ -452,7 +458,7 @@ def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
 
 
 def _compared(standing: Standing) -> str:
-    """Both sides, or how far apart they are at most where both would read the same."""
+    """Say how much both sides used, or a bound on the difference if both would read the same."""
     mine, theirs = rounded(standing.mine_s), rounded(standing.theirs_s)
     if mine != theirs:
         return f"{mine} vs {theirs} device-seconds per weight"
@@ -493,12 +499,12 @@ def _own(task: Task, seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:
 
 
 def _above(task: Task, other: int | None) -> int:
-    """A priority by which it goes before those ahead of it, as far as there is one."""
+    """Return a priority that puts the task before those ahead of it, up to the maximum."""
     return min(PRIORITY_MAX, (task.priority if other is None else other) + 1)
 
 
 def _promises(task: Task, seen: Obstacles) -> Iterator[Reason]:
-    """Rules F4, F7 and F9: what others were promised, and what cannot be kept of one's own."""
+    """Rules F4, F7 and F9: yield promises to others, and promises to the task that fail."""
     if seen.guaranteed:
         holds = f"{seen.guaranteed} {_plural(_what(task), seen.guaranteed)}"
         told = f"{holds} {_is(seen.guaranteed)} guaranteed to others who use them."
@@ -555,12 +561,12 @@ def _go(n: int) -> str:
 
 
 def rounded(seconds: float) -> str:
-    """Two digits are enough for a comparison, and do not change with every second."""
+    """Return the number with two digits: enough to compare, and it does not change every second."""
     return f"{float(f'{seconds:.2g}'):g}"
 
 
 def bound(seconds: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ... : a difference that shrinks reads the same for long."""
+    """Return the next of 1, 2, 5, 10, 20, 50, ...: a shrinking number then reads the same."""
     scale = 1.0
     while seconds > 5 * scale:
         scale *= 10

@@ -1,15 +1,17 @@
-"""Who goes next: the least served tenant, in it the least served user, then priority, then age.
+"""Fair order: the least served tenant, in it the least served user, then priority, then age.
 
 Three things always hold.
 
-* Usage fades lazily (rule F2).  A charge made at time t is stored as charge * 2^((t - T0) / H), and
-  never touched again.  The common factor 2^-((now - T0) / H) turns the sum into today's usage; it
-  is the same for everyone, so the *order* never changes by waiting and is kept without it.
-* Order is exact (rule F3).  Faded usage is an integer in units of 2^-40 µs, a score an integer that
-  orders exactly as usage / weight does; no float is ever compared.  True ties go to the oldest.
+* Usage fades lazily (rule F2).  A charge made at time t is stored as charge * 2^((t - T0) / H) and
+never touched again.  The common factor 2^-((now - T0) / H) turns the sum into today's usage.  The
+factor is the same for all branches, so waiting never changes the *order*, and the order is kept
+without the factor.
+* Order is exact (rule F3).  Faded usage is an integer in units of 2^-40 µs.  A score is an integer
+that orders exactly as usage / weight does; no float is ever compared.  True ties go to the oldest.
 * A pick costs O(depth * log fan-out): every branch of the tree keeps a heap of its own children.
 
-Rule F1 (what is charged) is `app.ledger`'s; what running tasks owe meanwhile is `core.decide`'s.
+`app.ledger` does what rule F1 says (what is charged); `core.board` adds what running tasks owe
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from typing import Any, Generic, TypeVar
 
 FIXED_POINT_BITS = 40
 SHORTEST_HALF_LIFE_S = 1.0
-LONGEST_HALF_LIFE_S = 100 * 366 * 86400.0  # 100 years; within it a float counts microseconds
+LONGEST_HALF_LIFE_S = 100 * 366 * 86400.0  # 100 years; up to this a float can count microseconds
 
 
 def half_life(half_life_s: float) -> float:
-    """The half-life, if usage can fade by it; raises ValueError if not."""
+    """Return the half-life if usage can fade by it; raises ValueError if not."""
     if half_life_s and not SHORTEST_HALF_LIFE_S <= half_life_s <= LONGEST_HALF_LIFE_S:
         raise ValueError(
             f"a half-life is 0 (usage never fades), or from {SHORTEST_HALF_LIFE_S:g} s "
@@ -42,26 +44,27 @@ def half_life(half_life_s: float) -> float:
 
 
 def faded(charge_us: int, *, at_s: float, since_s: float, half_life_s: float) -> int:
-    """`charge_us` made at `at_s`, as it is added to a sum that starts at T0 = `since_s`.
+    """Return `charge_us`, made at `at_s`, as it is added to a sum that starts at T0 = `since_s`.
 
-    Linear in the charge for `at_s >= since_s`.  A half-life of 0 means that usage never fades.
+    The result is linear in the charge for `at_s >= since_s`.  A half-life of 0 means that usage
+    never fades.
     """
     growth, doublings = _growth(at_s - since_s, half_life_s)
     return _shifted(charge_us * growth, doublings)
 
 
 def unheard_us(*, now_s: float, heard_s: float, lease_ends_s: float, lease_s: float) -> int:
-    """How long a device was held after it was heard the last time (rule F1), if it is lost now.
+    """Return how long a device, if it is lost now, was held after its last heartbeat, in µs (F1).
 
-    It was held until its lease ended, which is `lease_s` after it was heard or earlier, or until
-    `now_s`, when another process speaks for it.
+    The device was held until its lease ended, at most `lease_s` after the heartbeat, or until
+    `now_s`, when another process speaks for the device.
     """
     until_s = min(now_s, lease_ends_s, heard_s + lease_s)
     return max(0, round((until_s - heard_s) * 1e6))
 
 
 def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) -> int:
-    """The decayed device-microseconds that a faded sum stands for now; for display."""
+    """Return the decayed device-microseconds that a faded sum stands for now; for display."""
     growth, doublings = _growth(now_s - since_s, half_life_s)
     numerator = faded << max(0, -doublings)
     denominator = growth << max(0, doublings)
@@ -69,12 +72,12 @@ def usage_us(faded: int, *, now_s: float, since_s: float, half_life_s: float) ->
 
 
 def rebase(faded: int, halvings: int) -> int:
-    """The same sum for a T0 that lies `halvings` half-lives later; the order of sums is kept."""
+    """Return the same sum for a T0 that is `halvings` half-lives later; sums keep their order."""
     return _shifted(faded, -halvings)
 
 
 def _growth(elapsed_s: float, half_life_s: float) -> tuple[int, int]:
-    """2^(elapsed / half-life) as (mantissa in units of 2^-40, whole doublings)."""
+    """Return 2^(elapsed / half-life) as (mantissa in units of 2^-40, whole doublings)."""
     if half_life_s <= 0:
         return 1 << FIXED_POINT_BITS, 0
     half_lives = elapsed_s / half_life_s
@@ -83,9 +86,10 @@ def _growth(elapsed_s: float, half_life_s: float) -> tuple[int, int]:
 
 
 def _integral(elapsed_s: float, half_life_s: float) -> int:
-    """The integral of 2^(t / half-life) up to `elapsed_s`, in µs and units of 2^-40; ever growing.
+    """Return the integral of 2^(t / half-life) up to `elapsed_s`, in µs and units of 2^-40.
 
-    Someone who uses one device from a to b has used integral(b) - integral(a), faded.
+    The integral only grows.  One device used from a to b adds integral(b) - integral(a) of faded
+    usage.
     """
     if half_life_s <= 0:
         return round(elapsed_s * 1e6) << FIXED_POINT_BITS
@@ -107,16 +111,16 @@ _SCORE_BITS = 128  # twice the bits of a weight
 
 
 def score(faded: int, weight: int) -> int:
-    """An integer that orders exactly as `faded / weight` does; weights lie below 2^64.
+    """Return an integer that orders exactly as `faded / weight` does, for weights below 2^64.
 
-    Two different fractions a/v and b/w lie at least 1/(v*w) apart.  Times 2^128 they are more than
-    1 apart, so rounding down neither swaps them nor makes them equal; equal ones stay equal.
+    Two different fractions a/v and b/w differ by at least 1/(v*w).  Times 2^128 they differ by more
+    than 1, so rounding down neither swaps them nor makes them equal.  Equal fractions stay equal.
     """
     return (faded << _SCORE_BITS) // weight
 
 
 def unscored(score: int, weight: int) -> int:
-    """The faded usage that would give someone of `weight` this score; for display."""
+    """Return the faded usage that gives this score to a branch of `weight`; for display."""
     return (score * weight) >> _SCORE_BITS
 
 
@@ -125,17 +129,17 @@ def unscored(score: int, weight: int) -> int:
 Item = TypeVar("Item")
 Path = tuple[str, ...]
 
-ALL = "*"  # in a limit: devices of every kind together
+ALL = "*"  # key of a limit on devices of all kinds together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """All tasks that need the same: whoever of them comes first, the same devices would do.
+    """A queue class: all tasks that need the same, so that the same devices suit each of them.
 
-    `width` devices of `kind` with `memory_bytes` each; `pin` is the only device that will do, and
-    only those of `host` will, if it is said; "" in line: of any one host.  Those that are `fresh`
-    have held devices for less than a minute, and stand in lines of their own (rule F8).
-    Made by `lane`, so that equal ones are one object and hash fast.
+    The need is `width` devices of `kind` with `memory_bytes` each.  `pin` is the only suitable
+    device.  `host` is the only suitable host; "" in a queue stands for any one host.  `fresh` tasks
+    have held devices for less than a minute and have queues of their own (rule F8).  `lane` makes
+    the objects, so that equal ones are identical and hash fast.
     """
 
     kind: str
@@ -154,7 +158,7 @@ def lane(
     host: str | None = None,
     fresh: bool = False,
 ) -> Lane:
-    # one key, however it was called
+    # the cache needs one form of the arguments
     return _lane(kind, width, memory_bytes, pin, host, fresh)
 
 
@@ -167,7 +171,7 @@ def unpinned(here: Lane) -> Lane:
 
 
 def both_of(here: Lane) -> tuple[Lane, Lane]:
-    """The lane of those that are fresh, and the lane of the others that need the same."""
+    """Return the lane of fresh tasks and the lane of the other tasks with the same need."""
     shape = (here.kind, here.width, here.memory_bytes, here.pin, here.host)
     return _lane(*shape, True), _lane(*shape, False)
 
@@ -177,29 +181,29 @@ _lane = cache(Lane)
 
 _NO_LIFTS: Mapping[str, int] = {}
 _NOTHING: Mapping[str, int] = {}
-_UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes
-_RIGHT = -1  # the place of a key that was looked at
-_SLACK = 16  # so many stale entries are left in a heap of any size
+_UNTIL_IT_CHANGES = 1 << 62  # a tick that never comes: the score is valid until a change
+_RIGHT = -1  # marks a key that was checked, in place of its index in the heap
+_SLACK = 16  # stale entries that are kept in a heap of any size
 
 
 class _Account:
-    """What a charge touches of a branch; apart, so that it lies together in memory."""
+    """The fields of a branch that a charge touches, kept together in memory."""
 
     __slots__ = ("changed", "faded", "rate", "scored", "scored_at", "weight")
 
     def __init__(self) -> None:
         self.weight, self.faded, self.rate = 1, 0, 0
         self.scored, self.scored_at = 0, -1
-        self.changed = 0  # by the tree's version: when it or something below it ranked differently
+        self.changed = 0  # tree version at which this branch, or one below it, last changed in rank
 
 
 class Branch(_Account):
-    """A tenant or a user: what it used, what it holds, and a line for each lane in which it waits.
+    """A tenant or a user: its usage, what it holds, and a queue for each lane with waiting tasks.
 
-    Its usage now is `faded + rate * (the tree's integral - since)`: what was booked, and what its
-    running tasks add continuously.  After setting its weight, guarantee or limits, `scored_at = -1`
-    and `refresh`.  `lifts` are faded usage, too, by the kind of device: what it is taken to have
-    used of that kind while it was away (`core.credit`), and no part of its usage.
+    The usage now is `faded + rate * (the tree's integral - since)`: what was booked, plus what
+    running tasks add continuously.  After a change of weight, guarantee or limits, set `scored_at =
+    -1` and call `refresh`.  `lifts` are idle-credit floors by kind of device: faded usage that
+    counts in comparisons only, for the time in which the branch was away (`core.credit`).
     """
 
     __slots__ = (
@@ -212,20 +216,22 @@ class Branch(_Account):
         self.path, self.parent, self.depth = path, parent, len(path)
         self.name = path[-1] if path else ""
         self.top: Branch = self if parent is None or parent.parent is None else parent.top
-        self.since = 0  # the integral up to which its runs are booked
+        self.since = 0  # the tree's integral up to which the usage of running tasks is booked
         self.guarantee: Mapping[str, int] = {}
         self.limit: Mapping[str, int] = {}
         self.most_running: int | None = None
-        self.held: Counter[str] = Counter()  # devices needed, by kind, and in all under ALL
-        self.grown: Mapping[str, int] = _NOTHING  # held beyond that, likewise; nobody's for long
-        self.running = 0  # tasks on devices
-        self.inner = False  # does it hold branches, or items?
+        # devices that running tasks need, by kind, and in total under ALL
+        self.held: Counter[str] = Counter()
+        # devices held beyond the need, by kind and under ALL; lent until others need them
+        self.grown: Mapping[str, int] = _NOTHING
+        self.running = 0  # number of tasks on devices
+        self.inner = False  # True: holds branches; False: holds items
         self.children = 0
         self.lifts: Mapping[str, int] = _NO_LIFTS
         self.lines: dict[Lane, _Line] = {}
 
     def room(self, lane: Lane) -> bool:
-        """Rule F4: would one more of this lane stay within its limits?"""
+        """Rule F4: True if one more task of this lane stays within the branch's limits."""
         if self.most_running is not None and self.running >= self.most_running:
             return False
         limit = self.limit
@@ -235,23 +241,23 @@ class Branch(_Account):
         return all(held[k] + width <= limit[k] for k in (lane.kind, ALL) if k in limit)
 
     def borrows(self, lane: Lane) -> bool:
-        """Rule F4: would one more of this lane exceed its guarantee?"""
+        """Rule F4: True if one more task of this lane exceeds the branch's guarantee."""
         guarantee = self.guarantee
         return not guarantee or self.held[lane.kind] + lane.width > guarantee.get(lane.kind, 0)
 
     def in_line(self, kind: str) -> bool:
-        """Does anything below it wait for a device of this kind?"""
+        """True if a task below the branch waits for a device of this kind."""
         return any(lane.kind == kind for lane in self.lines)
 
 
 class _Line:
-    """What waits below one branch in one lane; it is there as long as something does.
+    """The queue of one branch and one lane; it exists while something waits in it.
 
-    Its entries are items as (-priority, 0, submitted, id, serial, item, line), or the lines below
-    as (borrows, score, submitted of its first, line).  The lowest is its `head`; the others are in
-    its `heap`, but for items that came in their order: they stand in its `queue`.  The entry of an
-    item is stale when it waits no more, but a head always waits; of those for a line below all are
-    stale but that line's `entry`.
+    Entries are items, as (-priority, 0, submitted, id, serial, item, line), or the lines of
+    children, as (borrows, score, submission time of its first item, line).  The lowest entry is the
+    `head`; the others are in the `heap`, but items that arrived in order are in the `queue`.  An
+    item's entry is stale once the item no longer waits; the head is never stale.  For a child line,
+    all entries but its `entry` are stale.
     """
 
     __slots__ = (
@@ -263,20 +269,24 @@ class _Line:
         self.branch, self.lane, self.above = branch, lane, above
         self.inner = branch.inner
         self.lift = branch.lifts.get(lane.kind, 0)
-        self.below = 0  # lines, or items that wait
-        self.stale = 0  # entries of items
-        self.entry: Any = None  # stands for it in the line above; None while it has no room
-        self.right = -1  # by the tree's version: when its entry was last known to be right, if ever
+        self.below = 0  # number of child lines or of waiting items
+        self.stale = 0  # number of stale entries of items
+        # this line's entry in the line above; None while the branch has no room
+        self.entry: Any = None
+        self.right = -1  # tree version at which `entry` was last known to be right; -1: unknown
         self.head: Any = None
-        self.heap: list[Any] | None = None  # where it was never needed there is none: less to touch
+        self.heap: list[Any] | None = None  # None until it is needed, to touch less memory
         self.queue: deque[Any] | None = None
 
     def __lt__(self, other: _Line) -> bool:
-        """Of two entries that are equal before; two lanes of one branch are as good."""
+        """Order entries that are equal in all fields before the line, by the branch's name.
+
+        Two lanes of one branch are equally good.
+        """
         return self.branch.name < other.branch.name
 
     def push(self, entry: Any) -> None:
-        """An entry more, wherever it belongs."""
+        """Insert an entry at its place in the order."""
         if self.head is None:
             self.head = entry
             return
@@ -287,7 +297,7 @@ class _Line:
         heappush(self.heap, entry)
 
     def append(self, entry: Any) -> None:
-        """The same for an item, which mostly is the last in order."""
+        """Insert an item's entry; faster than `push`, because most items are last in order."""
         last = self.queue[-1] if self.queue else self.head
         if last is None or entry < last:
             self.push(entry)
@@ -297,7 +307,7 @@ class _Line:
             self.queue.append(entry)
 
     def behead(self) -> None:
-        """Its head is the next one, stale or not."""
+        """Replace the head by the next entry, stale or not."""
         queue, heap = self.queue, self.heap
         if queue and not (heap and heap[0] < queue[0]):
             self.head = queue.popleft()
@@ -309,7 +319,7 @@ class _Line:
         self.head = heappushpop(heap, entry) if heap else entry
 
     def keep(self, current: Callable[[Any], bool]) -> None:
-        """Be rid of what is stale; the head is not."""
+        """Remove the stale entries; the head is never stale."""
         self.stale = 0
         if self.heap:
             self.heap = [entry for entry in self.heap if current(entry)]
@@ -319,16 +329,16 @@ class _Line:
 
 
 class FairTree(Generic[Item]):
-    """Items in lanes under a tree of branches; `first` is what rules F3 and F4 pick.
+    """Items in lanes under a tree of branches; `first` picks by rules F3 and F4.
 
-    A path names a branch from the top: ("tenant", "tenant below", "user").  A branch holds
-    branches or items, never both.  Of two siblings with work in an open lane, and room for it, the
-    one goes first that would stay within its guarantee, then the one with the lower score, then the
-    one whose first came first, then by name.
+    A path names a branch from the top: ("tenant", "tenant below", "user").  A branch holds branches
+    or items, never both.  Only siblings with work in an open lane, and with room for it, are
+    compared.  A sibling that would stay within its guarantee goes first; then the lower score, the
+    older first item, and the name decide.
 
-    A key in a heap may be too low, because usage and holdings grow without anybody looking; it is
-    never too high.  So who reaches the top is looked at again if it changed, and put back where it
-    belongs.  What may lower a key puts it right at once, from the bottom up.
+    A key in a heap may be too low, because usage and holdings grow meanwhile; it is never too high.
+    So an entry that reaches the top is checked again if it changed, and put back where it belongs.
+    A change that may lower a key corrects the key at once, from the bottom up.
     """
 
     def __init__(self, *, half_life_s: float = 0.0, since_s: float = 0.0) -> None:
@@ -336,14 +346,16 @@ class FairTree(Generic[Item]):
         self.root = Branch((), None)
         self.root.inner = True
         self.branches: dict[Path, Branch] = {(): self.root}
-        self._where: dict[str, Any] = {}  # id -> the item's entry
-        self._led: list[_Line] = []  # the way to who went first of several lanes
-        self._led_at = -1  # by the version
-        self._serial = 0  # no two entries of items are equal
-        self.version = 0  # of all that ranks; `Branch.changed` and `_Line.right` are read on it
-        self._tick = 0  # each instant is another tick
+        self._where: dict[str, Any] = {}  # item's id -> its entry
+        # the lines that led to the last `first` when several lanes were open
+        self._led: list[_Line] = []
+        self._led_at = -1  # the version at which `_led` was set
+        self._serial = 0  # makes all entries of items different
+        # grows with every change that may affect ranks; `changed`, `right` refer to it
+        self.version = 0
+        self._tick = 0  # grows with every call of `at`
         self._ticked = 0  # the version at the last tick
-        # Who came into line for a kind of device, and who left it, since somebody looked.
+        # Branches that began or ceased to wait for a kind of device since the last look.
         self.came: dict[tuple[Branch, str], None] = {}
         self.left: dict[tuple[Branch, str], None] = {}
         self.at(since_s)
@@ -356,13 +368,13 @@ class FairTree(Generic[Item]):
 
     @property
     def lanes(self) -> Collection[Lane]:
-        """Those in which anything waits; it follows the tree."""
+        """The lanes in which anything waits; a live view."""
         return self.root.lines.keys()
 
     # --- time ---
 
     def at(self, now_s: float) -> None:
-        """Let it be `now_s`: whoever holds devices has used more."""
+        """Advance the tree to `now_s`: branches that hold devices have used more."""
         self.now_s = now_s
         elapsed_s = now_s - self._since_s
         self._mantissa, self._doublings = _growth(elapsed_s, self._half_life_s)
@@ -373,11 +385,11 @@ class FairTree(Generic[Item]):
 
     @property
     def moved(self) -> int:
-        """Grows whenever anything moves but time: who is first, who is charged, who holds what."""
+        """A counter that grows with every change but the passing of time."""
         return self.version - self._tick
 
     def faded(self, charge_us: int) -> int:
-        """A charge made now, as it is added to a sum."""
+        """Return a charge made now, as it is added to a sum."""
         grown, doublings = charge_us * self._mantissa, self._doublings
         return grown << doublings if doublings >= 0 else grown >> -doublings
 
@@ -393,9 +405,9 @@ class FairTree(Generic[Item]):
         limit: Mapping[str, int] = MappingProxyType({}),
         most_running: int | None = None,
     ) -> Branch:
-        """A branch with its usage so far; its parent was added before, and holds no items.
+        """Add a branch with its usage so far; the parent must exist and hold no items.
 
-        `guarantee` and `limit` are devices by kind, and of all kinds under `ALL` for a limit.
+        `guarantee` and `limit` are devices by kind; a limit may also cover all kinds, under `ALL`.
         """
         if weight <= 0:
             raise ValueError(f"{'/'.join(path)}: weight {weight} is not above 0")
@@ -408,15 +420,15 @@ class FairTree(Generic[Item]):
         return branch
 
     def usage(self, branch: Branch) -> int:
-        """Its faded usage now, what runs included."""
+        """Return the branch's faded usage now, with what running tasks have added."""
         if not branch.rate:
             return branch.faded
         return branch.faded + branch.rate * (self._integral - branch.since)
 
     def score(self, branch: Branch, extra: int = 0, *, kind: str = "") -> int:
-        """How well served it is, or would be with `extra` faded usage; lower goes first.
+        """Return how well served the branch is, or would be with `extra` usage; lower goes first.
 
-        In a comparison about devices of a `kind` its lift counts.
+        In a comparison about devices of a `kind` the branch's idle-credit floor counts.
         """
         if branch.lifts:
             extra += branch.lifts.get(kind, 0)
@@ -428,7 +440,7 @@ class FairTree(Generic[Item]):
         return branch.scored
 
     def lift(self, branch: Branch, kind: str, faded: int) -> None:
-        """From now on it is taken to have used so much more of a kind; not less than before."""
+        """Set the idle-credit floor of a branch for a kind; it must not be lower than before."""
         branch.lifts = {**branch.lifts, kind: faded}
         for lane, line in branch.lines.items():
             if lane.kind == kind:
@@ -440,17 +452,17 @@ class FairTree(Generic[Item]):
             above = above.parent
 
     def who_waits(self, branch: Branch, kind: str) -> Iterator[Branch]:
-        """Its children that wait for devices of a kind, and have room; by each lane once."""
+        """Yield the children that wait for devices of a kind and have room, once for each lane."""
         for lane, line in branch.lines.items():
             if lane.kind == kind and line.inner and line.head is not None:
                 entries = chain((line.head,), line.heap or ())
                 yield from (entry[3].branch for entry in entries if _stands(entry))
 
     def overtakes_s(self, one: Branch, other: Branch, fee_us: int, *, kind: str = "") -> float:
-        """From when on `one` scores higher than `other` with a charge of `fee_us`; now or later.
+        """Return when `one` scores higher than `other` with a charge of `fee_us`; now or later.
 
-        Usage grows with q = 2^(t / half-life), and so does the fee: the scores cross where
-        q - 1 = (other's + fee - one's) / (how much faster one's grows).  Infinity if they never do.
+        Usage grows with q = 2^(t / half-life), and so does the fee.  The scores cross where q - 1 =
+        (other's + fee - one's) / (how much faster one's grows).  Infinity if they never cross.
         """
         own, others = (
             self._now_us(self.usage(branch) + branch.lifts.get(kind, 0)) for branch in (one, other)
@@ -468,7 +480,7 @@ class FairTree(Generic[Item]):
         return self.now_s + self._half_life_s * math.log1p(behind / faster_each_q) / math.log(2)
 
     def accrued_s(self, faded: int) -> float:
-        """When one whose runs cost 1 will have used so much more."""
+        """Return when a branch that runs at cost 1 will have used `faded` more."""
         if self._half_life_s <= 0:
             return self.now_s + faded / (1 << FIXED_POINT_BITS) / 1e6
         mean_us = self._half_life_s * 1e6 / math.log(2)
@@ -476,14 +488,14 @@ class FairTree(Generic[Item]):
         return self.now_s + self._half_life_s * math.log1p(growth) / math.log(2)
 
     def _now_us(self, faded: int) -> float:
-        """The decayed device-microseconds that a faded sum stands for now; 0 if it is all faded.
+        """Return the decayed device-microseconds of a faded sum now; 0 if all is faded.
 
-        Both sums may be far larger than any float; their quotient is not.
+        Both integers may be far larger than any float; their quotient is not.
         """
         return (faded << max(0, -self._doublings)) / (self._mantissa << max(0, self._doublings))
 
     def charge(self, branch: Branch, faded: int) -> None:
-        """Book usage, to the branch and those above it; a negative one is given back."""
+        """Book usage to the branch and those above it; a negative charge is a refund."""
         if not faded:
             return
         self.version = version = self.version + 1
@@ -497,7 +509,7 @@ class FairTree(Generic[Item]):
             self.refresh(branch)
 
     def accrue(self, branch: Branch, rate: int, *, from_s: float | None = None) -> None:
-        """From now on, or since `from_s`, it uses so many µs a µs more (or less)."""
+        """Change by `rate`, in µs per µs, what the branch uses, from now on or since `from_s`."""
         missed = 0
         if from_s is not None and from_s < self.now_s:
             then = _integral(from_s - self._since_s, self._half_life_s)
@@ -515,7 +527,7 @@ class FairTree(Generic[Item]):
             self.refresh(branch)
 
     def hold(self, branch: Branch, lane: Lane, sign: int = 1) -> None:
-        """It takes the devices that the lane needs; with -1, it lets go of them."""
+        """Count the devices that a lane needs as held; with `sign` -1, as released."""
         self.version += 1
         above: Branch | None = branch
         narrow = False
@@ -529,7 +541,7 @@ class FairTree(Generic[Item]):
             self.refresh(branch)
 
     def grow(self, branch: Branch, kind: str, devices: int) -> None:
-        """Its tasks hold so many more than they need; no order and no room depends on it."""
+        """Count devices held beyond the need; no order and no room depends on them."""
         self.version += 1
         above: Branch | None = branch
         while above is not None:
@@ -540,7 +552,7 @@ class FairTree(Generic[Item]):
             above = above.parent
 
     def refresh(self, branch: Branch) -> None:
-        """What ranks it, or those above it, changed, maybe for the less: look at all its lanes."""
+        """Update the keys of a branch and those above it after a change that may lower them."""
         self.version = version = self.version + 1
         below = branch
         while below.parent is not None:
@@ -562,9 +574,9 @@ class FairTree(Generic[Item]):
         submitted_s: float,
         returns: bool = False,
     ) -> None:
-        """Let it wait at the end of a path; it did not wait yet.
+        """Let an item wait at the end of a path; it must not wait yet.
 
-        Who `returns` was made to let go of devices: its branches never were out of line.
+        `returns` says that the item was preempted: its branches never stopped waiting.
         """
         line = self._line(self.branches[path], lane, returns)
         self._serial += 1
@@ -577,7 +589,7 @@ class FairTree(Generic[Item]):
             self._settle(line)
 
     def drop(self, id: str) -> Item | None:
-        """It waits no more; None if it did not."""
+        """Remove a waiting item and return it; None if it does not wait."""
         entry = self._where.get(id)
         if entry is None:
             return None
@@ -601,10 +613,10 @@ class FairTree(Generic[Item]):
         return item
 
     def take(self, id: str, faded: int) -> Item | None:
-        """`drop` it and `charge` its branch, at once; None if it did not wait.
+        """`drop` an item and `charge` its branch in one step; None if it does not wait.
 
-        The branches of who was first are put where they now belong, so that the next `first` finds
-        its pick on top.
+        If the item was first, its branches are put where they now belong, so that the next `first`
+        finds its pick on top.
         """
         entry = self._where.pop(id, None)
         if entry is None:
@@ -623,15 +635,16 @@ class FairTree(Generic[Item]):
         return item
 
     def first(self, lanes: Collection[Lane]) -> tuple[Branch, Lane, Item] | None:
-        """Of those that wait in these lanes the one that goes next, left in its place."""
+        """Return the item that goes next among those waiting in these lanes; it keeps its place."""
         return self.first_below(self.root, lanes)
 
     def first_below(
         self, branch: Branch, lanes: Collection[Lane]
     ) -> tuple[Branch, Lane, Item] | None:
-        """The same among what lies below a branch; its own limits are not looked at.
+        """Return the item that goes next below a branch; the branch itself may be at its limits.
 
-        A branch that goes first by its guarantee does so with the lanes in which it stays within.
+        A branch that goes first by its guarantee does so only with lanes that keep it within the
+        guarantee.
         """
         lines = branch.lines
         if len(lines) == 1:
@@ -650,9 +663,9 @@ class FairTree(Generic[Item]):
         return self._first_in(open_[0]) if open_ else None
 
     def led(self) -> list[Item]:
-        """For whose sake each branch above the last `first` went before its siblings.
+        """Return for each branch above the last `first` the item that made the branch go first.
 
-        It may be another than who was first: one in another lane.
+        The item may differ from the one picked, and be in another lane.
         """
         return [self._head(line) for line in self._led] if self._led_at == self.version else []
 
@@ -663,7 +676,7 @@ class FairTree(Generic[Item]):
         return item
 
     def _first_in(self, line: _Line) -> tuple[Branch, Lane, Item] | None:
-        """If the head of a line is right, the heads of all lines that it stands for are."""
+        """Return the first item below a line; if its head is right, all heads below are right."""
         if self._top(line) is None:
             return None
         while line.inner:
@@ -671,7 +684,7 @@ class FairTree(Generic[Item]):
         return line.branch, line.lane, line.head[5]
 
     def _open_below(self, branch: Branch, above: list[_Line], *, borrows: bool) -> list[_Line]:
-        """The lines in which a branch may be the first, for who of the lines above has one."""
+        """Return the lines of a branch that may go first, among the lanes of the lines above."""
         narrow = branch.guarantee or branch.limit or branch.most_running is not None
         open_ = []
         for wide in above:
@@ -685,16 +698,18 @@ class FairTree(Generic[Item]):
         return open_
 
     def heads(self, branch: Branch, lane: Lane) -> Iterator[tuple[Branch, Lane, Item]]:
-        """Who may become the first below a branch by the mere passing of time.
+        """Yield the items that may become first below a branch by the mere passing of time.
 
-        Of each child that uses something now its first, and of all the others that of the least
-        served: their order does not change.  The first of all comes first.
+        They are the first item of each child with growing usage, and the first item of the least
+        served of the other children, as the order of those does not change.  The first of all comes
+        first.
         """
         line = branch.lines.get(lane)
         if line is None or not line.inner or self._top(line) is None:
             return
         heap = line.heap or []
-        frontier = [(line.head, _RIGHT), *((entry, 0) for entry in heap[:1])]  # (key, its place)
+        # (key, index in the heap or _RIGHT)
+        frontier = [(line.head, _RIGHT), *((entry, 0) for entry in heap[:1])]
         heapify(frontier)
         while frontier:
             entry, at = heappop(frontier)
@@ -713,7 +728,10 @@ class FairTree(Generic[Item]):
                 heappush(frontier, (key, _RIGHT))
 
     def lowest(self, branch: Branch, lane: Lane) -> list[tuple[bool, int, Branch]]:
-        """As `keys` the lowest, and one that no other is below: it may be too low itself."""
+        """Return the lowest key as `keys` does, and a second key that may be too low.
+
+        No other child has a key below the second.
+        """
         line = branch.lines.get(lane)
         if line is None or not line.inner or self._top(line) is None:
             return []
@@ -721,7 +739,9 @@ class FairTree(Generic[Item]):
         return [(entry[0], entry[1], entry[3].branch) for entry in entries]
 
     def keys(self, branch: Branch, lane: Lane) -> Iterator[tuple[bool, int, Branch]]:
-        """(does it borrow, its score, itself) of each child that waits in a lane, and has room."""
+        """Yield (does it borrow, its score, itself) for each child with room that waits in a
+        lane.
+        """
         line = branch.lines.get(lane)
         if line is None or not line.inner or line.head is None:
             return
@@ -754,7 +774,7 @@ class FairTree(Generic[Item]):
             self.left[branch, kind] = None
 
     def _behead(self, line: _Line) -> None:
-        """Take off the first item, and what is stale behind it; the line counts it no more."""
+        """Remove the first item, which the line no longer counts, and stale entries behind it."""
         line.behead()
         while line.stale and not self._waits(line.head):
             line.stale -= 1
@@ -766,10 +786,10 @@ class FairTree(Generic[Item]):
     # --- keys ---
 
     def _charge_first(self, line: _Line, faded: int) -> None:
-        """Charge, and count one less, from a line up; give new keys to who is first all the way.
+        """Charge the branches from a line up, and set new keys where they are first.
 
-        Every score grows, so nobody's key becomes lower, and who uses devices may be left as it is.
-        What it may hold did not change: a charge does not touch the rest of a key.
+        Every score grows, so no key becomes lower, and branches with running tasks may be left as
+        they are.  A charge does not touch the rest of a key.
         """
         self.version = version = self.version + 1
         head, above = line.head, line.above
@@ -779,7 +799,7 @@ class FairTree(Generic[Item]):
             if head is None or entry is not above.head or branch.rate:
                 branch.scored_at, head = -1, None
             elif above.below == 1:
-                branch.scored_at = -1  # nobody is beside it, so its key may be left too low
+                branch.scored_at = -1  # without siblings the key may be left too low
             else:
                 branch.scored = key = (used << _SCORE_BITS) // branch.weight
                 if line.lift:
@@ -798,21 +818,21 @@ class FairTree(Generic[Item]):
         root.scored_at = -1
 
     def _settle(self, line: _Line) -> None:
-        """Put the keys right of a line whose first is another one, and of those above."""
+        """Correct the keys of a line that has a new first entry, and of the lines above."""
         above: _Line | None = line
         while above is not None:
             self._place(above)
             above = above.above
 
     def _doubt(self, line: _Line) -> None:
-        """The key of a line, and of those above, may have grown."""
+        """Note that the keys of a line and of those above may have grown."""
         above: _Line | None = line
         while above is not None:
             above.right = -1
             above = above.above
 
     def _unlink(self, line: _Line) -> None:
-        """Nothing waits in it any more: it goes, and those above it that are empty without it."""
+        """Remove an empty line, and lines above that are empty without it."""
         above: _Line | None = line
         while above is not None:
             branch = above.branch
@@ -828,7 +848,7 @@ class FairTree(Generic[Item]):
                     return
 
     def _place(self, line: _Line) -> None:
-        """Put a line's key right in the heap above, if it became lower or is on top there."""
+        """Correct a line's key in the heap above, if the key became lower or is on top there."""
         above, old = line.above, line.entry
         if above is None:
             return
@@ -846,17 +866,17 @@ class FairTree(Generic[Item]):
                 self._top(above)
                 above.keep(_stands)
         else:
-            line.right = -1  # its entry is too low, and is put right when it comes up
+            line.right = -1  # the entry is too low; it is corrected when it comes to the top
 
     def _key(self, line: _Line) -> Any:
-        """A line's entry as it is now; None if it has no room."""
+        """Return a line's entry as it is now; None if the branch has no room."""
         top, branch, lane = self._top(line), line.branch, line.lane
         if top is None or not branch.room(lane):
             return None
         return branch.borrows(lane), self.score(branch, kind=lane.kind), top[2], line
 
     def _top(self, line: _Line) -> Any:
-        """The head of a line, put right; None if there is none."""
+        """Return the corrected head of a line; None if there is none."""
         entry = line.head
         while entry is not None and line.inner:
             child: _Line = entry[3]
@@ -878,5 +898,5 @@ class FairTree(Generic[Item]):
 
 
 def _stands(entry: Any) -> bool:
-    """Is it not stale, as an entry for a line?"""
+    """True if the entry of a line is not stale."""
     return entry[3].entry is entry

@@ -1,12 +1,11 @@
-"""Moves that bring free devices together: who needs little gives up a device for who needs more.
+"""Choose moves that bring large free devices together for a gang.
 
-Any devices of a kind make a gang that may part, so for it free ones are scattered only by memory:
-large devices held by tasks for which a small one, that is free, would do.  If the first in line of
-those who find too few large ones could be launched after such moves, they are made: all that are
-needed, or none.
+A gang may be spread over any devices of a kind, so only memory matters: tasks that would fit on a
+free small device may hold large ones.  Among the gangs that find too few large devices, the first
+is considered.  If moves would let it start, all moves that it needs are made; otherwise none.
 
-What always holds: nobody is moved before a full slice, nor while another move of the kind is under
-way; and nobody is moved to a device on which it does not fit.
+Three things always hold.  No task is moved before a full slice.  No task is moved while another
+move of the kind is under way.  No task is moved to a device on which it does not fit.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from app.core.fairshare import Lane
 from app.core.island import Task
 from app.core.lifecycle import State
 
-LANES = 64  # so many are looked at; there may be as many as sizes of tasks
+LANES = 64  # most lanes that are looked at; there may be as many as sizes of tasks
 
 
 def moves(board: Board) -> list[tuple[str, str]]:
-    """Who is to be moved, and the free device that will do for it."""
+    """Return the tasks to move, each with the free device that it moves to."""
     busy = {board.devices[id].kind for id in board.kept_for}
     found: list[tuple[str, str]] = []
     for kind in sorted(board.pools.keys() - busy):
@@ -35,7 +34,7 @@ def moves(board: Board) -> list[tuple[str, str]]:
 
 
 def _first_without_room(board: Board, pool: Pool) -> Task | None:
-    """Who goes first of those for whom too few large devices are free, and enough small ones."""
+    """Return the first waiting task with too few large free devices but enough free ones in all."""
     lanes = (
         lane
         for lane in board.tree.lanes
@@ -65,7 +64,7 @@ def _for(board: Board, pool: Pool, lane: Lane) -> list[tuple[str, str]]:
 
 
 def _movable(board: Board, lane: Lane) -> list[Stay]:
-    """Those who hold a device on which the lane would fit and can leave it, the smallest first."""
+    """Return the stays that can leave a device on which the lane fits, smallest first."""
     found = [
         stay
         for stay in board.stays.values()

@@ -1,7 +1,7 @@
-"""A picture of one island at one instant, and what was decided from it.
+"""A snapshot of one island at one instant, and the plan decided from it.
 
-`app.snapshot` draws the picture from rows, `core.decide` looks at it and returns a Plan, and
-`app.journal` writes the plan down.  All values are frozen.  Times ending in `_s` are seconds of the
+`app.snapshot` builds the snapshot from rows, `core.decide` turns it into a Plan, and `app.journal`
+writes the plan to the database.  All values are frozen.  Times ending in `_s` are seconds of the
 database's clock since 1970; charges are integer micro-device-seconds.
 """
 
@@ -13,10 +13,10 @@ from operator import attrgetter
 
 TIER_SHARE = {"premium": 0.95, "standard": 0.70, "basic": 0.0}
 TIER_WINDOW_S = 3600.0
-TIERS = ("basic", "standard", "premium")  # in the order in which a shortage is shed
+TIERS = ("basic", "standard", "premium")  # a shortage sheds the first tier first
 
 
-#: Who may go before a gang that does not fit: nobody, who delays it by nothing, anybody.
+#: Tasks that may go before a gang that does not fit: none, tasks that do not delay it, or any.
 BACKFILLS = ("strict", "easy", "greedy")
 
 
@@ -24,38 +24,43 @@ BACKFILLS = ("strict", "easy", "greedy")
 class Policy:
     """The numbers of the rules F1-F10 that a deployment may set."""
 
-    half_life_s: float = 7 * 86400.0  # 0: usage never fades
-    since_s: float = 0.0  # T0 of the lazy decay (`core.fairshare`): the ledger's own
-    idle_credit_s: float = 3 * 86400.0  # F3: who comes back is ahead by no more of its fair share
+    half_life_s: float = 7 * 86400.0  # s; 0: usage never fades
+    since_s: float = 0.0  # T0 of the lazy decay (`core.fairshare`), as in the ledger
+    # F3: s of its fair share; the most that a returning branch is ahead
+    idle_credit_s: float = 3 * 86400.0
     slice_min_s: float = 1.0
     slice_max_s: float = 60.0
-    fresh_s: float = 60.0  # F8: a task that held devices for less, or for no slice, is fresh
-    switch_share: float = 0.02  # a slice is at least so long that switching costs no more
-    lost_grace_s: float = 0.0  # how long after its lease a device is still waited for
-    turns: bool = True  # rules F5, F6, F8: may anybody be paused for another?
-    backfill: str = "easy"  # F7: behind a gang that does not fit; BACKFILLS
-    grow_after_s: float = 60.0  # so long (and a turn) after it was seated or resized a task grows
-    sharers_max: int = 0  # so many graphs at most take turns on one device (`core.sharing`)
-    homebound: bool = False  # ranks are conducted by their task's home (`core.elastic`)
-    patience_s: float = 36000.0  # F7: a gang that waited so long goes before all others,
-    wide_share: float = 0.02  # if it needs this part of its kind; a narrower one waits longer
-    aged_share: float = 0.5  # F7: no more than this part of the devices is held by such gangs
+    # F8: s; a task that held devices for less, or for no full slice, is fresh
+    fresh_s: float = 60.0
+    switch_share: float = 0.02  # F8: largest part of a slice that switching may cost
+    lost_grace_s: float = 0.0  # s after its lease before a device counts as lost
+    turns: bool = True  # F5, F6, F8: may a task be paused for another?
+    backfill: str = "easy"  # F7: one of BACKFILLS
+    # s (at least a turn) after being seated or resized before a task grows
+    grow_after_s: float = 60.0
+    sharers_max: int = 0  # most graphs that take turns on one device (`core.sharing`)
+    homebound: bool = False  # do coordinator hosts lead the ranks of their tasks (`core.elastic`)?
+    patience_s: float = 36000.0  # F7: s after which a waiting gang goes before all others
+    wide_share: float = 0.02  # F7: part of a kind; gangs that need less wait longer
+    aged_share: float = 0.5  # F7: largest part of devices for gangs that lost patience
     tier_share: Mapping[str, float] = field(default_factory=lambda: dict(TIER_SHARE))
-    tier_window_s: float = TIER_WINDOW_S  # F9: of every such time the share of its tier is held
+    # F9: s; in every such window a task gets the share of its tier
+    tier_window_s: float = TIER_WINDOW_S
 
 
 def _check_above_0(id: str, word: str, number: int) -> None:
-    """Usage of cost 0 never counts, and a score divides by weight: raises ValueError."""
+    """Raise ValueError unless above 0: usage of cost 0 never counts, a score divides by weight."""
     if number <= 0:
         raise ValueError(f"{id}: {word} {number} is not above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A node of the tree; `parent` is None at the top.  What it used, its users used.
+    """A node of the tree; `parent` is None at the top.  Its usage is the usage of its users.
 
-    `guarantee` and `limit` (rule F4) are devices by kind; a limit also of all kinds together, under
-    "*".  `most_running` bounds the tasks on devices of it and of all below it.
+    `guarantee` and `limit` (rule F4) are devices by kind; a limit may also cover all kinds
+    together, under "*".  `most_running` bounds the tasks on devices of the tenant and all tenants
+    below it.
     """
 
     id: str
@@ -72,7 +77,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class User:
-    """`faded_us` is the lazily decayed usage S of `core.fairshare` (fixed point, rule F2)."""
+    """A user; `faded_us` is the lazily decayed usage S of `core.fairshare` (rule F2)."""
 
     id: str
     tenant: str
@@ -85,21 +90,21 @@ class User:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lift:
-    """What a tenant, or one of its users, is taken to have used of a kind while it was away.
+    """The idle-credit floor of a tenant or user: usage assumed for the time it was away.
 
-    `faded_us` is like a user's, but in thousandths of cost; it counts in comparisons about devices
-    of this kind on this island only, and is no part of what was used (`core.credit`).
+    `faded_us` is like a user's, but in thousandths of cost.  The floor counts only in comparisons
+    about devices of this kind on this island, and is no part of the usage (`core.credit`).
     """
 
     tenant: str
-    user: str = ""  # "" is the tenant itself
+    user: str = ""  # "" means the tenant itself
     kind: str
     faded_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device takes new work while it is `up` and its lease has not ended."""
+    """A device; it takes new work while it is `up`, its lease lasts and it is not `cordoned`."""
 
     id: str
     host: str
@@ -107,7 +112,7 @@ class Device:
     up: bool = True
     cordoned: bool = False
     memory_bytes: int = 0
-    cost: int = 1000  # thousandths: what a second of this kind costs
+    cost: int = 1000  # thousandths: the cost of a second of this kind
     lease_until_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,11 +121,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a gang that spans islands and its tickets let each other do (`core.span`).
+    """The demands that a multi-island gang and its tickets make on each other (`core.span`).
 
-    `tickets` are the islands on which tickets must be held before it may have seats; an `idle`
-    ticket's gang wants none now.  Who sits and `lets_go` must leave: a ticket because its gang is
-    "over" or it is to go "back", a gang because the island of that name wants its seats back.
+    `tickets` are the islands on which tickets must be held before the gang may be seated.  The gang
+    of an `idle` ticket wants none now.  A task with `lets_go` must release its devices.  A ticket
+    leaves because its gang is "over" or because it is to go "back"; a gang leaves because the
+    island of that name wants its devices back.
     """
 
     tickets: tuple[str, ...] = ()
@@ -130,40 +136,41 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """The start conditions of a task, as they stand now."""
+    """The start conditions of a task, as they are now."""
 
     waits_for: tuple[str, ...] = ()  # tasks named by `after` or by an input, not yet done
-    broken: tuple[str, ...] = ()  # of those, the ones that failed or were cancelled
+    broken: tuple[str, ...] = ()  # tasks of `waits_for` that failed or were cancelled
     not_before_s: float | None = None
-    hold: str = ""  # "" or who holds it: "user", "admin"; holding a running task pauses it
+    hold: str = ""  # "": not held; "user" or "admin": held by; holding a running task pauses it
     terms: Terms = field(default_factory=Terms)
 
 
-RESTARTS = "restart"  # the capability of what cannot move: elsewhere it begins again
+RESTARTS = "restart"  # capability of tasks that can't move: on another device they restart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task as the island sees it.
+    """A task as the island sees it.
 
-    `seats` are the devices it holds or is about to hold; `image_on` the device in whose host memory
-    a paused image lies; `saved` whether that image is durable, so that any device may take it.
-    `away` are the times (from, to) of the last hour in which it waited after it had started (rule
-    F9); the one that lasts is not among them.  It is `movable` if its state can be
-    captured; `moves_to` is the device that is kept for it while it is moved there ("": asked for,
-    and not begun); it `stops` when only the last difference is left.
+    `seats` are the devices that the task holds or is about to hold.  `image_on` is the device with
+    the task's paused image in its host's memory.  `saved` says that this image is durable, so that
+    any device may take it.  `away` are the intervals (from, to) of the last hour in which the task
+    waited after it had started (rule F9), without a wait that still lasts.  A `movable` task has a
+    state that can be captured.  `moves_to` is the device kept for the task while it is moved there
+    ("": requested, not begun).  The task `stops` when only the last difference is left to copy.
 
-    An elastic task needs `width` devices and can use `width_max`, all on one host but if it may
-    live `across_hosts`.  Who needs several of `one_host` waits until one has so many free.  What it
-    holds beyond `width` is lent to it, and counts as free for who waits (`core.elastic`).  While it
-    is made smaller it still holds what it `leaves`.  `accrued_us` and `held_us` are since it was
-    resized, if it was.
+    An elastic task needs `width` devices and can use `width_max`, all on one host unless it may
+    live `across_hosts`.  A gang with `one_host` waits until one host has so many free devices.
+    Devices beyond `width` are lent to the task and count as free for waiting tasks
+    (`core.elastic`).  While the task is made smaller it still holds the devices that it `leaves`.
+    `accrued_us` and `held_us` count from the last resize, if there was one.
 
-    A gang that spans islands, and each of its tickets, name the `gang`; a `ticket` keeps seats for
-    it and runs nothing.
+    A multi-island gang and each of its tickets name the `gang`.  A `ticket` keeps devices for the
+    gang and runs nothing.
 
-    A `graph` of one executor can take turns with others on a device; if it `shares` one, or did so
-    in this epoch, it is charged for what the device says that it held, and not before it says so.
+    A `graph` of one executor can take turns with others on a device.  If the graph `shares` one, or
+    did so in this epoch, it is charged for the use that the device reports, and only once the
+    device reports it.
     """
 
     id: str
@@ -172,40 +179,41 @@ class Task:
     user: str
     state: str
     epoch: int
-    kind: str  # device kind it needs
+    kind: str  # kind of device that the task needs
     memory_bytes: int = 0
-    width: int = 1  # devices it needs at once
-    width_max: int = 0  # and can use; 0: no more than it needs
+    width: int = 1  # devices needed at once
+    width_max: int = 0  # devices that the task can use at most; 0: no more than `width`
     across_hosts: bool = False
     one_host: bool = False
     tier: str = "standard"
     priority: int = 0
     submitted_s: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
-    waiting_since_s: float | None = None  # None: since it was submitted
-    waited_s: float = 0.0  # in earlier waits
-    expected_s: float | None = None  # how much longer it will run, if anybody knows
+    waiting_since_s: float | None = None  # None: since the task was submitted
+    waited_s: float = 0.0  # s in earlier waits
+    expected_s: float | None = None  # s that the task is expected to run on; None if unknown
     away: tuple[tuple[float, float], ...] = ()
     movable: bool = False
     moves_to: str | None = None
     stops: bool = False
     seats: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
-    launched_s: float = 0.0  # when the order to launch was written
-    started_s: float | None = None  # when the device said it runs
-    resized_s: float | None = None  # since when it is charged for what it holds now; None: always
-    accrued_us: int = 0  # held in this epoch and not yet charged to the tenant
-    held_us: int = 0  # held in this epoch, in all
-    had_us: int = 0  # held in earlier epochs, in all
+    launched_s: float = 0.0  # when the Launch order was written
+    started_s: float | None = None  # when the device reported that the task runs
+    # since when it is charged for what it holds now; None: since its launch
+    resized_s: float | None = None
+    accrued_us: int = 0  # device time of this epoch not yet charged to the tenant
+    held_us: int = 0  # device time of this epoch, in total
+    had_us: int = 0  # device time of earlier epochs, in total
     image_on: str | None = None
     saved: bool = True
-    restarts: bool = False  # a command: it goes on only there, and anywhere else begins again
-    switch_us: int = 0  # what seating it cost the last time
+    restarts: bool = False  # a command: resumes only on its device, and restarts elsewhere
+    switch_us: int = 0  # cost of the last switch to this task
     graph: bool = False
     gang: str = ""
     ticket: bool = False
     shares: bool = False
-    cost: int = 0  # of a second in this epoch, if it is charged by its memory (`core.dominant`)
+    cost: int = 0  # thousandths per second in this epoch, if charged by memory (`core.dominant`)
     cancel_asked: bool = False
     attempts: int = 0
     retry_max: int = 0
@@ -213,7 +221,7 @@ class Task:
 
     @property
     def seat(self) -> str | None:
-        """The first of its devices."""
+        """The first of the task's devices."""
         return self.seats[0] if self.seats else None
 
     @property
@@ -222,12 +230,12 @@ class Task:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """All devices that it is charged for."""
+        """All devices that the task is charged for."""
         return self.seats + self.leaves if self.leaves else self.seats
 
     @property
     def held_since_s(self) -> float | None:
-        """Since when it holds just these; None if it does not run yet."""
+        """Time since which the task holds exactly these devices; None if it does not run yet."""
         return self.started_s if self.resized_s is None else self.resized_s
 
 
@@ -237,7 +245,7 @@ _SETTERS = {name: getattr(Task, name).__set__ for name in _FIELDS}
 
 
 def changed(task: Task, **after: object) -> Task:
-    """As `dataclasses.replace`, at half its cost: every move of every task makes one."""
+    """Like `dataclasses.replace` at half the cost: every move of every task makes a copy."""
     new: Task = object.__new__(Task)
     for set_, value in zip(_SETTERS.values(), _VALUES(task), strict=True):
         set_(new, value)
@@ -262,14 +270,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One move of one task.
+    """A move of a task.
 
-    `move` is a move of `core.lifecycle`; `devices` are the seats that a Launch takes, or all that
-    it has after a Splice.  `rule` cites
-    F1-F10 or another named rule, and `because` is one sentence for the task's owner.
-    `against` is the task that gains or gives, where there is one.  `cost` is what a second of a
-    launched task costs, in thousandths, if that is not what its devices cost.  Who is launched and
-    `shares` takes turns with those that are on its device.
+    `move` is a move of `core.lifecycle`.  `devices` are the devices that a Launch takes, or all
+    that the task has after a Splice.  `rule` cites F1-F10 or another named rule; `because` is one
+    sentence for the task's owner. `against` is the task that gains or gives, if there is one.
+    `cost` is the cost of a second of a launched task, in thousandths, if that differs from the cost
+    of its devices.  A launched task that `shares` takes turns with the tasks on its device.
     """
 
     task: str
@@ -283,13 +290,15 @@ class Decision:
 
     @property
     def device(self) -> str | None:
-        """The first of its devices."""
+        """The first of the devices."""
         return self.devices[0] if self.devices else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What would end a reason, for a program: an action of `core.explain`, and how far it goes."""
+    """A change that would end a reason, for a program: an action of `core.explain`, and how far it
+    goes.
+    """
 
     action: str
     value: int | float | str | tuple[str, ...] | None = None
@@ -298,7 +307,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Why a task waits (rule F10): a stable code, a sentence, and what would unblock it."""
+    """A reason why a task waits (rule F10): a stable code, a sentence, what unblocks it."""
 
     code: str
     message: str
@@ -309,11 +318,12 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Decisions in the order in which they were made; reasons for every task that still waits.
+    """Decisions in the order in which they were made, and reasons for every task that still waits.
 
-    `places` is each waiting task's place in the island's order, from 1.  Nothing will change by
-    the mere passing of time before `look_again_s`.  It was made at `now_s`, when the tasks that it
-    moves looked as in `before`.  `lifts` are those that are new, in place of the same one's of old.
+    `places` holds each waiting task's place in the island's order, from 1.  Nothing changes by the
+    mere passing of time before `look_again_s`.  The plan was made at `now_s`; `before` holds the
+    moved tasks as they were then.  `lifts` are the new idle-credit floors; each replaces an older
+    floor of the same tenant or user and kind.
     """
 
     decisions: tuple[Decision, ...] = ()

@@ -1,12 +1,12 @@
-"""A snapshot as JSON, as much of it as one round's decisions need to be made again.
+"""Turn a snapshot into JSON, reduced to what one round's decisions need to be made again.
 
-`seen_by` cuts a board down to what mattered: the tasks that were moved or held devices, whom they
-were compared with, their users and tenants, all devices of their kinds.  Of those who waited and
-were not picked only few changed anything: who was tried before another of its lane, and in vain;
-for whom devices were kept; who stood before a branch that was to borrow; who can go on from one
-device only.  The rest is left out, and counts in sums only: what its users have used, what its
-tenants are guaranteed, how many devices its started tasks are promised a part of.  `decide` gives
-the same decisions of what is left (tested).  Fields with their default are left out too.
+`seen_by` reduces a board to what mattered: tasks that were moved or held devices, the tasks they
+were compared with, their users and tenants, and all devices of their kinds.  Waiting tasks that
+were not picked stay only if they changed something: a task tried in vain before others of its lane;
+a task for which devices were kept; a task that stood before a branch about to borrow; a task pinned
+to one device.  The rest counts only in sums: the usage of the users, the guarantees of the tenants,
+and the devices promised in part to started tasks.  `decide` makes the same decisions from the
+reduced snapshot (tested).  Fields at their default are omitted too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ JSON = dict[str, Any]
 
 
 def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str) -> Snapshot:
-    """What a round saw that made `plan`; `before` has the moved tasks as they were."""
+    """Return what the round saw that made `plan`; `before` has the moved tasks as they were."""
     moved = [before[decision.task] for decision in plan.decisions if decision.task in before]
     held = [before.get(id, stay.task) for id, stay in board.stays.items()]
     on_the_way = [board.tasks[id] for id in board.kept_for.values()]  # devices are kept for them
@@ -62,7 +62,7 @@ def seen_by(board: Board, plan: Plan, before: Mapping[str, Task], *, island: str
 
 
 def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
-    """Who waited and was not picked, and changed what others got."""
+    """Return the tasks that waited, were not picked, and changed what others got."""
     tasks, tried = board.tasks, defaultdict[Lane, list[str]](list)
     for id in board.tried.keys() & tasks.keys():
         tried[_need(board, tasks[id])].append(id)
@@ -72,19 +72,23 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
         task = new.pop()
         if task.id not in found:
             found[task.id] = task
-            # Who went first in its lane, and in vain, shut it to those behind.
+            # A task that went first in its lane, in vain, closed the lane to the tasks behind it.
             others = (*tried.pop(_need(board, task), ()), *board.tried.get(task.id, ()))
             new += [tasks[id] for id in others if id in tasks]
     return [found[id] for id in sorted(found)]
 
 
 def _need(board: Board, task: Task) -> Lane:
-    """Its lane, whether it is fresh or not: that may have changed in the round (rule F8)."""
+    """Return the task's lane regardless of freshness, which may have changed in the round (rule
+    F8).
+    """
     return both_of(board.lane_in_line(task))[1]
 
 
 def _pinned(board: Board) -> Iterator[str]:
-    """One in line for each device that only it can go on from: others take another device."""
+    """Yield one waiting task for each device that only it can resume on; others use other
+    devices.
+    """
     for here in board.tree.lanes:
         if here.pin is not None:
             yield from board.pinned_to(here.pin)[:1]
@@ -93,7 +97,9 @@ def _pinned(board: Board) -> Iterator[str]:
 def _guaranteed(
     board: Board, tenants: Mapping[str, Tenant], kinds: Iterable[str]
 ) -> Iterator[Tenant]:
-    """What all that are left out beside a tenant are guaranteed: one tenant in their place."""
+    """Yield a tenant in place of all omitted siblings of a tenant, with their guarantees in
+    total.
+    """
     kept = Counter[tuple[Path, str]]()
     for tenant in tenants.values():
         for kind in kinds:
@@ -109,10 +115,10 @@ def _guaranteed(
 
 
 def _in_sums(board: Board, tasks: Mapping[str, Task]) -> Iterator[Task]:
-    """What all other tasks count for together: tasks that are held, in their place.
+    """Yield held tasks that stand for the sums of all omitted tasks.
 
-    Rule F9: of the started ones of a tier so many devices are promised a part, and whether all can
-    be kept decides who is protected.  And whether there is more than one priority at all.
+    Rule F9: whether the promises to all started tasks of a tier can be kept decides which tasks are
+    protected.  Another task shows that there is more than one priority, if there is.
     """
     left = Counter(board.started)
     for id in tasks.keys() & board.tasks.keys():
@@ -147,9 +153,9 @@ def _held(id: str, like: Task, **after: object) -> Task:
 
 
 def _others(board: Board, tenants: Iterable[str], users: Mapping[str, User]) -> Iterator[User]:
-    """What all that are left out below a tenant have used: one user of it in their place.
+    """Yield a user in place of all omitted users below a tenant, with their usage in total.
 
-    None of them holds a device, so what they used did not change in the round.
+    Omitted users hold no device, so their usage did not change in the round.
     """
     branches = board.tree.branches
     kept: dict[Path, set[Path]] = {}
@@ -197,7 +203,7 @@ def as_json(snapshot: Snapshot) -> JSON:
 
 
 def from_json(body: JSON) -> Snapshot:
-    """The snapshot again; raises KeyError or TypeError for what is none."""
+    """Return the snapshot of such JSON; raises KeyError or TypeError if it is none."""
     parts: dict[str, Any] = {
         name: {item["id"]: _value(kind, item) for item in body[name]}
         for name, kind in _KINDS.items()
@@ -210,7 +216,9 @@ _KINDS: dict[str, type] = {"tenants": Tenant, "users": User, "devices": Device, 
 
 
 def _plain(value: Any) -> Any:
-    """Numbers beyond 2^53 are kept as text: JSON readers would round them."""
+    """Return a value for JSON; numbers beyond 2^53 become text, because JSON readers would round
+    them.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         named = ((name, getattr(value, name), usual) for name, usual in _defaults(type(value)))
         return {name: _plain(v) for name, v, usual in named if v != usual}
@@ -225,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """The names of the fields, each with its default."""
+    """Return the names of the fields, each with its default."""
     return tuple((f.name, _default(f)) for f in fields(kind))
 
 

@@ -1,14 +1,15 @@
-"""Whose turn it is on a device that several share: a device decides it, by what it measured.
+"""Choose which of the co-located tasks runs next on a device, from what the device measured.
 
-The island says how well served each of them is, in the order of rule F3: at each level of the
-tenant tree what a branch has used, and its weight, as of the time that each task had held the seat
-when that was booked.  From then on the device counts itself: whoever holds the seat uses more, and
-so do the branches above it.  At the end of a turn the tree is walked from the top, to the lowest
-usage per weight; so shares follow the weights within turns, not within rounds of the island, and
-who had too long a turn pays it back by waiting longer.
+The island sends how well served each of these tasks is, in the order of rule F3.  For each level of
+the tenant tree it sends the branch's usage and weight, as of the seat time of each task that was
+booked.  From then on the device counts itself: the task that holds the seat uses more, and so do
+the branches above the task.  At the end of a turn the device walks the tree from the top to the
+lowest usage per weight.  So shares follow the weights within turns, not within rounds of the
+island, and a task with too long a turn then waits longer.
 
-What always holds (tested): of two who share all the time, the one that is better served was so by
-one turn of its own at most, per weight, once the other has caught up.  Values in, values out.
+What always holds (tested): take two tasks that share all the time, once the less served one has
+caught up.  Then neither is ahead, per weight, by more than one of its own turns.  The module has no
+side effects: values in, values out.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-TURN_US = 5_000  # so long who has the seat keeps it, before the next one is looked for
+TURN_US = 5_000  # how long a task keeps the seat before the next task is chosen
 _BITS = 32  # of a score below one; ties are exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A branch above a task: what was used there, in micro-device-seconds times thousandths of
-    cost, and its weight in thousandths."""
+    """A branch above a task: its usage, in micro-device-seconds times thousandths of cost, and its
+    weight, in thousandths.
+    """
 
     name: str
     used: int
@@ -36,9 +38,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One who shares a device.  `path` leads from the top of the tree; `held_us` of its seat time
-    is booked there, and a microsecond more adds `rate` to each level.  Of one user's the one whose
-    `place` is the lowest goes first, but for one turn that each begins with."""
+    """A task's part in sharing a device.
+
+    `path` leads from the top of the tree.  `held_us` of the task's seat time is booked there
+    already, and each further microsecond adds `rate` to each level.  Among the tasks of one user,
+    tasks without a turn yet go first, then the lowest `place`.
+    """
 
     task: str
     epoch: int
@@ -51,8 +56,10 @@ class Share:
 def least_served(
     shares: Collection[Share], held_us: Mapping[str, int], among: Collection[str] | None = None
 ) -> str:
-    """The task that goes next, of these if only some can; `held_us` is how long each of all has
-    held the seat by now.  Who has just ended counts too: its user has had it.
+    """Return the task that goes next.
+
+    `among` restricts the choice; `held_us` is how long each task has held the seat so far.  A task
+    that has just ended counts too: its user has had that time.
     """
     here, depth = sorted(shares, key=lambda share: share.task), 0
     can = {share.task for share in here} if among is None else {*among}
@@ -65,7 +72,7 @@ def least_served(
 
 
 def _branches(shares: Sequence[Share], depth: int) -> list[list[Share]]:
-    """Those below each branch at a depth."""
+    """Return the shares below each branch at a depth."""
 
     def branch(share: Share) -> str:
         return share.path[depth].name
@@ -102,7 +109,7 @@ def from_json(body: JSON) -> Share:
 
 @dataclass(slots=True)
 class Rota:
-    """The shares of a device's newest answer, by task; empty while nobody shares it."""
+    """The shares in a device's newest answer, by task; empty if the device is not shared."""
 
     shares: dict[str, Share]
 
@@ -116,7 +123,7 @@ class Rota:
         return share is not None and share.epoch == epoch
 
     def is_heir(self, task: str) -> bool:
-        """One of the same user goes before it."""
+        """True if another task of the same user goes before the task: the task is a standby."""
         mine = self.shares.get(task)
         names = mine and [level.name for level in mine.path]
         return mine is not None and any(
@@ -125,11 +132,11 @@ class Rota:
         )
 
     def next_of(self, tasks: Collection[str], held_us: Mapping[str, int]) -> str:
-        """Of these the least served."""
+        """Return the least served of these tasks."""
         return least_served(self.shares.values(), held_us, tasks)
 
     def most_of(self, tasks: Collection[str], held_us: Mapping[str, int]) -> str:
-        """Of these the one whose turn would come last."""
+        """Return the one of these tasks that would get its turn last."""
         left = set(tasks)
         while len(left) > 1:
             left.discard(self.next_of(left, held_us))

@@ -1,10 +1,10 @@
-"""What stands between a waiting task and a device: found on the board, told by `core.explain`.
+"""Find on the board what keeps a waiting task off the devices; `core.explain` puts it into words.
 
-`line` goes through everybody who waits, in the order in which they would be picked if one device
-after another became free; it empties the board's line, so it is for a board of its own.
-`obstacles` looks at one task and changes nothing.  `place` says the same place as `line` without
-picking anybody: it needs only how many wait below each branch (`Party`), so it can be told of one
-in a million, in O(depth * fan-out).
+`line` yields all waiting tasks in the order in which they would be picked if one device after
+another became free.  It empties the board's queues, so it needs a board of its own.  `obstacles`
+looks at one task and changes nothing.  `place` gives the same place as `line` without picking
+tasks: it needs only the number of tasks that wait below each branch (`Party`).  So it can answer
+for one task in a million, in O(depth * fan-out).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.core.reclaim import above, below, goes_before, sides
 
 
 def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
-    """Each task in line with why it waits, from the first to the last; empties the line."""
+    """Yield each waiting task with the reasons why it waits, first to last; empties the queues."""
     seen: dict[tuple[Lane, Branch, int, str], Obstacles] = {}
     waiting = [task for task in board.tasks.values() if task.id in board.tree]
     for task in waiting:
@@ -35,13 +35,15 @@ def line(board: Board) -> Iterator[tuple[Task, tuple[Reason, ...]]]:
 
 
 def alike(board: Board, task: Task) -> tuple[Lane, Branch, int, str]:
-    """Tasks for which this is equal have the same obstacles, but for what time does to each."""
+    """Key of tasks with the same obstacles, except for what time does to each task."""
     shed = task.id if task.epoch else ""
     return board.lane_in_line(task), board.leaf(task), task.priority, shed
 
 
 def _order(board: Board) -> list[Task]:
-    """As they would be picked; at the end those whom a limit keeps out, the oldest first."""
+    """Return the waiting tasks as they would be picked; tasks shut out by a limit last, oldest
+    first.
+    """
     order, tree = list[Task](), board.tree
     while (found := tree.first(tree.lanes)) is not None:
         leaf, lane, task = found
@@ -53,7 +55,9 @@ def _order(board: Board) -> list[Task]:
 
 
 def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
-    """Each task in line with the count of those before it that want the same kind of device."""
+    """Yield each waiting task with the number of tasks before it that want the same kind of
+    device.
+    """
     count: Counter[tuple[object, ...]] = Counter()
     for task in order:
         groups: list[tuple[object, ...]] = [
@@ -74,7 +78,10 @@ def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
 
 
 def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacles:
-    """`gangs`: does any gang wait for this kind?  If not given, by who is in the board's line."""
+    """Return what keeps a waiting task off the devices.
+
+    `gangs`: does any gang wait for this kind?  Without it, the board's queues are searched.
+    """
     host = board.lane(task).host
     fitting = [
         device
@@ -112,12 +119,12 @@ def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacl
 
 
 class _Held(NamedTuple):
-    """Why a holder does not give way; all false if it does, once its turn is over."""
+    """Why a holder does not give way; all false if it gives way once its turn is over."""
 
-    served: bool  # it is not better served
-    guaranteed: bool  # it is, but holds no more than it is guaranteed
-    protected: bool  # it would, but must not be paused now
-    soon: bool = False  # it is as urgent and of the same user, and does after its minute (F8)
+    served: bool  # the holder is not better served
+    guaranteed: bool  # better served, but holds no more than its guarantee
+    protected: bool  # would give way, but must not be paused now
+    soon: bool = False  # equally urgent, of the same user: gives way after its minute (F8)
 
 
 def _holders(board: Board, task: Task, busy: list[Stay]) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def _gangs(board: Board, kind: str) -> bool:
 
 
 def _shut(board: Board, task: Task) -> Iterator[Shut]:
-    """Each tenant on the way up that may not hold so many more (rule F4)."""
+    """Yield each limit above the task that it would exceed (rule F4)."""
     for up, branch in enumerate(above(board.leaf(task).parent or board.tree.root)):
         for kind in (task.kind, ALL):
             limit = branch.limit.get(kind)
@@ -154,7 +161,7 @@ def _shut(board: Board, task: Task) -> Iterator[Shut]:
 
 
 def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
-    """Rules F4 to F7 and F9, as `core.reclaim` applies them once the holder's turn is over."""
+    """Apply rules F4 to F7 and F9 as `core.reclaim` does once the holder's turn is over."""
     if not board.policy.turns:
         return _Held(True, False, False)
     mine, theirs = sides(board.leaf(task), stay.leaf)
@@ -171,7 +178,7 @@ def _why_held(board: Board, stay: Stay, task: Task) -> _Held:
 
 
 def _lent(branch: Branch, kind: str) -> bool:
-    """Does it hold more than it is guaranteed?"""
+    """True if the branch holds more than its guarantee."""
     return not branch.guarantee or branch.held[kind] > branch.guarantee.get(kind, 0)
 
 
@@ -186,7 +193,7 @@ def _protected(board: Board, stay: Stay, task: Task) -> bool:
 
 
 def _shed(board: Board, task: Task) -> bool:
-    """Rule F9: is it due, while the promise of its tier cannot be kept?"""
+    """Rule F9: True if the task is due but its tier's promise cannot be kept."""
     due = task.epoch > 0 and board.policy.turns and board.slack_ends_s(task) <= board.now_s
     return due and task.tier not in board.honoured(task.kind)
 
@@ -197,7 +204,7 @@ def _fee(board: Board, stay: Stay, task: Task) -> int:
 
 
 def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:
-    """The task's side against the best served of those who stay; None if nobody does."""
+    """Compare the task's side with the best served of the stays; None without stays."""
     if not staying:
         return None
     leaf, score, kind = board.leaf(task), board.tree.score, task.kind
@@ -210,7 +217,7 @@ def _standing(board: Board, task: Task, staying: list[Stay]) -> Standing | None:
 
 
 def seconds(board: Board, score: int) -> float:
-    """A score as device-seconds for a weight of 1.0."""
+    """Return a score as device-seconds for a weight of 1.0."""
     used_us = usage_us(
         unscored(score, 1000),
         now_s=board.now_s,
@@ -224,11 +231,11 @@ def seconds(board: Board, score: int) -> float:
 
 
 class Party(NamedTuple):
-    """A branch in line for one kind of device, seen beside its siblings.
+    """A branch that waits for one kind of device, as seen beside its siblings.
 
-    `faded` is its usage with its lift, `fee` what each of its tasks is charged for a turn (faded
-    too, at least 1), `waiting` how many of them are in line; `borrows`: would one more exceed its
-    guarantee?
+    `faded` is its usage with its idle-credit floor.  `fee` is what each of its tasks is charged for
+    a turn (faded too, at least 1).  `waiting` counts its waiting tasks.  `borrows`: would one more
+    task exceed the branch's guarantee?
     """
 
     name: str
@@ -240,7 +247,9 @@ class Party(NamedTuple):
 
 
 def is_wanted(board: Board, device: str) -> bool:
-    """Is anybody in line for devices like this one, or beyond a limit that its holder is below?"""
+    """True if a task waits for such a device, or is shut out by a limit above the device's
+    holder.
+    """
     known, holder = board.devices.get(device), board.stays.get(board.seated.get(device, ""))
     if known is None or board.tree.root.in_line(known.kind):
         return True
@@ -253,9 +262,9 @@ def is_wanted(board: Board, device: str) -> bool:
 
 
 def soonest_first(board: Board, ids: Iterable[str]) -> list[str]:
-    """Those of these few that are in line, as they would be picked if they were alone in it.
+    """Return the waiting ones of these few tasks, as they would be picked if no others waited.
 
-    Turns that those before them will be charged do not count: who comes next is asked again then.
+    Turns that tasks before them will be charged do not count; call again after each pick.
     """
     waiting = [board.tasks[id] for id in ids if id in board.tree and id in board.tasks]
 
@@ -273,7 +282,7 @@ def _in_leaf(task: Task) -> tuple[int, float, str]:
 
 
 def _of_branch(board: Board, branch: Branch, task: Task) -> tuple[bool, int, str]:
-    """Who stays within a guarantee first, then who is served worst."""
+    """Sort key: a branch that stays within its guarantee first, then the least served."""
     borrows = branch.borrows(board.lane_in_line(task))
     return borrows, board.tree.score(branch, kind=task.kind), branch.name
 
@@ -283,11 +292,12 @@ Crowd = tuple[list[Party], list[int]]
 
 
 def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
-    """How many tasks of each sibling go before the k-th of mine (from 0), where any do.
+    """Count how many tasks of each sibling go before the k-th task of mine (from 0), where any do.
 
     The j-th pick of a branch finds it at the level (faded + j * fee) / weight, and picks are made
-    in the order of levels.  So it is counted, in integers, what lies below my level; of equal
-    levels that of the lower name counts (`FairTree` takes the older task: nobody here knows it).
+    in the order of levels.  So the function counts, in integers, the picks below my level.  At
+    equal levels the lower name goes first (`FairTree` takes the older task, which is not known
+    here).
     """
     mine, level, weight, borrow = me.name, me.faded + k * me.fee, me.weight, me.borrows
     who, counts = list[Party](), list[int]()
@@ -310,10 +320,11 @@ def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
 
 
 def place(board: Board, task: Task) -> tuple[int, Ahead]:
-    """Its place among all that wait for its kind, from 1, and who is before it.
+    """Return the task's place among all tasks that wait for its kind, from 1, and what is before
+    it.
 
-    Guarantees and limits count as they are now.  Exact where a turn costs everybody the same, and
-    by the mean of a branch where it does not.  `app.why` does the same from counts in rows.
+    Guarantees and limits count as they are now.  The place is exact if a turn costs every task the
+    same; otherwise the mean of a branch is used.  `app.why` does the same from counts in rows.
     """
     in_line = [other for other in board.tasks.values() if other.id in board.tree]
     crowd = _Crowd(board, [other for other in in_line if other.kind == task.kind])
@@ -334,7 +345,7 @@ def place(board: Board, task: Task) -> tuple[int, Ahead]:
 
 
 class _Crowd:
-    """How many wait below each branch of a board, for one kind."""
+    """The number of tasks that wait below each branch of a board, for one kind."""
 
     def __init__(self, board: Board, tasks: Iterable[Task]) -> None:
         self.board = board
@@ -365,7 +376,7 @@ class _Crowd:
 
 
 def fee(board: Board, kind: str, widths: int, waiting: int) -> int:
-    """What one of `waiting` tasks that need `widths` devices together is charged for a turn."""
+    """Return the turn's charge for one of `waiting` tasks that need `widths` devices together."""
     policy = board.policy
     turn_us = int(1e6 * min(policy.slice_min_s, policy.slice_max_s))  # as if switching cost nothing
     turn = board.tree.faded(turn_us * board.rate(lane(kind)))
