@@ -1,5 +1,4 @@
-"""Sends blocks from host to host: the device workers of other hosts get them from this host's
-cache.
+"""Sends blocks of this host's cache to the device workers of other hosts.
 
 A block is durable in the store; this only saves the way to the store and back.  A device worker has
 a secret for its lifetime, which its island learns from its reports.  A launch names for each input

@@ -54,7 +54,7 @@ class House:
     lease_margin_s: float = 3.0
     beat_s: float = 2.0
     patience_s: float = 0.5  # how long a task may wait for a late input in the slot
-    at_rest_s: float = 5.0  # the same if no other task wants the slot
+    at_rest_s: float = 5.0  # how long a task may wait so if no other task wants the slot
     sandbox: Mode = "required"
     address: str = "127.0.0.1"  # address at which other hosts reach this host
     incarnation: str = field(default_factory=lambda: _incarnation(0))

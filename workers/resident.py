@@ -43,12 +43,12 @@ TEXT_LIMIT = 64 * 1024
 NAMES_LIMIT = 20_000
 FRAMES_BURST, FRAMES_PER_S = 2_000, 500.0  # per process; excess messages wait
 BYTES_BURST, BYTES_PER_S = 4 * 2**20, float(2**20)
-# seconds of muting allowed at once and per second; then it is ended
+# seconds for which a process may be muted: at once, and per second; beyond, it is ended
 MUTED_BURST_S, MUTED_PER_S = 20.0, 0.2
 OWED_US = 30_000_000  # how long a paused process may lack an image while others lack memory
 UNREAD_US = 10_000_000  # how long a process may leave its messages unread; then it is ended
-KERNEL_US = 100_000  # least interval between two looks at a process's memory in the kernel
-PROCESSES_LIMIT = 256  # limit of processes and threads in such a look
+KERNEL_US = 100_000  # least interval between two reads of a process's memory from the kernel
+PROCESSES_LIMIT = 256  # most processes and threads read for one such count
 LINGER_US = 10_000_000  # how long a process that ran a part of a graph waits for the next part
 TOLD_US = 100_000  # usual time until an input is confirmed; after that the device asks
 UNSURE_US = 15_000_000  # limit for an unconfirmed input; then its results are discarded
@@ -481,12 +481,12 @@ class Resident:
     is_muted: bool = False  # not read from for a while, as it sent too much
     said: deque[JSON] = field(default_factory=deque)  # messages read and not processed yet
     checked: JSON | None = None  # event of a long final message
-    exit_status: int | None = None  # it exited while that was parsed
+    exit_status: int | None = None  # its exit status, if it exited while a message was parsed
     frames: Bucket = field(default_factory=lambda: Bucket(FRAMES_BURST, FRAMES_PER_S))
     said_bytes: Bucket = field(default_factory=lambda: Bucket(BYTES_BURST, BYTES_PER_S))
     calm: Bucket = field(default_factory=lambda: Bucket(MUTED_BURST_S, MUTED_PER_S))
     kernel: tuple[int, int] | None = None  # (own, shared) bytes of its processes in the kernel
-    kernel_us: int = 0  # time of that look
+    kernel_us: int = 0  # when the kernel was last asked for its memory
     doom: str = ""
     refused: str = ""  # what its limits denied it, in a sentence
     kill_us: int | None = None  # when its grace period after a cancel ends

@@ -34,7 +34,8 @@ TENANT_READS_AT_ONCE = 4
 UNSENT_LIMIT_BYTES = 4 * LIMIT_BYTES  # limit for one process that does not read
 DEPTH_LIMIT = 64
 CONTAINERS_LIMIT = 2_000  # lists and tables in one frame
-PARTS_CONTAINERS_LIMIT = 250_000  # the same in a message in parts, for the copies of a large graph
+# lists and tables in a message in parts, enough for the copies of a large graph
+PARTS_CONTAINERS_LIMIT = 250_000
 PART_CHARACTERS = 24_000  # of a message in parts; escaped again, they fit into a frame
 FDS_LIMIT = 64
 #: The descriptors that a new resident gets: control, bulk, trust, stdout, stderr, slab.

@@ -1,5 +1,4 @@
-"""Forks the residents of one device from a warm process that has imported torch, but no tenant
-code.
+"""Forks the residents of a device from a warm process: torch is imported, tenant code is not.
 
     supervisor (a thread of the device worker) -> zygote -> (keeper ->) resident
 
