@@ -75,7 +75,7 @@ from workers.wire import TrustSeen, Wire
 
 JSON = dict[str, Any]
 
-SAVES_APART_S = 1.0  # least time between images of pauses that are saved only as a precaution
+SAVES_APART_S = 1.0  # least time from one image to the image of a pause, unless requested
 AFTER_PAUSING_S = 0.02  # delay of a pause's image, so that the next task can take the slot
 AFTER_LEAVING_S = 0.25  # delay of the image after releasing memory for another task
 TOLD_BYTES = 16 * 2**20  # report at least this many bytes of released device memory at once
