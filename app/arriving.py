@@ -1,4 +1,4 @@
-"""What uploads become: datablocks, which are tensors, and bundles, which are code."""
+"""The sorts of uploads: datablocks, which are tensors, and bundles, which are code."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ from app.uploads import Done, Wanted
 
 
 class Tensors:
-    """The next version of a datablock; the newest one, if it has these bytes."""
+    """Uploads that become the next version of a datablock, or match the newest one."""
 
     @property
     def limit_bytes(self) -> int:
         return settings().datablock_limit_bytes
 
     def known(self, session: Session, wanted: Wanted) -> Done | None:
-        """The newest version of the name if it has these bytes; else a new one, if the tenant has
-        them under any name."""
+        """Return the newest version of the name if it has these bytes.
+
+        Otherwise create a new version at once, if the tenant has the bytes under any name.
+        """
         datablocks.shelve(session, [wanted.tenant_id])
         mine = (Datablock.tenant_id == wanted.tenant_id, Datablock.deleted_at.is_(None))
         newest = select(Datablock).where(*mine, Datablock.name == wanted.name)
         row = session.scalars(newest.order_by(Datablock.version.desc()).limit(1)).first()
         if row is not None and row.sha256 == wanted.sha256:
             return Done(row=row, is_new=False)
-        # Not deleted before our row is there, so the bytes always have a name.
+        # The lock prevents its deletion before our row exists, so the bytes always have a name.
         same = select(Datablock).where(*mine, Datablock.sha256 == wanted.sha256)
         row = session.scalars(same.limit(1).with_for_update(read=True)).first()
         if row is None:
@@ -61,7 +63,7 @@ class Tensors:
             for piece in pieces:
                 head.extend(piece[: HEAD_BYTES - len(head)])
                 yield piece
-            _described(bytes(head), wanted.size_bytes)  # before it gets its name
+            _described(bytes(head), wanted.size_bytes)  # checked before the blob gets its name
 
         try:
             Store.at(settings().store_address).put(seen(), promised=wanted.sha256)
@@ -94,7 +96,7 @@ def _described(head: bytes, size_bytes: int) -> TensorFile:
 
 
 class Code:
-    """A bundle; its tenant has it once, under its SHA-256."""
+    """Uploads that become a bundle; a tenant has each bundle once, under its SHA-256."""
 
     @property
     def limit_bytes(self) -> int:
@@ -105,10 +107,10 @@ class Code:
         return None if row is None else Done(row=row, is_new=False)
 
     def check_room(self, session: Session, wanted: Wanted) -> None:
-        """There is no quota of code."""
+        """There is no quota for code."""
 
     def look_at_head(self, wanted: Wanted, head: bytes) -> None:
-        """An archive is looked through as a whole."""
+        """An archive can only be inspected as a whole."""
 
     def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
         store, digest = Store.at(settings().store_address), hashlib.sha256()

@@ -1,10 +1,10 @@
-"""An S3 bucket as a place for the store's bytes, so that hosts need no folder in common.
+"""An S3 bucket as a place for the store's bytes, so that hosts need no shared folder.
 
     ROUNDHOUSE_STORE=s3://bucket/prefix
-    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL (for other than Amazon's)
+    AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL (if not Amazon's)
 
-S3 shows an object whole or not at all, and at once, so there is nothing to rename.  Every call has
-a deadline; what may be tried again is, until `patience_s` is over.
+S3 shows an object whole or not at all, and at once, so nothing needs to be renamed.  Every call
+has a deadline; calls that can be retried are, until `patience_s` is over.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from app.places import INCOMING, Batch, Bytes, Missing, Named
 
 PATIENCE_S = 30.0
 CONNECT_S = 5.0
-_PART_BYTES = 32 * 2**20  # of a long upload; memory held is a few times as much
+_PART_BYTES = 32 * 2**20  # part size of a long upload; memory use is a few times as much
 _PIECE = 2**20
 _CLOCK = f"{INCOMING}/clock"
 
 
 class BucketAway(OSError):
-    """The bucket did not answer, or refused; nothing is known of what lies in it."""
+    """The bucket did not answer, or refused; this says nothing about its content."""
 
 
 class Bucket:
@@ -127,8 +127,9 @@ class Bucket:
             return obstore.head(self._store, _CLOCK)["last_modified"].timestamp()
 
     def tidy(self, *, older_than_s: float) -> int:
-        """Drafts of images whose writer was killed.  What was not uploaded to its end does not
-        show, and is for the bucket's lifecycle rule.
+        """Delete drafts of images that killed writers left behind.
+
+        Unfinished uploads are not visible; the bucket's lifecycle rule must remove them.
         """
         before_s = self.now_s() - older_than_s
         found = [one for one in self.listed(INCOMING) if one.name != _CLOCK]
@@ -145,7 +146,7 @@ class Bucket:
     def _calling(self, name: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError as error:  # obstore says it so
+        except FileNotFoundError as error:  # obstore's error for a missing object
             if "NoSuchBucket" in str(error):
                 raise BucketAway(f"the store {self.url}: there is no such bucket") from error
             raise Missing(name) from error
@@ -162,4 +163,4 @@ class _BucketBatch:
         self.bucket._put(name, b"".join(body))
 
     def settle(self) -> None:
-        """Each was durable when its call returned."""
+        """Do nothing: each object was durable when its call returned."""

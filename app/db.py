@@ -1,8 +1,8 @@
-"""The engine and its transactions.
+"""The database engine and its transactions.
 
-The API uses `get_session`: one transaction per request, committed before the answer leaves, by
-`released` in the thread that worked in it (`app.api.gate`).  Loops use `transaction()`.  Sessions
-are synchronous everywhere.
+The API uses `get_session`: one transaction per request, committed before the response is sent, by
+`released`, in the thread that worked in it (`app.api.gate`).  Loops use `transaction()`.  All
+sessions are synchronous.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from starlette.concurrency import run_in_threadpool
 
 from app.settings import settings
 
-POOL_SIZE = 16  # connections that a process keeps
-POOL_EXTRA = 8  # and so many more for a moment: uploads, checks and loops beside the API's calls
-POOL_WAIT_S = 2.0  # for one that is free
-CONNECT_S = 5  # for Postgres to take a new one
-LONGEST_DIGITS = 4000  # of a whole number that is read as one
+POOL_SIZE = 16  # connections that a process keeps open
+POOL_EXTRA = 8  # further temporary connections: for uploads, checks and loops besides API calls
+POOL_WAIT_S = 2.0  # time to wait for a free connection
+CONNECT_S = 5  # time for Postgres to accept a new connection
+LONGEST_DIGITS = 4000  # longest integer that is parsed as a number
 
 
 @lru_cache
 def engine() -> Engine:
-    """The process' engine."""
+    """The database engine of this process."""
     url = settings().database_url.get_secret_value()
     if not url:
         raise RuntimeError("DATABASE_URL is not set; `make up` starts an embedded Postgres")
@@ -49,8 +49,10 @@ def engine() -> Engine:
 
     @event.listens_for(engine, "checkout")
     def check_alive(connection: Any, *_: Any) -> None:
-        """Postgres may have restarted.  One that still stands says nothing while it is idle, so
-        that most are not asked: a question costs as much as a small statement.
+        """Detect connections that a restart of Postgres has closed.
+
+        A live connection has nothing to read while it is idle, so most connections are not pinged;
+        a ping costs as much as a small statement.
         """
         try:
             if _has_news(connection):
@@ -62,8 +64,10 @@ def engine() -> Engine:
 
 
 def read_json(text: str | bytes) -> Any:
-    """A JSON column.  Postgres keeps whole numbers of any length, and Python reads none of more
-    than 4300 digits: such a number, which can only be a tenant's, is read as a text.
+    """Parse a JSON column.
+
+    Postgres stores integers of any length, but Python parses none of more than 4300 digits.  Such a
+    number, which can only be a tenant's, becomes a text.
     """
     try:
         return json.loads(text)
@@ -91,32 +95,32 @@ def _sessions() -> sessionmaker[Session]:
 
 @contextmanager
 def transaction() -> Iterator[Session]:
-    """Commits on the way out, rolls back on any error."""
+    """Yield a session; commit at the end, roll back on any error."""
     with _sessions()() as session:
         yield session
         commit(session)
 
 
 def commit(session: Session) -> None:
-    """Commits, and does what was to be done after it."""
+    """Commit, then call what was registered with `after_commit`."""
     session.commit()
     for act in session.info.pop("after_commit", ()):
         act()
 
 
 def after_commit(session: Session, act: Callable[[], None]) -> None:
-    """Have `act` done once the transaction is committed, and never if it is rolled back."""
+    """Call `act` after the transaction is committed, but not if it is rolled back."""
     session.info.setdefault("after_commit", []).append(act)
 
 
 def is_awaited(session: Session) -> bool:
-    """Something is to be done after the commit."""
+    """True if something is to be done after the commit."""
     return bool(session.info.get("after_commit"))
 
 
 @contextmanager
 def released(session: Session) -> Iterator[Session]:
-    """Commits on the way out, rolls back on any error, and gives the connection back."""
+    """Commit at the end, roll back on any error, and return the connection to the pool."""
     try:
         yield session
         commit(session)
@@ -125,7 +129,7 @@ def released(session: Session) -> Iterator[Session]:
 
 
 async def get_session() -> AsyncIterator[Session]:
-    """A session that holds no connection yet; whoever works in it uses `released`."""
+    """Yield a session without a connection; an endpoint works in it with `released`."""
     session = _sessions()()
     try:
         yield session
@@ -137,12 +141,14 @@ async def get_session() -> AsyncIterator[Session]:
                 await run_in_threadpool(session.close)
 
 
-# scope="function": what is left open is found before the answer.
+# scope="function": a transaction left open is detected before the response is sent.
 Db = Annotated[Session, Depends(get_session, scope="function")]
 
 
 def now_s(session: Session) -> float:
-    """The database's clock at the start of this transaction: the only clock leases know."""
+    """The database's time at the start of this transaction, in seconds: the only clock for
+    leases.
+    """
     transaction = session.get_transaction()
     known = session.info.get("now_s")
     if transaction is None or known is None or known[0] is not transaction:
@@ -153,10 +159,10 @@ def now_s(session: Session) -> float:
 
 
 def it_is(session: Session, now_s: float) -> None:
-    """What `now()` was in a statement of this transaction, so that nobody asks again."""
+    """Keep the `now()` of a statement of this transaction, so that it is not queried again."""
     session.info["now_s"] = (session.get_transaction(), now_s)
 
 
 def now(session: Session) -> datetime:
-    """The same, to the microsecond what `now()` is in SQL."""
+    """The same time as a datetime, equal to SQL's `now()` to the microsecond."""
     return datetime.fromtimestamp(now_s(session), UTC)

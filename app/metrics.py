@@ -1,12 +1,12 @@
-"""What Prometheus is told of queue, shares, devices, islands and checkpoints: rows become figures.
+"""Prometheus metrics of queue, shares, devices, islands and checkpoints, read from rows.
 
-Schedulers and devices are other processes, on other hosts, so all of it comes out of Postgres, and
-every API process tells the same: take their maximum, not their sum.  What one API process itself
-saw is in `app.api.metrics`.
+Schedulers and devices are other processes, on other hosts, so all figures come from Postgres, and
+every API process reports the same: take their maximum, not their sum.  Figures of a single API
+process are in `app.api.metrics`.
 
-A scrape reads sums that are kept anyway: `lines` and not the tasks that wait, open placements,
-tallies.  There are as many series as tenants times device kinds, of `metrics_tenants_max` tenants;
-nothing is told by user, request or task.
+A scrape reads sums that exist anyway: `lines` instead of waiting tasks, open placements, tallies.
+The number of series is the number of tenants times device kinds, for at most `metrics_tenants_max`
+tenants.  No series is by user, request or task.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from app.reports import TenantShare
 from app.settings import settings
 from app.tally import CAME, ROUND_BOUNDS_S, ROUNDS, ROUNDS_US, SWITCH_US, SWITCHES, TOLD
 
-KEPT_S = 5.0  # so long at least a scrape's figures are good for the next one
-MOST_OF_A_CORE = 0.1  # and as long as reading them would take more of a core
+KEPT_S = 5.0  # minimum age at which figures are read again
+MOST_OF_A_CORE = 0.1  # part of a core that reading may take; slow reads are repeated less often
 TIME_LIMIT_MS = 10_000
-RECENT = timedelta(minutes=10)  # rows of checkpoints are kept at least so long
+RECENT = timedelta(minutes=10)  # rows of checkpoints are kept at least this long
 QUANTILES = (0.5, 0.95, 1.0)
 US = 1e-6
 
 
 class Figures:
-    """The newest figures, read anew if they are too old; one reads, others wait.
+    """The newest figures, read again if they are too old; one thread reads, others wait.
 
     Shares are exact, so those of ten thousand tenants with work take seconds.
     """
@@ -134,11 +134,13 @@ def _tenants(session: Session, now: datetime) -> Iterator[Metric]:
 
 
 def _told_apart(shares: list[TenantShare]) -> Iterator[TenantShare]:
-    """Each by its path, "vision/faces": names are unique among siblings only, and two series of
-    the same labels would spoil all of them.
+    """Name each tenant by its path, "vision/faces".
+
+    Names are unique among siblings only, and two series with equal labels would invalidate the
+    scrape.
     """
     paths: dict[str | None, str] = {}
-    for share in shares:  # who is above comes first
+    for share in shares:  # parents come first
         name = share.tenant.replace("\\", "\\\\").replace("/", "\\/")
         above = paths.get(share.parent_id)
         paths[share.id] = name if above is None else f"{above}/{name}"
@@ -146,7 +148,7 @@ def _told_apart(shares: list[TenantShare]) -> Iterator[TenantShare]:
 
 
 def _told_of(shares: list[TenantShare]) -> list[TenantShare]:
-    """All, or those who hold, wait for and have used most."""
+    """Return all tenants, or the busiest: those that hold, wait for and have used most."""
     most = settings().metrics_tenants_max
     busy = sorted(shares, key=lambda share: (-share.held - share.waiting, -share.usage_us))
     return busy[:most]
@@ -202,7 +204,7 @@ def _waiting(shares: list[TenantShare], told: list[TenantShare], waits: Waits) -
     yield from (tasks, longest)
 
 
-# A line is looked into at its beginning only, with the index that launches are found by.
+# Reads only the first task of each line, with the index that launches use.
 _WAITS = text(
     """
     select l.tenant_id, l.kind, max(extract(epoch from now() - first.since))::float8
@@ -223,7 +225,10 @@ def _waits(session: Session) -> dict[tuple[str, str], float]:
 
 
 def _up_the_tree(shares: Iterable[TenantShare], waits: Waits) -> Waits:
-    """A tenant waits as long as any below it; who is below comes after who is above."""
+    """Take over the waits of lower tenants: a tenant waits as long as any tenant below it.
+
+    Lower tenants come after higher ones in `shares`.
+    """
     found = defaultdict(float, waits)
     for share in reversed(list(shares)):
         for kind in share.kinds:
@@ -320,11 +325,13 @@ def _unanswered(session: Session) -> Metric:
     return orders
 
 
-# --- checkpoints, the log of what administrators did, and messages to webhooks ------------------
+# --- checkpoints, the audit log, and messages to webhooks ---------------------------------------
 
 
 def _checkpoints(session: Session, now: datetime) -> Iterator[Metric]:
-    """Of the last ten minutes, since their rows do not stay; ids begin with the time."""
+    """Return figures of the last ten minutes, since rows are not kept longer; ids begin with the
+    time.
+    """
     since = f"ckp_{int((now - RECENT).timestamp() * 1000):012x}"
     took_us = func.percentile_cont(list(QUANTILES)).within_group(Checkpoint.took_us)
     size, new = func.sum(Checkpoint.size_bytes), func.sum(Checkpoint.new_bytes)

@@ -1,4 +1,4 @@
-"""What a deployment may set, from the environment (`ROUNDHOUSE_*`, `DATABASE_URL`, `REDIS_URL`).
+"""Settings of a deployment, from the environment (`ROUNDHOUSE_*`, `DATABASE_URL`, `REDIS_URL`).
 
 Every number has its unit in its name.  Devices never read `database_url`: their processes are
 started without it.
@@ -24,7 +24,7 @@ from app.home import HOST, PORT, default_home
 
 
 def _networks(listed: str) -> str:
-    networks(listed)  # a mistake is told when a process starts
+    networks(listed)  # reports a mistake when a process starts
     return listed
 
 
@@ -46,10 +46,10 @@ class Settings(BaseSettings):
     home: Path = Field(default_factory=default_home)
     database_url: SecretStr = Field(SecretStr(""), validation_alias="DATABASE_URL")
     redis_url: SecretStr = Field(SecretStr(""), validation_alias="REDIS_URL")
-    redis_ca: Path | None = None  # who signed the certificate of a rediss:// server,
-    redis_certificate: Path | None = None  # and what we show it, if it asks for that
+    redis_ca: Path | None = None  # CA of the certificate of a rediss:// server
+    redis_certificate: Path | None = None  # our client certificate, if the server asks for one
     redis_key: Path | None = None
-    address: str = ""  # by which other hosts reach this one; default: as the broker sees it
+    address: str = ""  # at which other hosts reach this host; default: as the broker sees it
     store: str = ""  # a folder, or s3://bucket/prefix; default: home/store
 
     # the API
@@ -58,53 +58,53 @@ class Settings(BaseSettings):
     body_limit_bytes: int = 4 * 2**20
     bundle_limit_bytes: int = 64 * 2**20
     datablock_limit_bytes: int = Field(64 * 2**30, gt=0)  # of one datablock
-    datablock_quota_bytes: int = Field(256 * 2**30, ge=0)  # of all of a tenant; 0: no bound
+    datablock_quota_bytes: int = Field(256 * 2**30, ge=0)  # of all of a tenant; 0: no limit
     web_session_s: float = 12 * 3600.0
-    # calls of a key, and of all keys of a tenant; 0: as many as they like
+    # calls of a key, and of all keys of a tenant; 0: no limit
     key_reads_per_min: int = Field(120_000, ge=0)
     key_writes_per_min: int = Field(120_000, ge=0)
     tenant_reads_per_min: int = Field(240_000, ge=0)
     tenant_writes_per_min: int = Field(240_000, ge=0)
-    wrong_keys_per_min: int = Field(120, ge=0)  # of one address; 0: no bound
+    wrong_keys_per_min: int = Field(120, ge=0)  # from one address; 0: no limit
     # calls of a key that are under way at once in one process, streams and waits included
     key_calls_max: int = Field(200, gt=0)
     # event streams that are open at once in one process: of a key, and in all
     key_streams_max: int = Field(64, gt=0)
     streams_max: int = Field(1000, gt=0)
-    # people by an OpenID Connect provider; without an issuer there is none
+    # sign-in with an OpenID Connect provider; without an issuer there is none
     oidc_issuer: Annotated[str, AfterValidator(_issuer)] = ""
     oidc_client_id: str = ""
     oidc_client_secret: SecretStr = SecretStr("")
-    oidc_audience: str = ""  # of tokens that call the API; default: the client's id
+    oidc_audience: str = ""  # required in tokens that call the API; default: the client's id
     oidc_claim: str = "groups"
     oidc_grants: Annotated[dict[str, str], AfterValidator(_grants)] = {}  # value -> TENANT:ROLE
-    # webhooks: networks between commas that may be called although they are not public
+    # webhooks: networks, separated by commas, that may be called although they are not public
     webhook_networks: Annotated[str, AfterValidator(_networks)] = ""
-    webhook_timeout_s: float = Field(15.0, gt=0)  # a receiver has so long to answer
-    metrics_tenants_max: int = Field(500, ge=0)  # /metrics tells of so many tenants
+    webhook_timeout_s: float = Field(15.0, gt=0)  # time for a receiver to answer
+    metrics_tenants_max: int = Field(500, ge=0)  # number of tenants in /metrics
 
     # the island
     island: str = "local"
-    island_key: Path | None = None  # what it signs orders with; default: home/islands/<island>.key
+    island_key: Path | None = None  # private key for orders; default: home/islands/<island>.key
     tick_s: float = Field(1.0, gt=0, allow_inf_nan=False)
     leader_s: float = Field(5.0, gt=0, allow_inf_nan=False)
-    half_life_s: Annotated[float, AfterValidator(half_life)] = 7 * 86400.0  # 0: it never fades
+    half_life_s: Annotated[float, AfterValidator(half_life)] = 7 * 86400.0  # 0: no decay
     idle_credit_s: float = Field(3 * 86400.0, ge=0, allow_inf_nan=False)
     slice_min_s: float = Field(1.0, ge=0, allow_inf_nan=False)
     slice_max_s: float = Field(60.0, ge=0, allow_inf_nan=False)
     sharers_max: int = Field(4, ge=0)  # graphs that take turns on one device; 0: none, as with 1
     grow_after_s: float = Field(
         5.0, ge=0, allow_inf_nan=False
-    )  # so long after a resize a task is left as it is
+    )  # minimum time from the start or a resize of a task until it grows
     order_resend_s: float = Field(2.0, gt=0, allow_inf_nan=False)
     usage_bucket_s: int = Field(10, gt=0)
     island_lost_s: float = Field(
         120.0, ge=0, allow_inf_nan=False
-    )  # unseen so long, its tasks go elsewhere; 0: never
+    )  # time without signs of life after which an island's tasks move to others; 0: never
     island_link_bytes_per_s: int = Field(1_250_000_000, gt=0)  # between any two islands
     move_deadline_s: float = Field(
         600.0, gt=0, allow_inf_nan=False
-    )  # by then a task must have been copied elsewhere
+    )  # time limit for a move: from then on it is given up if the copy is not complete
 
     # leases (reliability: TTL 10, margin 3, beat 2)
     lease_s: float = 10.0
@@ -118,14 +118,14 @@ class Settings(BaseSettings):
     device_kind: str = "cpu"
     device_threads: int = 1
     device_memory_bytes: int = 4 * 2**30
-    host_memory_bytes: int = Field(0, ge=0)  # for images of its residents; 0: as for themselves
-    # host memory of a resident beside the device's memory and its images: the interpreter, data
-    # loaders, pages of files, /tmp and /dev/shm
+    host_memory_bytes: int = Field(0, ge=0)  # for images of residents; 0: the device's memory
+    # host memory of a resident in addition to the device's memory and its images: the interpreter,
+    # data loaders, pages of files, /tmp and /dev/shm
     resident_overhead_bytes: int = Field(2 * 2**30, ge=2**28)
-    # disk of a resident's scratch folder, reserved while it lives; 0: a 16th of what is free
+    # disk of a resident's scratch folder, reserved while it lives; 0: a 16th of the free space
     scratch_bytes: int = Field(0, ge=0)
     host_cache_bytes: int = Field(16 * 2**30, ge=0)  # disk for inputs and outputs
-    block_bytes_per_s: int = Field(0, ge=0)  # given to other hosts; 0: as fast as it goes
+    block_bytes_per_s: int = Field(0, ge=0)  # rate of blocks sent to other hosts; 0: no limit
     residents_max: int = 4  # jobs kept in memory on a device: one runs, the others are paused
     stop_grace_s: float = 5.0
     sandbox: Mode = "required"
@@ -136,18 +136,20 @@ class Settings(BaseSettings):
 
     @property
     def host_key_file(self) -> Path:
-        """With the key by which this host's devices sign."""
+        """The file with the private key by which this host's devices sign."""
         return self.home / "run" / "signing.key"
 
     @property
     def its_island_key(self) -> str:
-        """The public key of a device's island, or the file in which it lies."""
+        """The public key of a device's island, or the file that contains it."""
         return self.island_public_key or str(self.home / "islands" / f"{self.island}.pub")
 
     @property
     def redis_tls(self) -> dict[str, Any]:
-        """How a rediss:// server is checked: its certificate must be good for its name, by our CA
-        or by those of the system.  Empty for a server without TLS.
+        """TLS options that verify a rediss:// server; empty for a server without TLS.
+
+        The certificate must match the server's name, and be signed by our CA or by one of the
+        system's.
         """
         if not self.redis_url.get_secret_value().startswith("rediss://"):
             return {}

@@ -1,11 +1,11 @@
-"""What if: an island's own history, or arrivals made up, replayed with other weights or devices.
+"""Simulations: replay an island's history, or invented arrivals, with other settings.
 
-History is every task that held a device and ended within the window: it arrives again when it was
-submitted, needs as many devices for as long as it held them, and waits for the same tasks.  It is
-replayed twice by the code that schedules, as the island is and as it would be.  Usage from before
-the window is not known to either run, and devices that are cordoned take part in neither.
+History is every task that held a device and ended within the window.  Each arrives when it was
+submitted, needs as many devices for as long as it held them, and waits for the same tasks.  The
+history is replayed twice by the scheduler's own code: with the island as it is, and with the
+changes.  Neither run knows usage from before the window, and neither uses cordoned devices.
 
-Nothing is written.  A replay is bounded by arrivals and by time, and a process makes one at a time.
+Nothing is written.  A replay is limited in arrivals and in time, and a process runs one at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ ByTenant = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """What is to be different; None and nothing: as it is.  Tenants by name, devices by kind."""
+    """The changes to try; None or an empty mapping means no change.  Tenants by name, devices by
+    kind.
+    """
 
     policy: str = "fair"
     devices: Mapping[str, int] | None = None
@@ -59,9 +61,10 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """An arrival that somebody made up; `tenant` is a name, known or new.
+    """An invented arrival; `tenant` is a name, known or new.
 
-    It needs `width` devices and can use `width_max`; `work_s` is on all of these.
+    It needs `width` devices and can use `width_max`; `work_s` is its time on `width_max` devices
+    (on `width` if it cannot grow).
     """
 
     at_s: float
@@ -78,7 +81,9 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What is replayed: how the island is, and what came.  `left_out` ended without a device."""
+    """The input of a replay: the island and the arrivals.  `left_out` tasks ended without a
+    device.
+    """
 
     as_is: Snapshot
     arrivals: Sequence[Arrival]
@@ -87,7 +92,7 @@ class Scene:
 
 
 def _still(session: Session, island: str) -> Snapshot:
-    """The island without its tasks, to imagine others on it; raises BadInput if there is none."""
+    """Return the island without its tasks; raises BadInput if there is none."""
     if session.get(Island, island) is None:
         known = ", ".join(sorted(session.scalars(select(Island.name)))) or "none"
         raise BadInput.at("/island", f"there is no island {island!r}; there are {known}")
@@ -102,7 +107,7 @@ def _still(session: Session, island: str) -> Snapshot:
 
 
 def _told_apart(tenants: Mapping[str, Tenant]) -> dict[str, Tenant]:
-    """Of several with one name each is called by its id, too."""
+    """Add the id to the name of each tenant that shares its name with others."""
     times = Counter(tenant.name for tenant in tenants.values())
     return {
         id: replace(tenant, name=f"{tenant.name} ({id})") if times[tenant.name] > 1 else tenant
@@ -110,7 +115,7 @@ def _told_apart(tenants: Mapping[str, Tenant]) -> dict[str, Tenant]:
     }
 
 
-# --- what came ----------------------------------------------------------------------------------
+# --- arrivals -----------------------------------------------------------------------------------
 
 
 def of_history(
@@ -121,9 +126,10 @@ def of_history(
     until: datetime | None,
     durations_known: bool,
 ) -> tuple[Scene, datetime, datetime]:
-    """What ended on an island from `since` up to, not including, `until`; the last week.
+    """Read the tasks that ended on an island from `since` up to, not including, `until`; default:
+    the last week.
 
-    Raises BadInput for an unknown island, a window without length, or too much in it.
+    Raises BadInput for an unknown island, an empty window, or too many tasks in it.
     """
     as_is = _still(session, island)
     until = until or session.scalar(select(func.now()))
@@ -170,7 +176,7 @@ def _ended(session: Session, island: str, since: datetime, until: datetime) -> l
 
 
 def _needs(session: Session, ids: set[str]) -> dict[str, tuple[str, ...]]:
-    """What each of these tasks needed of the others of them."""
+    """Return by task which of the other given tasks it needed."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for task_id, needs_id in session.execute(
         select(Need.task_id, Need.needs_id)
@@ -206,7 +212,7 @@ def _arrival(row: Any, began_s: float, after: tuple[str, ...], *, known: bool) -
 
 
 def of_made(session: Session, island: str, made: Sequence[Made], *, durations_known: bool) -> Scene:
-    """Arrivals that were made up, on the island as it is; new names are tenants of weight 1."""
+    """Place invented arrivals on the island as it is; new names are tenants of weight 1."""
     as_is = _still(session, island)
     ids = {tenant.name: tenant.id for tenant in as_is.tenants.values()}
     strangers = {one.tenant: f"new {one.tenant}" for one in made if one.tenant not in ids}
@@ -236,10 +242,10 @@ def of_made(session: Session, island: str, made: Sequence[Made], *, durations_kn
 
 
 def compare(scene: Scene, what_if: WhatIf, costs: Costs) -> list[dict[str, Any]]:
-    """The reports of both replays, with `run` "as is" and "what if".
+    """Return the reports of both replays, with `run` "as is" and "what if".
 
-    Raises BadInput for names that nobody has, or when it takes too long; Conflict while another
-    one is made.
+    Raises BadInput for unknown names, or if it takes too long; Conflict while another simulation
+    runs.
     """
     as_is = _setup(scene, costs)
     changed = _changed(as_is, what_if)
@@ -305,7 +311,7 @@ def _policy(policy: Policy, what_if: WhatIf) -> Policy:
 
 
 def _imagined(devices: Sequence[Device], counts: Mapping[str, int]) -> list[Device]:
-    """So many of each kind, each like the largest of its kind that there is."""
+    """Return that many devices of each kind, each like the largest existing device of its kind."""
     if sum(counts.values()) > MOST_DEVICES:
         raise BadInput.at("/devices", f"more than {MOST_DEVICES} devices", "too-many")
     found = []

@@ -1,11 +1,11 @@
-"""Processes that live and die together.
+"""Processes that are started together and end together.
 
-A `Spec` says how a program is run, a `Child` is one run of it after another, and a `Supervisor`
-starts stages of them in order, starts a dead one again, and stops all in reverse order.
+A `Spec` says how to run a program.  A `Child` runs it, again after each death.  A `Supervisor`
+starts stages of children in order, restarts dead ones, and stops all in reverse order.
 
-Always holds: a child ends when the thread that started it ends, even by `kill -9` (`app.leash`); so
-start children from a thread that lives as long as they should.  What the programs are is not known
-here.
+A child always ends when the thread that started it ends, even after `kill -9` (`app.leash`).  So
+start children from a thread that lives as long as they should.  This module does not know the
+programs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from pathlib import Path
 
 LEASH = Path(__file__).with_name("leash.py")
 
-LOOK_S = 0.1  # how often the living are counted
-AGAIN_S = 0.2  # before the first new start; doubled after every further death
+LOOK_S = 0.1  # interval at which processes are checked
+AGAIN_S = 0.2  # wait before the first restart; doubled after every further death
 AGAIN_MAX_S = 10.0
-HEALTHY_S = 10.0  # who lived so long starts counting deaths anew
-DEATHS_WHILE_STARTING = 5  # then it will not come up by itself
+HEALTHY_S = 10.0  # lifetime after which the count of deaths starts again
+DEATHS_WHILE_STARTING = 5  # deaths after which a start has failed
 LOG_TAIL = 15  # lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """`command[0]` is an absolute path; `user` is (user id, group id) to run as, if not ours.
+    """A program to run.  `command[0]` is an absolute path; `user` is (user id, group id) if not our
+    own.
 
-    `death` is what it gets when its supervisor dies, `stop` when it shall end, SIGKILL what it
-    gets when it has not ended `grace_s` later.  `ready` says whether it does its work by now.
+    `stop` is the signal that asks it to end; SIGKILL follows after `grace_s`.  `death` is the
+    signal that it gets when its supervisor dies.  `ready` says whether it works already.
     """
 
     name: str
@@ -51,15 +52,15 @@ class Spec:
 
 
 class NotReady(Exception):
-    """Something did not come up; the message says what, with the last lines of its log."""
+    """A program did not start; the message says which, with the last lines of its log."""
 
 
 class StopAsked(Exception):
-    """Somebody asked the supervisor to stop while it was still starting."""
+    """The supervisor was asked to stop while it was still starting."""
 
 
 def leashed(spec: Spec) -> list[str]:
-    """The command line that runs `spec` so that it dies with the calling thread."""
+    """Return the command line that runs `spec` so that it dies with the calling thread."""
     user, group = spec.user or (-1, -1)
     words = (os.getpid(), int(spec.death), user, group)
     return [sys.executable, "-I", "-S", str(LEASH), *map(str, words), *spec.command]
@@ -67,7 +68,9 @@ def leashed(spec: Spec) -> list[str]:
 
 @dataclass
 class Child:
-    """One program, run again and again; `deaths` in a row, `again_s` when it may start anew."""
+    """A program, run again and again.  `deaths` counts deaths in a row; `again_s` is when it may
+    restart.
+    """
 
     spec: Spec
     log: Path
@@ -93,12 +96,14 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for the supervisor, who stops all in order
+                start_new_session=True,  # Ctrl-C must reach only the supervisor
             )
         self.started_s, self.again_s = now_s, None
 
     def look(self, now_s: float) -> str:
-        """Notices a death, or starts it again when that is due; returns what happened, in words."""
+        """Notice a death, or restart the program when that is due; returns what happened,
+        in words.
+        """
         if self.alive:
             return ""
         if self.again_s is None:
@@ -110,10 +115,10 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         if self.process is not None:
-            self.process.send_signal(number)  # does nothing if it has ended
+            self.process.send_signal(number)  # no effect if it has ended
 
     def kill(self) -> None:
-        """Ends it by force, with whoever shares its process group."""
+        """Kill the program, and all processes of its group."""
         if self.process is not None and self.alive:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -129,7 +134,10 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """`changed` is called whenever a process id has changed; `say` gets sentences for a person."""
+    """Starts, restarts and stops programs.
+
+    `changed` is called whenever a process id has changed; `say` gets sentences for a person.
+    """
 
     logs: Path
     changed: Callable[[], None] = lambda: None
@@ -139,7 +147,7 @@ class Supervisor:
     _hurry: threading.Event = field(default_factory=threading.Event)
 
     def ask_to_stop(self) -> None:
-        """Safe to call from a signal handler; asking twice means: at once."""
+        """Ask to stop; a second call means at once.  Safe to call from a signal handler."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
@@ -148,7 +156,7 @@ class Supervisor:
         return {child.spec.name: child.pid for child in self._children() if child.pid is not None}
 
     def start(self, *specs: Spec, timeout_s: float = 60.0) -> None:
-        """Starts them side by side and waits until each is ready; raises NotReady, StopAsked."""
+        """Start programs together and wait until each is ready; raises NotReady, StopAsked."""
         stage = [Child(spec, _fresh_log(self.logs, spec.name)) for spec in specs]
         self.stages.append(stage)
         for child in stage:
@@ -160,7 +168,7 @@ class Supervisor:
     def wait_until(
         self, ready: Callable[[], bool], why_not: Callable[[], str], *, timeout_s: float
     ) -> None:
-        """Watches until something is true; raises NotReady(why_not()), StopAsked."""
+        """Watch until `ready` returns true; raises NotReady(why_not()), StopAsked."""
         until_s = time.monotonic() + timeout_s
         while not ready():
             if self._stop.wait(LOOK_S / 4):
@@ -173,12 +181,12 @@ class Supervisor:
                 raise NotReady(why_not())
 
     def watch(self) -> None:
-        """Starts again whatever dies, until somebody asks to stop."""
+        """Restart whatever dies, until a stop is asked for."""
         while not self._stop.wait(LOOK_S):
             self._look()
 
     def stop(self) -> None:
-        """Stops the stages in reverse order; afterwards nothing of them runs."""
+        """Stop the stages in reverse order; afterwards none of their processes runs."""
         self._stop.set()
         for stage in reversed(self.stages):
             _stop_stage(stage, self._hurry)
@@ -215,7 +223,7 @@ def _stop_stage(stage: Sequence[Child], hurry: threading.Event) -> None:
 
 
 def _fresh_log(folder: Path, name: str) -> Path:
-    """An empty log; that of the last time is kept beside it."""
+    """Create an empty log; the log of the last run is kept beside it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = folder / f"{name}.log"
     if log.exists():

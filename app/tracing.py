@@ -1,4 +1,4 @@
-"""Write a graph down by calling its functions, in a notebook or a script; get the JSON.
+"""Record a graph by calling its functions, in a notebook or a script; the result is its JSON.
 
     encode = node(ops.encode, "h")            # a function, or its name: node("ops:encode", "h")
     vote = node("ops:vote", "y")
@@ -10,9 +10,9 @@
 
     task = {"name": "whole", "run": {"graph": g.json()}, "inputs": {"raw": "prep.x"}, ...}
 
-Nothing is run, and the bundle needs none of this: what comes out is the JSON that a request takes.
-A block, or a list of blocks, becomes an input of the node that it is given to; whatever else is
-given becomes a parameter.  A graph that is called inside another one becomes a part of it.
+No function runs, and the bundle does not need this module: the result is JSON for a request.
+A block, or a list of blocks, becomes an input of the node that it is passed to; any other argument
+becomes a parameter.  A graph that is called inside another graph becomes a part of it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _open: ContextVar[Graph | None] = ContextVar("the graph that calls are written i
 
 
 class NotTraced(TypeError):
-    """A call that cannot be written down; the message says why."""
+    """A call that cannot become a node; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What a node will write, or what the graph will be given."""
+    """The output of a node, or an input of the graph."""
 
     graph: Graph
     source: str
@@ -52,12 +52,14 @@ class Each:
 
 
 def each(taken: Block | Sequence[Block]) -> Each:
-    """Given to a node, it runs once for each item."""
+    """Mark an argument of a node, which then runs once for each item."""
     return Each(taken)
 
 
 class Graph:
-    """Calls within `with` are its nodes.  Called itself, it is a node of the graph around it."""
+    """Records the calls within `with` as its nodes.  A call of the graph itself is a node of the
+    outer graph.
+    """
 
     def __init__(self, name: str = "part", *, memory_bytes: int = 0) -> None:
         self.name, self.memory_bytes = name, memory_bytes
@@ -77,17 +79,17 @@ class Graph:
     def input(
         self, port: str, dtype: str | None = None, shape: Sequence[int | str] | None = None
     ) -> Block:
-        """What the task is given; a dtype and a shape are checked."""
+        """Declare an input of the graph; a dtype and a shape are checked."""
         if dtype is not None and shape is not None:
             self.tensors[port] = {"dtype": dtype, "shape": list(shape)}
         return Block(self, f"{taskgraph.INPUT}{port}")
 
     def output(self, **blocks: Block) -> None:
-        """What the task gives, by name."""
+        """Declare the outputs of the graph, by name."""
         self.outputs |= {port: self._source(port, block) for port, block in blocks.items()}
 
     def json(self) -> JSON:
-        """Raises app.core.descriptor.BadDescriptor with everything that is wrong with it."""
+        """Return the JSON.  Raises app.core.descriptor.BadDescriptor with all faults."""
         body = self._body()
         if self.memory_bytes:
             body["limits"] = {"memory_bytes": self.memory_bytes}
@@ -96,7 +98,9 @@ class Graph:
 
     @property
     def sha256(self) -> str:
-        """What a request calls it, once it was sent: `run: {graph: "sha256:…"}`."""
+        """The hash by which a request names the graph after it was sent: `run: {graph:
+        "sha256:…"}`.
+        """
         return hashlib.sha256(taskgraph.canonical(self.json())).hexdigest()
 
     def __call__(self, **given: Block | Sequence[Block]) -> Any:
@@ -115,7 +119,7 @@ class Graph:
         return {**body, "tensors": dict(self.tensors)} if self.tensors else body
 
     def _named(self, name: str) -> str:
-        """The name, with a number if a node before is called so."""
+        """Return the name, with a number added if an earlier node has the name."""
         self._taken[name] += 1
         count = self._taken[name]
         return name if count == 1 else self._named(f"{name}-{count}")
@@ -133,22 +137,22 @@ class Graph:
 
 
 def graph(name: str = "part", *, memory_bytes: int = 0) -> Graph:
-    """A new one; `memory_bytes` bounds what its blocks take on the device at once."""
+    """Create a graph; `memory_bytes` limits the memory of its blocks on the device."""
     return Graph(name, memory_bytes=memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A function of the bundle; calling it writes a node down and gives what that will write."""
+    """A function of the bundle; a call records a node and returns its future outputs."""
 
     function: str
     outputs: tuple[str, ...]
     name: str
-    ports: tuple[str, ...] = ()  # as the function calls its arguments, where that is known
+    ports: tuple[str, ...] = ()  # names of the function's arguments, if known
     more: Mapping[str, Any]
 
     def named(self, name: str) -> Node:
-        """The same, its nodes called so."""
+        """Return a copy that gives its nodes this name."""
         return replace(self, name=name)
 
     def __call__(self, *args: Any, **given: Any) -> Any:
@@ -183,9 +187,10 @@ class Node:
 
 
 def node(function: str | Callable[..., Any], *outputs: str, **more: Any) -> Node:
-    """A function, or its "module:name", and the names of the blocks that it returns.
+    """Create a node from a function, or its "module:name", and the names of the blocks that it
+    returns.
 
-    `more` is what a node may have beside: `inout`, `tensors`, `est`, `draws`.
+    `more` has the optional fields of a node: `inout`, `tensors`, `est`, `draws`.
     """
     ports: tuple[str, ...] = ()
     if not isinstance(function, str):
@@ -207,6 +212,6 @@ def _are_blocks(value: object) -> bool:
 
 
 def _blocks(graph: Graph, name: str, outputs: tuple[str, ...]) -> Any:
-    """One block, or a tuple of them in the order of the outputs."""
+    """Return one block, or a tuple of them in the order of the outputs."""
     made = tuple(Block(graph, f"{name}.{output}") for output in outputs)
     return made[0] if len(made) == 1 else made

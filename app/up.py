@@ -1,13 +1,14 @@
-"""The whole system on one machine, from one command, until Ctrl-C.
+"""Run the whole system on one machine, with one command, until Ctrl-C.
 
     python -m app.up [--home FOLDER] [--devices N] [--hosts N] [--port PORT]
 
-Embedded Postgres and Redis (`app.embedded`; DATABASE_URL and REDIS_URL win), then the schema and
-first keys (`app.seed`), then the API, control, one island scheduler and N CPU devices, each a
-process that is started again when it dies and that ends with this one (`app.supervisor`).
+It starts embedded Postgres and Redis (`app.embedded`; DATABASE_URL and REDIS_URL replace them), the
+schema and the first keys (`app.seed`), then the API, control, one island scheduler and N CPU
+devices.  Each is a process that is restarted when it dies and ends with this one
+(`app.supervisor`).
 
-HOME/run/up.json says what runs: address, process ids, where keys and logs are.  `running` does the
-same for tests, the demo and benchmarks, in a process of its own.
+HOME/run/up.json has the address, the process ids, and the places of keys and logs.  `running` does
+the same for tests, the demo and benchmarks, in a separate process.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from app.signing import Signer
 from app.supervisor import NotReady, Spec, StopAsked, Supervisor, leashed
 
 ROOT = Path(__file__).parent.parent  # where the packages `app` and `workers` lie
-HOST_NAME = "local"  # of the host whose devices we start
-DEVICE_GRACE_S = 15.0  # they pause what they hold and write it down
+HOST_NAME = "local"  # host name of the devices that we start
+DEVICE_GRACE_S = 15.0  # time for devices to pause and save their tasks
 SEED_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 90.0
 LOOK_S = 0.05
@@ -50,7 +51,7 @@ Env = dict[str, str]
 class Wanted:
     home: Path
     devices: int = 2
-    hosts: int = 1  # that these devices say they belong to
+    hosts: int = 1  # number of hosts that these devices claim to belong to
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
 
@@ -68,11 +69,11 @@ class Wanted:
         return [f"{hosts[n * self.hosts // self.devices]}.{n}" for n in range(self.devices)]
 
 
-# --- up, until somebody says stop -----------------------------------------------------------------
+# --- running the system ---------------------------------------------------------------------------
 
 
 def up(wanted: Wanted, say: Callable[[str], None]) -> None:
-    """Runs the system until SIGINT, SIGTERM or SIGHUP; raises CannotStart or NotReady."""
+    """Run the system until SIGINT, SIGTERM or SIGHUP; raises CannotStart or NotReady."""
     embedded.prepare(wanted.home)
     with embedded.locked(wanted.home):
         port = wanted.port or _usual_port(wanted)
@@ -86,7 +87,7 @@ def up(wanted: Wanted, say: Callable[[str], None]) -> None:
             say(_welcome(wanted, state))
             supervisor.watch()
         except StopAsked:
-            pass  # while it was starting: what has started is stopped below
+            pass  # during the start; the processes started so far are stopped below
         finally:
             say("stopping")
             supervisor.stop()
@@ -96,7 +97,7 @@ def up(wanted: Wanted, say: Callable[[str], None]) -> None:
 
 def _start(wanted: Wanted, state: _State, port: int) -> None:
     supervisor = state.supervisor
-    # 1. The two servers, unless the environment names others.
+    # 1. Start the two servers, unless the environment names others.
     state.database_url = settings().database_url.get_secret_value()
     state.redis_url = settings().redis_url.get_secret_value()
     if not state.database_url:
@@ -105,10 +106,10 @@ def _start(wanted: Wanted, state: _State, port: int) -> None:
     if not state.redis_url:
         supervisor.start(embedded.redis_server(wanted.home))
         state.redis_url = embedded.redis_url(wanted.home)
-    # 2. The schema, three tenants and their keys.
+    # 2. Create the schema, three tenants and their keys.
     env = _env(wanted, state, port)
     _seed(wanted, env)
-    # 3. What is ours.  Devices end first, so that the island still hears what they paused.
+    # 3. Start our processes.  Devices end first, so that the island still hears what they paused.
     supervisor.start(_api(env, wanted.host, port), *_schedulers(wanted, env))
     supervisor.start(*(_device(env, wanted, n) for n in range(wanted.devices)))
     why = f"{state.url}/readyz and {supervisor.logs} say why"
@@ -122,7 +123,7 @@ def _start(wanted: Wanted, state: _State, port: int) -> None:
 
 
 class _State:
-    """What HOME/run/up.json says."""
+    """The content of HOME/run/up.json."""
 
     def __init__(self, wanted: Wanted, url: str) -> None:
         self.wanted, self.url, self.began_s = wanted, url, time.monotonic()
@@ -153,7 +154,7 @@ class _State:
         }
 
 
-# --- what is run ----------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def _env(wanted: Wanted, state: _State, port: int) -> Env:
@@ -164,7 +165,7 @@ def _env(wanted: Wanted, state: _State, port: int) -> Env:
         "ROUNDHOUSE_HOME": str(wanted.home),
         "ROUNDHOUSE_HOST": wanted.host,
         "ROUNDHOUSE_PORT": str(port),
-        # One's own machine, on loopback: go on with what it allows, and say what that means.
+        # On one's own machine, on loopback, a weaker sandbox is accepted, with a warning.
         "ROUNDHOUSE_SANDBOX": os.environ.get("ROUNDHOUSE_SANDBOX", "preferred"),
         "PYTHONUNBUFFERED": "1",
     }
@@ -183,7 +184,7 @@ def _seed(wanted: Wanted, env: Env) -> None:
 
 
 def _api(env: Env, host: str, port: int) -> Spec:
-    # Without the timeout a browser that follows a stream would keep the server from ending.
+    # Without the timeout, a browser that follows a stream would prevent the end of the server.
     options = ("--timeout-graceful-shutdown", "3", "--no-access-log", "--log-level", "warning")
     bounded = ("--http", "app.api.http_protocol:BoundedProtocol")
     words = ("-m", "uvicorn", "app.main:app", "--host", host, "--port", str(port))
@@ -232,19 +233,19 @@ def _celery(
 
 
 def answers(url: str, path: str) -> bool:
-    """Whether the API answers with 200 by now."""
+    """True if the API answers with status 200."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5.0)
     try:
         connection.request("GET", path)
         return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):  # not there yet, or just going
+    except (OSError, http.client.HTTPException):  # starting or ending
         return False
     finally:
         connection.close()
 
 
 def _usual_port(wanted: Wanted) -> int:
-    """The port of the last time, if nobody has taken it, so that addresses in use stay true."""
+    """The port of the last run, if it is free, so that addresses in use stay valid."""
     kept = wanted.home / "port"
     port = _free_port(wanted.host, int(kept.read_text()) if kept.exists() else 0)
     with _own_file(kept) as out:
@@ -253,7 +254,7 @@ def _usual_port(wanted: Wanted) -> int:
 
 
 def _own_file(path: Path) -> IO[bytes]:
-    """The file, emptied, to be written to; no other account may read it."""
+    """Open the file, emptied, for writing; no other account may read it."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.fchmod(fd, 0o600)
     return os.fdopen(fd, "wb")
@@ -287,7 +288,7 @@ def _welcome(wanted: Wanted, state: _State) -> str:
 
 
 def _sandboxes(state: _State) -> list[tuple[str, Sandbox]]:
-    """What stands around tenants' code on the devices that are up."""
+    """The sandbox of tenants' code on each device that is up."""
     key = json.loads(state.wanted.keys_file.read_text())["platform"]["platform_admin"]
     with Client(state.url, key) as client:
         found = [*client.items("/v1/devices")]
@@ -305,12 +306,12 @@ class Handle:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What up.json says now; empty before it is there."""
+        """The present content of up.json; empty before it exists."""
         try:
             facts: dict[str, Any] = json.loads(self.wanted.up_file.read_text())
         except FileNotFoundError:
             return {}
-        return facts if facts["pid"] == self.process.pid else {}  # else of the time before
+        return facts if facts["pid"] == self.process.pid else {}  # left by an earlier run
 
     @property
     def url(self) -> str:
@@ -326,7 +327,9 @@ class Handle:
         return dict(self.facts["pids"])
 
     def enrol(self, device: str, home: Path, island: str) -> Env:
-        """Let in a device whose worker has a home of its own; what that must be told."""
+        """Enrol a device with a worker that has its own home; returns the environment for that
+        worker.
+        """
         host = Signer.at(home / "run" / "signing.key")
         with Client(self.url, self.keys["platform"]["platform_admin"]) as admin:
             admin.post("/v1/enrolments", {"device_id": device, "key": host.public})
@@ -334,13 +337,13 @@ class Handle:
         return {"ROUNDHOUSE_ISLAND_PUBLIC_KEY": its_island.public}
 
     def kill(self, name: str) -> int:
-        """`kill -9`; returns the process id that is no more."""
+        """Kill a process with SIGKILL; returns its process id."""
         pid = self.pids()[name]
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Waits until all has started and the API says it is ready; raises CannotStart."""
+        """Wait until all has started and the API says that it is ready; raises CannotStart."""
         until_s = time.monotonic() + timeout_s
         while not self._is_ready():
             if self.process.poll() is not None or time.monotonic() > until_s:
@@ -351,7 +354,7 @@ class Handle:
             time.sleep(LOOK_S)
 
     def wait_restarted(self, name: str, old_pid: int, timeout_s: float = 30.0) -> int:
-        """Waits for another process of this name; returns its id."""
+        """Wait for another process of this name; returns its id."""
         until_s = time.monotonic() + timeout_s
         while (pid := self.pids().get(name, old_pid)) == old_pid:
             if time.monotonic() > until_s:
@@ -360,7 +363,7 @@ class Handle:
         return pid
 
     def stop(self, number: signal.Signals = signal.SIGINT, timeout_s: float = 60.0) -> int:
-        """Asks it to stop, as Ctrl-C does; returns its exit status."""
+        """Ask the system to stop, as Ctrl-C does; returns its exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)
 
@@ -373,7 +376,7 @@ class Handle:
 def running(
     home: Path, *, devices: int = 2, hosts: int = 1, env: Mapping[str, str] | None = None
 ) -> Iterator[Handle]:
-    """The system on `home`, ready, until the context ends; call it from a long-lived thread."""
+    """Run the system on `home`, ready, until the context ends; call it from a long-lived thread."""
     wanted = Wanted(home=home, devices=devices, hosts=hosts)
     embedded.prepare(home)
     output = home / "up.log"
@@ -402,7 +405,7 @@ def running(
         try:
             handle.stop()
         finally:
-            process.kill()  # its children die with it; nothing happens if it has ended
+            process.kill()  # its children die with it; no effect if it has ended
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -439,7 +442,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _say(sentence: str) -> None:
-    with suppress(OSError):  # nobody reads any more: no reason to end
+    with suppress(OSError):  # a closed output is no reason to end
         sys.stdout.write(f"{sentence}\n")
         sys.stdout.flush()
 

@@ -1,11 +1,11 @@
-"""What is on its way in: bytes come in order, in as many calls as it takes, and none twice.
+"""Uploads in progress: bytes arrive in order, in any number of calls, and each only once.
 
-An upload is known by what it is to become: tenant, name, SHA-256 and size.  Whoever begins the same
-again goes on where it broke.  What was told to be there is durable.  Bytes that the tenant has
-already are not sent at all; what another tenant has is never told.
+An upload is identified by its result: tenant, name, SHA-256 and size.  A client that begins the
+same upload again continues where it broke.  Bytes reported as received are durable.  Bytes that the
+tenant has already are not sent again; what another tenant has is never revealed.
 
-The bytes lie in the store as parts until the last one is there; then they are read once, checked,
-and kept as one blob.  How they are checked, and what they are then, is their sort's to say
+The bytes lie in the store as parts until the last one has arrived.  Then they are read once,
+checked, and stored as one blob.  The sort of upload defines the checks and the result
 (`app.arriving`).
 """
 
@@ -30,36 +30,40 @@ from app.places import Bytes, Missing
 from app.settings import settings
 from app.store import UPLOADS, Store
 
-PART_BYTES = 8 * 2**20  # become durable at a time; the first one holds any header
+PART_BYTES = 8 * 2**20  # bytes that become durable at a time; the first part holds any header
 assert PART_BYTES >= HEAD_BYTES
 
 
 class Sort(Protocol):
-    """What an upload becomes."""
+    """The kind of result of an upload."""
 
     @property
     def limit_bytes(self) -> int:
-        """Of one of them."""
+        """The largest size of one upload."""
 
     def known(self, session: Session, wanted: Wanted) -> Done | None:
-        """What it is already; until the commit nobody else makes the same."""
+        """Return the result if it exists already; until the commit no other transaction creates the
+        same.
+        """
 
     def check_room(self, session: Session, wanted: Wanted) -> None:
-        """Raises QuotaExceeded."""
+        """Raise QuotaExceeded if the tenant has no room."""
 
     def look_at_head(self, wanted: Wanted, head: bytes) -> None:
-        """Refuse by its first bytes what can be refused by them; raises BadInput."""
+        """Refuse what the first bytes already show to be wrong; raises BadInput."""
 
     def store(self, wanted: Wanted, pieces: Iterable[Bytes]) -> JSON:
-        """Keep them as one blob; returns what is to be known of it.  Raises BadInput."""
+        """Store the bytes as one blob; returns its summary.  Raises BadInput."""
 
     def made(self, session: Session, wanted: Wanted, summary: JSON) -> Done:
-        """Its row, after `known` found none in this transaction."""
+        """Insert the row, after `known` found none in this transaction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What somebody wants to upload, and for whom; of what has no name `name` is empty."""
+    """The upload that a user wants, and for which tenant; `name` is empty if the result has no
+    name.
+    """
 
     sort: Sort
     tenant_id: str
@@ -71,7 +75,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """An upload of which the first `received_bytes` are there."""
+    """An upload with its first `received_bytes` in the store."""
 
     id: str
     wanted: Wanted
@@ -80,9 +84,9 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """The row that these bytes are; it `is_new` if it was made by this.
+    """The row of these bytes; `is_new` if this call created it.
 
-    `summary`: what was to be known of them, if they were looked at for this.
+    `summary` is what was found in the bytes, if this call inspected them.
     """
 
     row: Any
@@ -91,7 +95,7 @@ class Done:
 
 
 def begin(wanted: Wanted) -> Begun | Done:
-    """What is there of it; raises TooLarge or QuotaExceeded."""
+    """Return how much of the upload is there; raises TooLarge or QuotaExceeded."""
     limit = wanted.sort.limit_bytes
     if wanted.size_bytes > limit:
         raise TooLarge(f"{wanted.size_bytes} bytes; the limit is {limit}")
@@ -121,7 +125,9 @@ def _received_bytes(session: Session, id: str) -> int:
 
 
 def keep(begun: Begun, at: int, body: bytes) -> None:
-    """Durably keep the bytes from `at` on; raises Conflict if somebody else sends them as well."""
+    """Durably store the bytes from `at` on; raises Conflict if another client sends them as
+    well.
+    """
     if at == 0:
         begun.wanted.sort.look_at_head(begun.wanted, body)
     place = f"{UPLOADS}/{begun.id}/{uuid.uuid4().hex}"
@@ -130,15 +136,15 @@ def keep(begun: Begun, at: int, body: bytes) -> None:
         touched = update(Upload).where(Upload.id == begun.id).values(touched_at=func.now())
         is_open = session.execute(touched.returning(Upload.id)).one_or_none() is not None
         if not is_open or _received_bytes(session, begun.id) != at:
-            # What was put lies there without a name, and is swept away.
+            # No row refers to the stored bytes, so garbage collection removes them.
             raise Conflict("somebody else sends the same bytes; ask how far that is, and go on")
         part = {"upload_id": begun.id, "at": at, "size_bytes": len(body), "place": place}
         session.execute(insert(UploadPart).values(part))
 
 
 def finish(begun: Begun, body: Iterable[Bytes] | None = None) -> Done:
-    """All of it is there, in parts or as `body`: it becomes what was wanted, or nothing is left of
-    it.  Raises BadInput.
+    """Turn the complete bytes, in parts or as `body`, into the result, or delete them.  Raises
+    BadInput.
     """
     wanted = begun.wanted
     with transaction() as session:

@@ -1,12 +1,12 @@
-"""Who is told when a request ends, and every message to them until it is taken in or given up.
+"""Webhooks: messages about ends of requests, kept until they are delivered or given up.
 
-A message is written by `announce` in the transaction that ends the request, so it is there if and
+A message is written by `announce` in the transaction that ends the request, so it exists if and
 only if the request has ended.  Control takes it (`take`), sends it outside any transaction, and
-writes down what became of it (`record`).  Whoever takes a message has a lease on it; if it dies,
-the next one sends the message again, with the same id: at least once.
+records the result (`record`).  The sender that takes a message has a lease on it.  If the sender
+dies, the next one sends the message again with the same id: at-least-once delivery.
 
 A webhook without an address of its own stands for the addresses that requests of its tenant name in
-`notify`: they share its secret.
+`notify`; they share its secret.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from app.core.webhook import Answer, TaskEnd, Verdict
 from app.models import Delivery, Task, Webhook
 
 SECRET_BYTES = 32
-ATTEMPTS_KEPT = 30  # of a message, the newest
-PER_TENANT = 4  # messages on their way at once
-RESOLVING_S = 30.0  # a name may take so long, beside the time that a call has
+ATTEMPTS_KEPT = 30  # newest attempts that are recorded for a message
+PER_TENANT = 4  # messages of a tenant that are sent at the same time
+RESOLVING_S = 30.0  # time for the resolution of a name, in addition to the time of a call
 
 
 def new_id(kind: str) -> str:
@@ -45,13 +45,14 @@ def new_secret() -> str:
     return f"whsec_{base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()}"
 
 
-# --- what is to be told -------------------------------------------------------------------------
+# --- writing messages ---------------------------------------------------------------------------
 
 
 def expect_addresses(session: Session, tenant_id: str) -> None:
-    """A request of the tenant names an address: there must be a secret to sign with.
+    """Ensure that the tenant has a secret to sign with, because a request names an address.
 
-    Not as an object: the audit log notes those, and whoever submits never takes its lock.
+    The row is not inserted as an object: the audit log records objects, and a submit must not take
+    its lock.
     """
     row = {"id": new_id("whk"), "tenant_id": tenant_id, "secret": new_secret()}
     session.execute(insert(Webhook).values(row).on_conflict_do_nothing())
@@ -68,7 +69,7 @@ _TOLD = text(
 
 
 def announce(session: Session, ended: Sequence[str]) -> None:
-    """Of these requests, which have just ended, write a message to each who wants it."""
+    """Write a message to each address that wants the end of one of these requests."""
     rows = [row for row in session.execute(_TOLD, {"ids": list(ended)}) if _wanted(row)]
     if not rows:
         return
@@ -116,7 +117,7 @@ def _data(row: Any, ends: Sequence[TaskEnd]) -> dict[str, Any]:
 
 
 def try_out(session: Session, hook: Webhook) -> Delivery:
-    """Write a message that says nothing but that messages arrive."""
+    """Write a test message."""
     body = webhook.message(webhook.TEST, db.now(session), {"webhook_id": hook.id})
     whose = {"webhook_id": hook.id, "tenant_id": hook.tenant_id, "url": hook.url}
     delivery = Delivery(id=new_id("msg"), type=webhook.TEST, body=body, **whose)
@@ -125,12 +126,12 @@ def try_out(session: Session, hook: Webhook) -> Delivery:
     return delivery
 
 
-# --- on its way ---------------------------------------------------------------------------------
+# --- sending messages ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A message to send at once; `attempt` fences what is written of it."""
+    """A message to send at once; `attempt` fences the record of the result."""
 
     id: str
     attempt: int
@@ -140,8 +141,8 @@ class Taken:
     secrets: tuple[str, ...]
 
 
-# Of each webhook the first few are looked at, so a long line of one costs the others nothing; and
-# first comes the tenant with the fewest on their way.
+# Looks at the first few messages of each webhook, so a long queue of one costs the others nothing.
+# The tenant with the fewest messages under way comes first.
 _TAKE = text(
     """
     with held as (
@@ -173,7 +174,7 @@ _TAKE = text(
 
 
 def take(session: Session, most: int, *, call_s: float) -> list[Taken]:
-    """Up to so many messages that are due; they are ours until a call that long must be over."""
+    """Take up to `most` messages that are due; they are leased for as long as a call can last."""
     given = {"most": most, "per_tenant": PER_TENANT, "lease_s": call_s + RESOLVING_S}
     return [
         Taken(
@@ -189,7 +190,9 @@ def take(session: Session, most: int, *, call_s: float) -> list[Taken]:
 
 
 def headers(taken: Taken) -> dict[str, str]:
-    """While a secret is being rotated there is a signature by each of the two."""
+    """Return the HTTP headers of a message.  While a secret is rotated, there is a signature by
+    each of the two.
+    """
     at = taken.at.astimezone(UTC)
     signed = [Signer(secret).sign(taken.id, at, taken.body) for secret in taken.secrets]
     return {
@@ -202,7 +205,9 @@ def headers(taken: Taken) -> dict[str, str]:
 
 
 def record(session: Session, taken: Taken, answer: Answer) -> None:
-    """Nothing is written of an attempt that somebody else has taken over meanwhile."""
+    """Record the result of an attempt, unless another sender has taken the message over
+    meanwhile.
+    """
     same = select(Delivery).where(Delivery.id == taken.id, Delivery.attempt == taken.attempt)
     fresh = same.with_for_update().execution_options(populate_existing=True)
     delivery = session.scalar(fresh)
@@ -231,7 +236,11 @@ def record(session: Session, taken: Taken, answer: Answer) -> None:
 
 
 def _disable(session: Session, hook: Webhook, now: datetime) -> None:
-    """Its receiver wants no more.  One address that a request named says nothing of the others."""
+    """Disable a webhook after its receiver refused further messages.
+
+    If a request named the address, the answer says nothing about other addresses, so nothing is
+    done.
+    """
     if hook.url is None:
         return
     hook.disabled_at = hook.disabled_at or now
@@ -242,7 +251,7 @@ def _disable(session: Session, hook: Webhook, now: datetime) -> None:
 
 
 def send_again(session: Session, delivery: Delivery) -> None:
-    """The same message, at once, with all its tries before it."""
+    """Send the same message again, at once, and keep the record of its earlier attempts."""
     delivery.state, delivery.ended_at = "pending", None
     delivery.round_from, delivery.due_at = delivery.attempt, func.now()
     session.flush()
