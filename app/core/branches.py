@@ -1,8 +1,8 @@
-"""Small problems, searched to the end: the best of all assignments in one order.
+"""Searches small problems exhaustively: the best of all assignments in one order.
 
-Tasks are placed in that order in every way that may still be better.  What is cut off: a makespan
-over the limit, with the longest chain behind and the work that is left; bytes that are already as
-many as the best has, with those that no placement avoids; and places that differ in name only.
+Tasks are placed in that order, in every way that may still be better.  Three bounds prune the
+search: a makespan over the limit, given the longest chain and the work left; bytes that reach the
+best ones, with those that no placement avoids; and places that differ in name only.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ THOUSAND = 1000
 
 
 def unavoidable(problem: Problem, order: Sequence[int]) -> list[int]:
-    """Bytes that every placement moves from the n-th task of the order on, whatever came before.
+    """Return the bytes that every placement moves from the n-th task of the order on, for each n.
 
-    A block that lies where none of its readers can run has to leave, once at least.
+    A block that lies where none of its readers can run must be copied at least once.
     """
     place = {task: n for n, task in enumerate(order)}
     first = [0] * (len(order) + 1)
@@ -44,7 +44,7 @@ def _nearest(problem: Problem, where: int, task: int) -> int:
 class Exact:
     """Branch and bound over the options in one order: first the makespan, then bytes within it.
 
-    `guard` is in thousandths of the best makespan, `effort` in tasks placed.
+    `guard` is in thousandths of the best makespan, `effort` in placed tasks.
     """
 
     def __init__(self, problem: Problem, *, guard: int, effort: int) -> None:
@@ -52,7 +52,7 @@ class Exact:
         self.twins = _twins(problem)
 
     def improve(self, found: Found) -> Found:
-        """At least as good; `exact` if it was searched to the end."""
+        """Return a placement at least as good; `exact` if the search was exhaustive."""
         quickest = self._search(found, by_bytes=False, limit_ns=found.least_makespan_ns - 1)
         least_ns = min(found.least_makespan_ns, quickest.makespan_ns)
         limit_ns = least_ns * self.guard // THOUSAND
@@ -68,7 +68,7 @@ class Exact:
 
 
 class _Branches:
-    """One search: the best so far, and the bounds that cut off what cannot be better."""
+    """One search: the best placement so far, and the bounds that prune the others."""
 
     def __init__(self, exact: Exact, found: Found, by_bytes: bool, limit_ns: int) -> None:
         problem = exact.problem
@@ -81,7 +81,7 @@ class _Branches:
         for n in reversed(range(problem.tasks)):
             self.work[n] = self.work[n + 1] + problem.least_work[found.order[n]]
         self.lanes = max(1, sum(len(lanes) for lanes in problem.lanes))
-        self.used = 0  # a mask of places where something runs
+        self.used = 0  # a mask of places where some task runs
 
     def go(self, n: int) -> None:
         """Place the n-th task in every way that may still be better."""
@@ -104,7 +104,7 @@ class _Branches:
             self.used = used
 
     def _choices(self, n: int) -> list[int]:
-        """Options of the n-th task, the most promising first, of untouched twins only one."""
+        """Return the options of the n-th task, best first; of equivalent unused places only one."""
         task, line = self.order[n], self.line
         costs, seen = [], set[tuple[int, ...]]()
         for place, choice in enumerate(self.problem.options[task]):
@@ -139,13 +139,13 @@ class _Branches:
 
 
 def _twins(problem: Problem) -> list[int]:
-    """Per place the first place that nothing tells apart from it, while both are untouched."""
+    """Return, per place, the first place that is equivalent to it while both are unused."""
     places = range(problem.places)
     return [next(a for a in places if a == b or _alike(problem, a, b)) for b in places]
 
 
 def _alike(problem: Problem, a: int, b: int) -> bool:
-    """Could the two change names and nothing else would change?"""
+    """True if exchanging the two places changes nothing but their names."""
     swapped = {a: b, b: a}
 
     def other(place: int) -> int:

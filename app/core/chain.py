@@ -1,8 +1,8 @@
-"""A chain of records: each one's hash covers what it says and the hash before it.
+"""A hash chain of records: each hash covers the record and the hash before it.
 
-Who changes, puts in or takes out a record breaks the chain there, unless they write all that
-follows anew; then the hashes differ from any that somebody has kept elsewhere (`known`).  What is
-cut off at the end is found by a kept hash only.
+If a record is changed, inserted or removed, the chain breaks there, unless all later records are
+written anew.  Then their hashes differ from any hash that was kept elsewhere (`known`).  Only a
+kept hash shows that the end was cut off.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-GENESIS = "0" * 64  # what stands before the first record
+GENESIS = "0" * 64  # the hash before the first record
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A link that is taken for good: its number, from 1 without gaps, and its hash."""
+    """A trusted link: its number, from 1 without gaps, and its hash."""
 
     id: int = 0
     hash: str = GENESIS
@@ -26,7 +26,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A record as it is kept; `says` is all of it but `previous` and `hash`."""
+    """A stored record; `says` is all of it except `previous` and `hash`."""
 
     id: int
     says: Mapping[str, Any]
@@ -42,7 +42,9 @@ class Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`head` is the last link that is good; `checked` links were, after the known one."""
+    """The result: `head` is the last valid link; `checked` counts valid links after the known
+    one.
+    """
 
     checked: int
     head: Known
@@ -50,13 +52,18 @@ class Verdict:
 
 
 def link_hash(previous: str, says: Mapping[str, Any]) -> str:
-    """SHA-256, in hexadecimal, of the hash before it and the record as JSON with sorted keys."""
+    """Return the SHA-256, in hexadecimal, of the hash before and the record as JSON with sorted
+    keys.
+    """
     body = json.dumps(says, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(f"{previous}\n{body}".encode()).hexdigest()
 
 
 def verify(links: Iterable[Link], known: Known) -> Verdict:
-    """The links, in order, from the known one on if that is not GENESIS: up to the first break."""
+    """Verify the links in order, up to the first break.
+
+    The links begin with the known one, unless that is GENESIS.
+    """
     head, checked, rest = known, 0, iter(links)
     broken = _changed(next(rest, None), known) if known.id else None
     while broken is None and (link := next(rest, None)) is not None:

@@ -1,7 +1,7 @@
-"""Who may come in by what an identity provider says of them: as a tenant's what.
+"""Decides by an identity provider's claims who may sign in, to which tenant and with which role.
 
-A deployment lists grants, in its order: a value of one claim, and the tenant and role that it
-gives.  The first that somebody has counts, and who has none does not come in.
+A deployment lists grants in order: a value of one claim, with a tenant and a role.  The first grant
+that matches a person counts; a person without any may not sign in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 ROLES = ("platform_admin", "tenant_admin", "member", "viewer")
 
-NAMES = ("preferred_username", "email", "sub")  # the first that there is names a user
+NAMES = ("preferred_username", "email", "sub")  # the first that is present names the user
 NAME_LENGTH = 100
 
 
@@ -24,7 +24,7 @@ class Grant:
 
 
 def read(written: Mapping[str, str]) -> dict[str, Grant]:
-    """Of {"value": "TENANT:ROLE"}; raises ValueError."""
+    """Parse {"value": "TENANT:ROLE"}; raises ValueError."""
     found = {}
     for value, text in written.items():
         tenant, _, role = text.rpartition(":")
@@ -35,13 +35,16 @@ def read(written: Mapping[str, str]) -> dict[str, Grant]:
 
 
 def of(claim: Any, grants: Mapping[str, Grant]) -> Grant | None:
-    """`claim` is a text or a list of them, or anything that a provider may send instead."""
+    """Return the first grant that matches the claim; None if none does.
+
+    `claim` is a text or a list of texts; a value of any other type matches nothing.
+    """
     values = [claim] if isinstance(claim, str) else claim if isinstance(claim, list) else []
     return next((grant for value, grant in grants.items() if value in values), None)
 
 
 def user_id(issuer: str, subject: str, tenant_id: str) -> str:
-    """The same for the same person in the same tenant; who changes tenants is another user."""
+    """Return the id of a person in a tenant; it changes if the person changes tenants."""
     text = "\0".join((issuer, subject, tenant_id))
     return f"usr_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 

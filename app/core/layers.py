@@ -1,9 +1,9 @@
-"""The layers of a sandbox: what each keeps from a tenant's process, and how a host without some of
-them is told.
+"""The layers of a sandbox: what each withholds from a tenant's process, and how missing ones are
+reported.
 
-`workers.sandbox` raises them.  A device worker says which stand on its host, and how it was told to
-go on without: `required` (it does not serve), `preferred` (it serves with those that stand), `off`
-(it raises none).
+`workers.sandbox` sets them up.  A device worker reports the layers that are active on its host, and
+its mode for missing ones: `required` (it does not serve), `preferred` (it serves with the active
+ones), `off` (it sets up none).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 Mode = Literal["required", "preferred", "off"]
 
-#: In the order in which they are raised.
+#: The layers, in the order in which they are set up.
 LAYERS = {
     "processes": "it sees and signals no process but its own, and all of them end with it",
     "ipc": "no shared memory or queues of other processes",
@@ -27,10 +27,10 @@ LAYERS = {
     "privileges": "it can never gain rights",
     "syscalls": "system calls that a computation does not need are refused",
 }
-#: The layers that `required` insists on; only root can give a process another user.
+#: The layers that `required` needs; without `user`, because only root can switch users.
 NEEDED = frozenset(LAYERS) - {"user"}
 
-#: What a tenant's code can do on a host that lacks the layer.
+#: What a tenant's code can do on a host without the layer.
 _WITHOUT = {
     "processes": "see and signal the processes of this machine",
     "ipc": "use the shared memory of others",
@@ -52,7 +52,7 @@ MENDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """What a device worker said of its sandbox.  `refuses` is why it does not serve, or empty."""
+    """A device worker's report of its sandbox.  `refuses` is why it does not serve, or empty."""
 
     mode: str
     standing: tuple[str, ...]
@@ -60,7 +60,7 @@ class Sandbox:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Sandbox:
-        """From the facts of a device; what is of another form counts as not said."""
+        """Read the facts of a device; values of another form count as not reported."""
         standing, mode = facts.get("sandbox"), facts.get("sandbox_mode")
         names = standing if isinstance(standing, list) else []
         return cls(
@@ -71,7 +71,7 @@ class Sandbox:
 
     @classmethod
     def told_as(cls, told: Mapping[str, Any]) -> Sandbox:
-        """From the `sandbox` of a device in the API."""
+        """Read the `sandbox` of a device in the API."""
         return cls(mode=told["mode"], standing=tuple(told["layers"]), refuses=told["refuses"])
 
     @property
@@ -91,7 +91,7 @@ class Sandbox:
 
 
 def missing(standing: Collection[str]) -> list[str]:
-    """The layers that `required` insists on and that do not stand."""
+    """Return the layers that `required` needs and that are not active."""
     return [name for name in LAYERS if name in NEEDED and name not in standing]
 
 
@@ -100,7 +100,7 @@ def refusal(lacking: Iterable[str]) -> str:
 
 
 def summary(devices: Iterable[tuple[str, Sandbox]]) -> str:
-    """One sentence for all devices of which the same is to be told."""
+    """Describe the devices in one sentence, grouped by equal reports."""
     told: dict[str, list[str]] = defaultdict(list)
     for name, sandbox in devices:
         told[sandbox.told].append(name)
@@ -108,7 +108,7 @@ def summary(devices: Iterable[tuple[str, Sandbox]]) -> str:
 
 
 def warning(devices: Iterable[tuple[str, Sandbox]]) -> list[str]:
-    """Lines for somebody whose machine serves without all layers, and what that means; or none."""
+    """Return lines that warn of devices that serve without all layers; empty if there are none."""
     weak = {name: sandbox for name, sandbox in devices if sandbox.missing and not sandbox.refuses}
     if not weak:
         return []

@@ -1,17 +1,17 @@
-"""The one word for how a task or a request stands that people see: in the API, the pages, the CLI.
+"""The phase of a task or a request: the one word for its state that the API, pages and CLI show.
 
-A task's `state` is the scheduler's own word, finer than a person needs (`core.lifecycle`).  Its
-phase is what a person would say:
+A task's `state` is the scheduler's own word, finer than a person needs (`core.lifecycle`).  The
+phases of a task are:
 
     queued     waits for a device, an input, a time or a retry
-    starting   has a device, and is not running there yet
+    starting   has a device, and does not run there yet
     running    runs on a device
     paused     a person paused it: it waits until it is resumed
-    preempted  has run, and gave its device up to others: it goes on by itself
+    preempted  has run, and gave its device up to others: it resumes by itself
     done, failed, cancelled
 
-A request's phase is that of its most advanced task which has not ended.  `app.phases` says the same
-in SQL.
+A request's phase is that of its most advanced task that has not ended.  `app.phases` computes the
+same in SQL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Phase(StrEnum):
     cancelled = "cancelled"
 
 
-#: Where the state alone says it.
+#: The phases that follow from the state alone.
 OF_STATE = {
     State.starting: Phase.starting,
     State.running: Phase.running,
@@ -45,13 +45,16 @@ OF_STATE = {
     State.cancelled: Phase.cancelled,
 }
 
-#: A request has the first of these that one of its tasks has.
+#: A request has the first of these phases that any of its tasks has.
 MOST_ADVANCED = (Phase.running, Phase.starting, Phase.preempted, Phase.queued, Phase.paused)
 
 
 def task_phase(state: str, *, hold: str, begun: bool, retries: bool, has_image: bool) -> Phase:
-    """`hold`: who holds it back; `begun`: it has run; `retries`: an attempt of it failed;
-    `has_image`: a device keeps its state, so that it left its last device whole."""
+    """Return the phase of a task.
+
+    `hold`: the person who holds it, or ""; `begun`: it has run; `retries`: an attempt failed.
+    `has_image`: its state was saved, so it left its last device without a failure.
+    """
     if state not in NOT_STARTED:
         return OF_STATE[State(state)]
     if hold:
@@ -62,7 +65,9 @@ def task_phase(state: str, *, hold: str, begun: bool, retries: bool, has_image: 
 
 
 def request_phase(state: str, phases: Iterable[str]) -> Phase:
-    """`state` is the request's; `phases` are those of its tasks, without tickets."""
+    """Return the phase of a request in `state`; `phases` are those of its tasks, without
+    tickets.
+    """
     if state in ENDED:
         return Phase(state)
     found = set(phases)

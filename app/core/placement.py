@@ -1,16 +1,16 @@
-"""Which device runs which node of a graph, and in what order, so that few bytes are copied.
+"""Plans which device runs which node of a graph, and in what order, so that few bytes are copied.
 
-`place` plans ahead: of all placements whose makespan is at most 1.03 times the best that it knows,
-the one that copies the fewest bytes to and from devices and between hosts.  Small graphs are
-searched to the end, large ones locally (`app.core.search`); memory is kept within each device's
-budget by letting blocks give way by the known plan, and what that moves is counted.
+`place` plans ahead.  Of all placements whose makespan is at most 1.03 times the best one known, it
+chooses the one that copies the fewest bytes to and from devices and between hosts.  Small graphs
+are searched exhaustively, large ones locally (`app.core.search`).  To stay within each device's
+memory, blocks are evicted by the known plan; the bytes that this moves are counted.
 
-What always holds: the plan's order is one total order, that of the tickets; each device runs its
-nodes, and each link carries its transfers, in it.  The bytes of the plan are the sum of its
-transfers.  The same input gives the same plan.
+Invariants: the plan's order is one total order.  Each device runs its nodes, and each link carries
+its transfers, in that order.  The bytes of the plan are the sum of its transfers.  The same input
+gives the same plan.
 
-Times are nanoseconds from now, sizes bytes.  Nothing here knows requests or rows; `graph_of` makes
-a graph of a request's descriptor.
+Times are nanoseconds from now, sizes bytes.  This module knows no requests or rows; `graph_of`
+converts a request's descriptor to a graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from app.core.search import Effort, Search, solve
 from app.core.starts import RULES, Found, starts
 from app.core.timeline import Hop, Option, Problem, Timeline, Trip, option
 
-MAX_COMBINATIONS = 64  # of devices for one gang; above, only neighbours are taken together
-TYPICAL_BYTES = 1 << 20  # ways of as many copies are compared by the time that this takes
+MAX_COMBINATIONS = 64  # device sets of one gang; above, only neighbours are combined
+TYPICAL_BYTES = 1 << 20  # size of copy by which routes with equally many hops are compared
 
 
 # --- the values ---------------------------------------------------------------------------------
@@ -38,8 +38,8 @@ TYPICAL_BYTES = 1 << 20  # ways of as many copies are compared by the time that 
 class Block:
     """A datablock of a graph: `at` are the places where it lies now, none if a node writes it.
 
-    `to` are places where it must lie at the end; `keep`: it is needed after the graph, wherever it
-    lies.  Places are ids of devices and hosts.
+    `to` are places where it must lie at the end.  `keep`: it is needed after the graph, in any
+    place. Places are ids of devices and hosts.
     """
 
     id: str
@@ -53,11 +53,11 @@ class Block:
 class Node:
     """An accelerator task of a graph.
 
-    `time_ns` is its measured or expected time by device kind: it can run on those kinds alone, and
-    where `devices` are named only there.  It needs `width` devices of one kind at once, each with
-    all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of them.
-    `replaces` maps a block that it writes to one that it reads, whose memory that takes over if
-    nobody else needs it (an in-out port).  `after` are nodes that only have to end first.
+    `time_ns` is its measured or expected time by device kind; it can run on those kinds only.  If
+    `devices` is not empty, it can run on those only.  It needs `width` devices of one kind at once,
+    each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
+    them. `replaces` maps a written block to a read block whose memory it takes over, if no other
+    node needs the latter (an in-out port).  Nodes in `after` must end first but pass no data.
     """
 
     id: str
@@ -80,9 +80,10 @@ class Graph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`presets` are those it can be given, None: any.  It takes work in `busy_ns` from now.
+    """A device that takes work in `busy_ns` from now.
 
-    `memory_bytes` None: no bound is known.
+    `presets` are those that the device can be given; None means any.  `memory_bytes` None means no
+    known limit.
     """
 
     id: str
@@ -105,7 +106,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Copies travel over links, from host to host if need be; what passes a host stays there."""
+    """Devices and links.  Copies travel over links, through hosts if needed, and also stay
+    there.
+    """
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
@@ -124,7 +127,7 @@ class Topology:
 class Transfer:
     """One copy over one link, for `node` ("" at the end of the graph).
 
-    `spill`: it makes room for the node, or comes back after it made room.
+    `spill`: the copy frees memory for the node, or returns a block that was evicted.
     """
 
     block: str
@@ -139,7 +142,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """A copy that goes from a device to make room for `node`, while somebody still needs it."""
+    """A copy that is removed from a device to free memory for `node`, while still needed."""
 
     block: str
     device: str
@@ -148,12 +151,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A plan: the devices of each node, one order for all, every copy that is made or gives way.
+    """A plan: the devices of each node, one order for all, and every copy made or evicted.
 
-    Copies that nobody needs any more are in no list: they go when their last reader has ended.
-    `peak_bytes` is the most memory that is reserved at once on each device, in the plan's order.
-    `least_makespan_ns` is the best makespan that was seen on the way, `least_bytes` what no
-    placement can go below; `exact`: in this order no placement within the guard moves less.
+    Copies that are no longer needed are not listed: they are freed when their last reader has
+    ended. `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
+    `least_makespan_ns` is the best makespan that the search saw.  `least_bytes` is a lower bound
+    for all placements.  `exact`: in this order no placement within the guard moves fewer bytes.
     """
 
     seats: Mapping[str, tuple[str, ...]]
@@ -171,7 +174,7 @@ class Placement:
     exact: bool
 
     def order_of(self, device: str) -> tuple[str, ...]:
-        """What the device runs, in this order."""
+        """Return the nodes that the device runs, in order."""
         return tuple(node for node in self.order if device in self.seats[node])
 
 
@@ -187,7 +190,7 @@ class Unplaceable(ValueError):
 
 
 def place(graph: Graph, topology: Topology, effort: Effort | None = None) -> Placement:
-    """The plan with the fewest bytes within the guard; raises Unplaceable."""
+    """Return the plan with the fewest bytes within the guard; raises Unplaceable."""
     effort = effort or Effort()
     numbers = Numbers(graph, topology)
     problem = numbers.problem
@@ -202,7 +205,7 @@ def place(graph: Graph, topology: Topology, effort: Effort | None = None) -> Pla
 
 
 def place_by_rule(graph: Graph, topology: Topology, rule: str) -> Placement:
-    """What a plain rule of `starts.RULES` gives, to compare with; raises Unplaceable."""
+    """Return the plan of a simple rule of `starts.RULES`, to compare with; raises Unplaceable."""
     numbers = Numbers(graph, topology)
     found = RULES[rule](numbers.problem)
     return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
@@ -211,16 +214,18 @@ def place_by_rule(graph: Graph, topology: Topology, rule: str) -> Placement:
 def place_so(
     graph: Graph, topology: Topology, seats: Mapping[str, tuple[str, ...]], order: Iterable[str]
 ) -> Placement:
-    """What these seats and this order cost; raises Unplaceable if a node cannot sit there."""
+    """Return the plan with these devices and this order; raises Unplaceable if a node cannot run
+    there.
+    """
     numbers = Numbers(graph, topology)
     found = numbers.found(seats, tuple(order))
     return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
 
 
 def remaining(graph: Graph, done: Iterable[str], at: Mapping[str, tuple[str, ...]]) -> Graph:
-    """What is left to do when the nodes `done` have ended and whole copies lie `at` those places.
+    """Return what is left when the nodes `done` have ended and whole copies lie `at` those places.
 
-    With lost copies take first the nodes of `datablock.cone` out of `done`.
+    If copies were lost, first take the nodes of `datablock.cone` out of `done`.
     """
     ended = set(done)
     nodes = tuple(
@@ -245,11 +250,11 @@ def graph_of(
     bytes_: Mapping[str, int],
     at: Mapping[str, tuple[str, ...]],
 ) -> Graph:
-    """A request's tasks as a graph.
+    """Convert a request's tasks to a graph.
 
     The block of a task's output is called "TASK.OUTPUT", a named datablock by its name.  `time_ns`
-    holds measured or expected times by task and kind, `bytes_` the size of every block, `at` the
-    places of named ones.  Outputs that no task reads are kept.
+    are measured or expected times by task and kind, `bytes_` the size of every block, `at` the
+    places of named datablocks.  Outputs that no task reads are kept.
     """
     nodes, read = list[Node](), set[str]()
     for task in descriptor.tasks:
@@ -288,7 +293,7 @@ def _overflows(numbers: Numbers, found: Found) -> bool:
 
 
 class Numbers:
-    """A graph on a topology, as a problem; what was found, in names again."""
+    """Converts a graph on a topology to a numbered problem, and results back to names."""
 
     def __init__(self, graph: Graph, topology: Topology) -> None:
         self.graph, self.topology = graph, topology
@@ -311,7 +316,7 @@ class Numbers:
         )
 
     def followed(self, found: Found, *, budgeted: bool) -> Timeline:
-        """All of it placed again, memory followed and transfers written down."""
+        """Place all tasks again, with memory tracked and transfers recorded."""
         nothing: list[int | None] = [None] * len(self.budget)
         line = Timeline(
             self.problem,
@@ -400,9 +405,9 @@ def problem_of(
     ways: list[list[tuple[Hop, ...]]],
     host: list[int],
 ) -> Problem:
-    """The problem of a checked graph.
+    """Return the problem of a checked graph.
 
-    What must lie somewhere at the end is read there by a task that takes no time.
+    A block that must lie at a place in the end is read there by a task that takes no time.
     """
     block = {one.id: n for n, one in enumerate(graph.blocks)}
     number = {one.id: n for n, one in enumerate(graph.nodes)}
@@ -444,7 +449,7 @@ def problem_of(
 
 
 def check(graph: Graph, places: Mapping[str, int]) -> None:
-    """Raises Unplaceable if the graph is none: names twice or unknown, or a cycle."""
+    """Raises Unplaceable if the graph is not valid: repeated or unknown names, or a cycle."""
     _named_once("node", [node.id for node in graph.nodes], "two nodes have this name")
     _named_once("datablock", [one.id for one in graph.blocks], "two datablocks have this name")
     written = [id for node in graph.nodes for id in node.writes]
@@ -501,7 +506,7 @@ def _acyclic(graph: Graph) -> None:
             followers[other].append(id)
     left = {id: len(others) for id, others in waits.items()}
     ready = [id for id, count in left.items() if not count]
-    for id in ready:  # grows while it is walked
+    for id in ready:  # grows during the iteration
         for other in followers[id]:
             left[other] -= 1
             if not left[other]:
@@ -511,7 +516,7 @@ def _acyclic(graph: Graph) -> None:
 
 
 def _options(node: Node, graph: Graph, topology: Topology) -> tuple[Option, ...]:
-    """The devices, or the gangs of devices of one kind, that can run the node."""
+    """Return the devices, or gangs of devices of one kind, that can run the node."""
     size = {one.id: one.bytes for one in graph.blocks}
     need = sum(size[id] for id in {*node.reads, *node.writes}) + node.memory_bytes
     able, kinds = list[Option](), defaultdict[str, list[int]](list)
@@ -544,7 +549,7 @@ def _refused(node: Node, device: Device, need: int) -> str | None:
 
 
 def _gangs(places: list[int], width: int, host: Callable[[int], str]) -> list[tuple[int, ...]]:
-    """Sets of so many places: all of them if they are few, else neighbours, host by host."""
+    """Return sets of `width` places: all if they are few, else neighbours, host by host."""
     total, n = 1, len(places)
     for k in range(width):
         total = total * (n - k) // (k + 1)
@@ -558,9 +563,9 @@ def _gangs(places: list[int], width: int, host: Callable[[int], str]) -> list[tu
 def ways_between(
     topology: Topology, place: Mapping[str, int]
 ) -> tuple[list[tuple[int, int]], list[list[tuple[Hop, ...]]]]:
-    """The links, and from each place to each other the way with the fewest copies, then quickest.
+    """Return the links, and the route from each place to each other: fewest hops, then fastest.
 
-    Only hosts are passed on the way.
+    Routes pass through hosts only.
     """
     devices = {device.id for device in topology.devices}
     out = defaultdict[int, list[tuple[int, int, int]]](list)

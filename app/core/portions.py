@@ -1,13 +1,13 @@
-"""Which island runs which part of a workload.
+"""Decides which island runs which partition of a workload.
 
-The islands are places with lanes, and the workload is placed on them like a graph on devices
-(`app.core.placement`): the fewest bytes between islands, while the makespan is at most 1.05 times
-the best that is known.  A block that lies on, or is needed by, several islands crosses once to each
-of them: that is the cut of its hypergraph.  A tenant counts on as many devices of an island as are
-its fair share there, and what others have queued before is waited for.
+Islands are places with lanes, and the workload is placed on them like a graph on devices
+(`app.core.placement`): the fewest bytes between islands, at a makespan of at most 1.05 times the
+best one known.  A block that several islands hold or need crosses once to each of them: this is the
+cut of its hypergraph.  A tenant counts on as many devices of an island as its fair share there, and
+waits for the work that others have queued before.
 
-A request of a single task is the same with one node.  When an island dies, its nodes are assigned
-anew, with those that must run again because their blocks died with it; all others stay.
+A request of a single task is a graph with one node.  When an island dies, its nodes are assigned
+again, with the nodes that must run again because their blocks died with it; all others stay.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EFFORT = Effort(guard=1050)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What an island has of one kind of device.
+    """An island's capacity of one device kind.
 
-    `devices` bounds the width of a gang, `share` is how many of them the tenant may count on, one
-    at least.  `memory_bytes` is that of the largest device, None: not known.  `busy_ns` from now
-    they are free.
+    `devices` limits the width of a gang.  `share` is how many of them the tenant may count on, at
+    least one.  `memory_bytes` is that of the largest device; None: unknown.  The devices become
+    free `busy_ns` from now.
     """
 
     devices: int
@@ -53,7 +53,9 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
-    """`places` are its devices and hosts: what lies there lies on the island."""
+    """An island with its capacity by kind.  Blocks on its `places`, devices and hosts, lie on
+    it.
+    """
 
     id: str
     rooms: Mapping[str, Room]
@@ -78,7 +80,7 @@ class Portions:
     makespan_ns: int
     least_makespan_ns: int
     exact: bool
-    again: tuple[str, ...] = field(default=())  # ended before, and must run once more
+    again: tuple[str, ...] = field(default=())  # nodes that had ended, and must run again
 
     @property
     def bytes(self) -> int:
@@ -88,7 +90,10 @@ class Portions:
 def apportion(
     graph: Graph, islands: Iterable[Island], links: Iterable[Link], effort: Effort = EFFORT
 ) -> Portions:
-    """An island for every node; `links` are between islands, one each way.  Raises Unplaceable."""
+    """Assign an island to every node; raises Unplaceable.
+
+    `links` are between islands, one each way.
+    """
     return _assign(graph, tuple(islands), tuple(links), {}, effort)
 
 
@@ -102,11 +107,11 @@ def reassign(
     at: Mapping[str, tuple[str, ...]],
     effort: Effort = EFFORT,
 ) -> Portions:
-    """The same after an island died: `islands` are those that live.
+    """Assign again after an island died; `islands` are those that live.
 
-    `before` is the island that each node had, `done` are the nodes that have ended, and `at` the
-    living places of each block that is whole.  Nodes on living islands stay there.  Raises
-    datablock.Gone if a block is needed that nothing can make again.
+    `before` is the island of each node so far, `done` are the nodes that have ended, and `at` the
+    living places of each whole block.  Nodes on living islands stay there.  Raises datablock.Gone
+    if a needed block cannot be made again.
     """
     living, ended = tuple(islands), set(done)
     again = _again(graph, ended, frozenset(block for block, places in at.items() if places))
@@ -117,7 +122,7 @@ def reassign(
 
 
 def _again(graph: Graph, ended: set[str], whole: frozenset[str]) -> tuple[str, ...]:
-    """Nodes that have ended, whose blocks are needed and lie nowhere any more."""
+    """Return ended nodes whose blocks are needed and exist nowhere any more."""
     maker = {block: node.id for node in graph.nodes for block in node.writes}
     wanted = {block for node in graph.nodes if node.id not in ended for block in node.reads}
     wanted |= {block.id for block in graph.blocks if block.to or block.keep}
@@ -161,7 +166,7 @@ def _assign(
 
 
 def _found(problem: Problem, effort: Effort) -> Found:
-    """Where nobody has a choice, as on the only island, there is nothing to look for."""
+    """Solve the problem; without any choice, as on a single island, there is nothing to search."""
     if any(len(options) > 1 for options in problem.options):
         return solve(problem, effort)
     found = listed(problem, 1)
@@ -169,7 +174,7 @@ def _found(problem: Problem, effort: Effort) -> Found:
 
 
 def _from_above(graph: Graph, islands: tuple[Island, ...]) -> Graph:
-    """The graph with its blocks on islands instead of devices and hosts."""
+    """Return the graph with its blocks on islands instead of devices and hosts."""
     island = {place: one.id for one in islands for place in (*one.places, one.id)}
 
     def up(places: tuple[str, ...]) -> tuple[str, ...]:
@@ -202,7 +207,7 @@ def _options(
 
 
 def _lanes(node: Node, place: int, line: int, room: Room, kind: str) -> Option:
-    """A gang wider than the share takes all of it, and for as much longer."""
+    """Return the node's option; a gang wider than the share takes all of it, for longer."""
     lanes = max(1, min(node.width, room.share))
     return option((place,), (line,), -(-node.time_ns[kind] * node.width // lanes), lanes)
 

@@ -1,8 +1,9 @@
-"""What a tenant may count on of an island's devices: the rooms that `core.portions` decides with.
+"""Computes the capacity of an island that a tenant may count on, for `core.portions`.
 
-By fair share a tenant's work goes on beside that of all others who have work there, each at the
-speed of its part of the devices (rules F3, F4).  So what is new ends when the tenant's own queue
-has drained at that speed, or when all queues have, if that is sooner: nobody leaves a device idle.
+By fair share a tenant's work runs beside that of all other tenants with work there, each at the
+speed of its part of the devices (rules F3, F4).  So new work ends when the tenant's own queue has
+drained at that speed, or when all queues have drained, if that is sooner, because no device is left
+idle.
 
 Times are nanoseconds of one device.
 """
@@ -24,8 +25,8 @@ Tenants = Mapping[str, Tenant]
 class Stock:
     """An island's devices of one kind, and the work that every tenant has queued for them.
 
-    `rivals` is the weight of those with work there, by who stands above them: kept while work is
-    added, so that a room costs the depth of the tree.
+    `rivals` is the total weight of the tenants with work there, by parent.  It is maintained while
+    work is added, so that `room` costs only the depth of the tree.
     """
 
     kind: str
@@ -36,7 +37,7 @@ class Stock:
     rivals: Counter[str | None] = field(default_factory=Counter)
 
     def add(self, tenant: str, work_ns: int, tenants: Tenants) -> None:
-        """So much work of a tenant is queued there besides."""
+        """Add work that a tenant has queued there."""
         self.queued_ns[tenant] += work_ns
         self.total_ns += work_ns
         for one in _upwards(tenant, tenants):
@@ -46,7 +47,9 @@ class Stock:
             self.rivals[one.parent] += one.weight
 
     def part(self, tenant: str, tenants: Tenants) -> Fraction:
-        """Its fair share of the devices, while all who have work there want theirs."""
+        """Return the tenant's fair share of the devices, while all tenants with work there
+        compete.
+        """
         part = Fraction(self.devices)
         for one in _upwards(tenant, tenants):
             itself = 0 if one.id in self.present else one.weight
@@ -55,7 +58,7 @@ class Stock:
         return max(part, Fraction(min(owed, self.devices)))
 
     def room(self, tenant: str, work_ns: int, tenants: Tenants) -> Room:
-        """What a tenant with so much new work finds."""
+        """Return the capacity that a tenant with this much new work finds."""
         part = self.part(tenant, tenants)
         alone_ns = (self.queued_ns[tenant] + work_ns) / part
         ends_ns = min(alone_ns, Fraction(self.total_ns + work_ns, self.devices))
@@ -65,7 +68,7 @@ class Stock:
 
 
 def _upwards(tenant: str, tenants: Tenants) -> Iterator[Tenant]:
-    """The tenant, and who stands above it."""
+    """Yield the tenant and its ancestors."""
     at: str | None = tenant
     while at is not None:
         yield tenants[at]

@@ -1,14 +1,14 @@
-"""What a key may be narrowed to: a few scopes, of which every operation needs one.
+"""The scopes to which a key may be narrowed; every operation needs one of them.
 
-A key without scopes may do all that its role may.  One with scopes may do of that what they allow:
-they never add to a role.  To write somewhere is to read there too.
+A key without scopes may do all that its role may.  A key with scopes may do the part of that which
+they allow: they never add to a role.  A write scope includes the read scope.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-#: What each one opens, in the order in which they are told.
+#: What each scope allows, in the order in which scopes are listed.
 MEANINGS = {
     "work:read": "look at requests, tasks, logs, metrics, checkpoints, code and data",
     "work:write": "submit requests, code and data; pause, move, change and cancel",
@@ -20,7 +20,7 @@ MEANINGS = {
 }
 SCOPES = tuple(MEANINGS)
 
-#: what the operations under a tag are about
+#: The area of the operations under each tag.
 AREAS = {
     "requests": "work",
     "tasks": "work",
@@ -39,7 +39,7 @@ AREAS = {
     "audit": "admin",
 }
 
-Scopes = Collection[str] | None  # None: all of them
+Scopes = Collection[str] | None  # None means all scopes
 
 
 def allows(scopes: Scopes, needed: str) -> bool:
@@ -50,7 +50,7 @@ def allows(scopes: Scopes, needed: str) -> bool:
 
 
 def within(scopes: Scopes, others: Scopes) -> bool:
-    """Whether a key with `scopes` may do no more than one with `others`."""
+    """True if a key with `scopes` may do no more than a key with `others`."""
     if scopes is None:
         return others is None
     return all(allows(others, scope) for scope in scopes)

@@ -1,12 +1,12 @@
-"""Find who runs where: as few bytes as possible, and a makespan near the best that is known.
+"""Searches placements: as few bytes as possible, at a makespan near the best one known.
 
-Plain rules give starts (`app.core.starts`), local search makes them better (moves of one task,
-swaps of two, moves of whole clusters), and small problems are searched to the end
-(`app.core.branches`).  What counts, in this order: to keep the makespan within the guard, fewer
-bytes, less time.
+Simple rules give the starts (`app.core.starts`).  Local search improves them by moves of one task,
+swaps of two, and moves of whole clusters.  Small problems are searched exhaustively
+(`app.core.branches`).  The criteria, in this order: makespan within the guard, fewer bytes, less
+time.
 
-The same problem always gives the same answer: effort is counted in tasks placed, never in seconds,
-and what is drawn at random is drawn from a seed.
+The same problem always gives the same answer: effort is counted in placed tasks, never in seconds,
+and random choices come from a seed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from app.core.timeline import FAR, Layout, Option, Problem, Timeline
 
 MOVES = tuple[tuple[int, int], ...]  # (task, option) of all that move together
 
-SMALL = 48  # up to here all pairs are swapped; above only neighbours
-MANY = 150  # above, moves are first tried many at a time
-NEAR = 6  # how far along the order neighbours are looked for
-EXACT = 20  # with more tasks that have a choice, or MANY in all, nothing is searched to the end
+SMALL = 48  # tasks; up to here all pairs are swapped, above only neighbours
+MANY = 150  # tasks; above, moves are first tried many at a time
+NEAR = 6  # distance in the order within which neighbours are swapped
+EXACT = 20  # most tasks with a choice for exhaustive search, with at most MANY tasks in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How hard to try, in tasks placed.  `guard` is in thousandths of the best makespan.
+    """The effort of a search, in placed tasks.  `guard` is in thousandths of the best makespan.
 
-    Small graphs need less: `search` is for those of `whole` tasks and more.
+    `search` is the effort for graphs of `whole` tasks and more; smaller ones get a part of it.
     """
 
     guard: int = 1030
@@ -44,7 +44,7 @@ class Effort:
 
 
 def solve(problem: Problem, effort: Effort | None = None) -> Found:
-    """The best placement that was found, were there memory for everything."""
+    """Return the best placement found, with unlimited memory."""
     effort = effort or Effort()
     if problem.tasks == 1:
         return _single(problem, effort)
@@ -62,7 +62,7 @@ def solve(problem: Problem, effort: Effort | None = None) -> Found:
 
 
 def _single(problem: Problem, effort: Effort) -> Found:
-    """Of a single task every option is measured: most requests are one, and are not searched."""
+    """Measure every option of a single task; most requests are one task, and need no search."""
     found = [measure(problem, (n,), (0,)) for n in range(len(problem.options[0]))]
     least_ns = min(one.makespan_ns for one in found)
     limit_ns = least_ns * effort.guard // THOUSAND
@@ -72,10 +72,10 @@ def _single(problem: Problem, effort: Effort) -> Found:
 
 
 class Search:
-    """The best placements so far, and how much effort is left.
+    """The best placements so far, and the effort left.
 
-    `budget` bounds the memory of places; then whatever a move costs is measured from the beginning,
-    as who gives way depends on what comes later.
+    `budget` limits the memory of places.  With it, every move is measured from the beginning,
+    because evictions depend on later tasks.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Search:
         return self.least_ns * self.effort.guard // THOUSAND
 
     def offer(self, found: Found) -> None:
-        """Begin here too: as it is, and with its tasks in the order in which they began."""
+        """Add a start: as it is, and with its tasks in the order in which they began."""
         self.offers.append(self._measured(found.seats, found.order))
         self.offers.append(self._sorted(found))
 
     def descend(self) -> Found:
-        """Sink the makespan, then the bytes within the guard, from several starts."""
+        """Reduce the makespan, then the bytes within the guard, from several starts."""
         effort = self.left
         quickest = min(self.offers, key=lambda one: (one.makespan_ns, one.bytes))
         quickest = self.sink(quickest, 0, until=effort * 8 // 10)
@@ -126,7 +126,9 @@ class Search:
         return self._within(best)
 
     def _within(self, best: Found) -> Found:
-        """A quicker one may have been seen on the way: then less time is allowed."""
+        """Reduce the time if the search has meanwhile found a better makespan, and so a lower
+        limit.
+        """
         if best.makespan_ns > self.limit_ns:
             best = self.sink(best, self.limit_ns, until=self.left - 10 * self.problem.tasks)
         if best.makespan_ns > self.limit_ns and self.quickest:
@@ -137,7 +139,7 @@ class Search:
         return _worth(found.makespan_ns, found.bytes, self.limit_ns)
 
     def _different(self) -> list[Found]:
-        """The most promising starts, none twice."""
+        """Return the most promising starts, without duplicates."""
         seen: dict[tuple[int, ...], Found] = {}
         for found in sorted(self.offers, key=self._worth):
             seen.setdefault(found.seats, found)
@@ -146,7 +148,9 @@ class Search:
         return list(dict.fromkeys([*list(seen.values())[:2], *within[:1], *within[:3]]))[:4]
 
     def shake(self, best: Found) -> Found:
-        """Move a few at random, sink again, keep what is better, until the effort is spent."""
+        """Move a few tasks at random, reduce again, keep improvements, until the effort is
+        spent.
+        """
         movable = [t for t, options in enumerate(self.problem.options) if len(options) > 1]
         at = best
         while movable and self.left > 0:
@@ -171,7 +175,7 @@ class Search:
     # --- one descent ----------------------------------------------------------------------------
 
     def sink(self, found: Found, limit_ns: int, *, until: int) -> Found:
-        """Sweep over the order as long as anything gets better; a limit of 0 sinks the makespan."""
+        """Sweep over the order while anything improves; a limit of 0 reduces the makespan."""
         many = self.problem.tasks > MANY and found.makespan_ns <= limit_ns
         while many and self.left > until:
             after = self._batch(found, limit_ns, until)
@@ -190,17 +194,18 @@ class Search:
         return found
 
     def _batch(self, found: Found, limit_ns: int, until: int) -> Found:
-        """Of a large graph, look for many moves on bytes alone, then see which fit the limit.
+        """Look for many moves by their bytes alone, then test them against the limit (large
+        graphs).
 
-        That needs one look at the clock for many moves.  Those that together are too slow are
-        tried in halves.  Clusters are moved first, large ones before small ones, then tasks.
+        One evaluation of the makespan serves many moves.  A batch that is too slow is split into
+        halves. Clusters move first, large ones before small ones, then tasks.
         """
         sweep = _Sweep(self, found, limit_ns)
         for units in self.levels:
             cap_ns = (self.least_ns + limit_ns) // 2  # full lines would be late lines
             passed = _Pass(self.problem, units, sweep.layout.seats, cap_ns)
             todo = [passed.moves()]
-            self.left -= 3 * passed.looked  # about what that took
+            self.left -= 3 * passed.looked  # roughly the effort of this pass
             while todo and self.left > until:
                 few = todo.pop()
                 if not few:
@@ -218,7 +223,7 @@ class Search:
         return self._measured(found.seats, by_start(found.order, line.begin))
 
     def _sweep(self, found: Found, limit_ns: int, until: int) -> Found:
-        """Try every move, those whose first task comes first in the order first."""
+        """Try every move, in the order of the moves' first tasks."""
         sweep = _Sweep(self, found, limit_ns)
         for n, task in enumerate(found.order):
             if self.left <= until:
@@ -247,7 +252,7 @@ class Search:
                     yield move
 
     def _partners(self, sweep: _Sweep, n: int) -> Sequence[int]:
-        """Later tasks elsewhere, worth a swap."""
+        """Return later tasks at other places that are worth a swap."""
         order = sweep.order
         if len(order) <= SMALL:
             return order[n + 1 :]
@@ -266,7 +271,7 @@ class Search:
                 yield move
 
     def _to(self, tasks: Sequence[int], places: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Those of the tasks that can run at just those places, with their option for it."""
+        """Yield the tasks that can run at exactly those places, with their option for it."""
         for task in tasks:
             for n, choice in enumerate(self.problem.options[task]):
                 if choice.places == places:
@@ -289,7 +294,7 @@ class Search:
 
 
 class _Sweep:
-    """One walk along the order: what is placed stays, what comes behind is tried."""
+    """One pass along the order: tasks before the current one are fixed, later ones may move."""
 
     def __init__(self, search: Search, found: Found, limit_ns: int) -> None:
         self.search, self.order, self.limit_ns = search, found.order, limit_ns
@@ -308,7 +313,9 @@ class _Sweep:
             self.chain = _chain(search.problem, line, found)
 
     def hot(self, task: int) -> bool:
-        """Can it be worth while to move it?  What is too slow is so for one chain of tasks."""
+        """True if moving the task may help.  A makespan over the limit is due to one chain of
+        tasks.
+        """
         return self.chain is None or task in self.chain
 
     @property
@@ -325,7 +332,7 @@ class _Sweep:
             self.layout.move(task, was)
 
     def attempt(self, n: int, move: MOVES) -> bool:
-        """Move; keep it if that is better, else take it back."""
+        """Apply the move; keep it if that improves the placement, else undo it."""
         layout, search = self.layout, self.search
         late = self.makespan_ns > self.limit_ns
         back = [(task, layout.move(task, to)) for task, to in move]
@@ -351,7 +358,8 @@ class _Sweep:
             line, n, mark = search._line(seats, self.order), 0, 0
         whole = line.run(self.order, seats, n, bound_ns)
         cost = (line.makespan_ns, line.bytes)
-        search.left -= 1 + (len(line.log) - mark) // 6  # a task placed writes about so many lines
+        # placing a task writes about six log entries
+        search.left -= 1 + (len(line.log) - mark) // 6
         line.undo(mark)
         return cost if whole else None
 
@@ -361,8 +369,8 @@ def _worth(makespan_ns: int, bytes_: int, limit_ns: int) -> tuple[int, int, int]
 
 
 def _chain(problem: Problem, line: Timeline, found: Found) -> frozenset[int]:
-    """Tasks that made the makespan what it is, each by holding up the next."""
-    behind = dict[tuple[int, int], int]()  # (line, when it ended) -> task
+    """Return the tasks that determine the makespan, each delaying the next."""
+    behind = dict[tuple[int, int], int]()  # (line, end) -> task
     for task in found.order:
         for x in problem.options[task][found.seats[task]].lines:
             behind[x, line.end[task]] = task
@@ -379,13 +387,14 @@ def _chain(problem: Problem, line: Timeline, found: Found) -> frozenset[int]:
 class _Pass:
     """One pass after Fiduccia and Mattheyses (1982): every unit may move once, best saving first.
 
-    A unit is a task, or a cluster of them.  Moves that cost bytes are made too, in the hope of what
-    they open up; what counts is the best moment.  No line is given more than fits before `cap_ns`.
+    A unit is a task or a cluster.  Moves that cost bytes are made too, because they may enable
+    better ones; the best state of the pass counts.  No line gets more work than fits before
+    `cap_ns`.
     """
 
     PATIENCE = 150  # moves without a new best
-    LOOKS = 12  # per task, that one pass may take
-    CROWD = 12  # neighbours by one block that are looked at again after a move
+    LOOKS = 12  # per task: evaluations in one pass
+    CROWD = 12  # neighbours per block that are evaluated again after a move
 
     def __init__(
         self, problem: Problem, units: list[tuple[int, ...]], seats: Sequence[int], cap_ns: int
@@ -402,7 +411,7 @@ class _Pass:
             self._look(unit)
 
     def moves(self) -> list[MOVES]:
-        """What was moved up to the best moment, in this order."""
+        """Return the moves up to the best state, in order."""
         layout, made = self.layout, list[MOVES]()
         best, length = layout.total, 0
         enough = self.looked + self.LOOKS * self.problem.tasks
@@ -417,7 +426,7 @@ class _Pass:
         return made[:length]
 
     def _look(self, unit: int) -> None:
-        """Work out what each move of the unit would save now."""
+        """Evaluate what each move of the unit would save now."""
         layout, before, tasks = self.layout, self.layout.total, self.units[unit]
         self.version[unit] += 1
         for choice in self.problem.options[tasks[0]]:
@@ -437,7 +446,7 @@ class _Pass:
                     layout.move(task, was)
 
     def _next(self) -> MOVES | None:
-        """The move that saves most, of those with room where they go."""
+        """Return the move that saves most among those whose target line has capacity left."""
         tops = []
         for line, heap in enumerate(self.heaps):
             while heap and (heap[0][1] in self.moved or heap[0][3] < self.version[heap[0][1]]):
@@ -471,7 +480,7 @@ class _Pass:
 
 
 def _seat_at(problem: Problem, task: int, places: tuple[int, ...], now: int) -> int:
-    """The task's option at just those places; -1 if it has none, or is there now."""
+    """Return the task's option at exactly those places; -1 if there is none, or it is there now."""
     for n, choice in enumerate(problem.options[task]):
         if choice.places == places:
             return n if n != now else -1
@@ -484,7 +493,7 @@ def _shift(load: list[int], choice: Option, sign: int) -> None:
 
 
 def _load(problem: Problem, seats: Sequence[int]) -> list[int]:
-    """Lane-nanoseconds of each line."""
+    """Return the lane-nanoseconds of each line."""
     load = [sum(lanes) for lanes in problem.lanes]
     for task, options in enumerate(problem.options):
         _shift(load, options[seats[task]], 1)
@@ -492,8 +501,11 @@ def _load(problem: Problem, seats: Sequence[int]) -> list[int]:
 
 
 def _levels(problem: Problem) -> list[list[tuple[int, ...]]]:
-    """All tasks in clusters held together by their largest blocks: of up to half of a line's part
-    of the work, a quarter, ... and each alone."""
+    """Return all tasks in clusters joined by their largest blocks, on three levels.
+
+    A cluster has at most a quarter, then a sixteenth, of a lane's part of the work; then each task
+    alone.
+    """
     work = problem.least_work
     lines = max(1, sum(len(lanes) for lanes in problem.lanes))
     levels = [_merged(problem, work, sum(work) // (part * lines)) for part in (4, 16)]

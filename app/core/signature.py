@@ -1,7 +1,7 @@
-"""What a class or function of a bundle can be called with, read from its source without running it.
+"""Reads from source, without running it, how a class or function of a bundle can be called.
 
-Only what is certain counts: a class whose `__init__` cannot be seen, or one with `**kwargs`, takes
-anything.  `app.intake` refuses parameters that would fail at the start.
+Only certain knowledge counts: a class without a visible `__init__`, or with `**kwargs`, accepts
+anything.  `app.intake` rejects parameters that would fail at the start.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from app.core.descriptor import near_name
 
-LISTED = 10  # unknown parameters that are told one by one
+LISTED = 10  # unknown parameters reported one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """Keywords behind `ctx`: all that it `takes`, and those without a default, which it `needs`.
+    """Keywords after `ctx`: all that the callable `takes`, and those without a default in `needs`.
 
     `place` is the file and line, for a message.
     """
@@ -28,7 +28,10 @@ class Signature:
 
 
 def of_function(node: ast.FunctionDef, file: str, *, first: int) -> Signature | None:
-    """`first` is how many arguments come before the keywords; None if it may take anything."""
+    """Return the signature of a function; None if it may accept anything.
+
+    `first` is the number of arguments before the keywords.
+    """
     args = node.args
     known = args.kwarg is None and args.vararg is None and not node.decorator_list
     if not known or len(args.posonlyargs) > first:
@@ -51,7 +54,9 @@ def of_function(node: ast.FunctionDef, file: str, *, first: int) -> Signature | 
 
 
 def of_class(node: ast.ClassDef, file: str) -> Signature | None:
-    """Of the class's own `__init__`; None if it has none, or if something else may call it."""
+    """Return the signature of the class's own `__init__`; None if there is none, or it may be
+    bypassed.
+    """
     own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
     if node.decorator_list or node.keywords or "__init__" not in own or "__new__" in own:
         return None
@@ -61,7 +66,7 @@ def of_class(node: ast.ClassDef, file: str) -> Signature | None:
 def faults(
     entry: str, signature: Signature, given: Mapping[str, object]
 ) -> Iterator[tuple[str, str]]:
-    """(the parameter, or "", and what is wrong) of a job that is made with these parameters."""
+    """Yield (parameter or "", what is wrong) for a call with the given parameters."""
     takes = ", ".join(signature.takes) or "no parameters"
     unknown = sorted(given.keys() - set(signature.takes))
     for word in unknown[:LISTED]:

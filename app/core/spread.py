@@ -1,15 +1,15 @@
-"""A graph over several executors: who runs which node, and which blocks pass between them.
+"""Plans a graph over several executors: who runs which node, and which blocks pass between them.
 
-The executors of a graph are the ranks of its gang.  `spread` seats the nodes ahead: the planner
-(`placement`) weighs bytes against time.  `lanes` says what each executor runs, in the one order of
-all, and what it takes from others, gives to them and lets go of.  Both are pure, so every executor
-knows all of it and nobody is asked between two nodes.
+The executors of a graph are the ranks of its gang.  `spread` assigns the nodes ahead of time; the
+planner (`placement`) weighs bytes against time.  `lanes` returns what each executor runs, in the
+one order of all, and what it takes from others, gives to them and frees.  Both are pure functions.
+So every executor knows the whole plan, and no question is needed between two nodes.
 
-* A node that maps is a shard for each item, and they are dealt out: executor `e` of `n` runs the
-  items from `total * e // n` on.  What it writes stays there as a part of the list.
-* What the task is given lies everywhere.  The graph's outputs end at the first executor.
-* Each executor runs its nodes strictly in the order, which is a linear extension of what waits for
-  what: so the first node that has not ended waits for nobody, and something can always go on.
+* A mapped node has one shard per item.  Executor `e` of `n` runs the items from `total * e // n` to
+  `total * (e + 1) // n`.  What it writes stays there as a part of the list.
+* The task's inputs lie everywhere.  The graph's outputs end at the first executor.
+* Each executor runs its nodes strictly in the order, which is a linear extension of the
+  dependencies.  So the first node that has not ended waits for no other, and there is no deadlock.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from app.core.taskgraph import (
     waits,
 )
 
-USUAL_NS = 1_000_000  # what a node is thought to take that does not say so
-RATE = 4 * 10**9  # bytes per second from one executor to another: one copy in host memory
+USUAL_NS = 1_000_000  # nanoseconds assumed for a node without an estimate
+RATE = 4 * 10**9  # bytes per second between two executors: one copy in host memory
 EFFORT = Effort(search=60_000, exact=30_000)
-EVERYBODY = -1  # runs a node that maps
+EVERYBODY = -1  # the seat of a mapped node, which every executor runs
 _HOST = "host"
 
 
@@ -55,7 +55,7 @@ class Spread:
 class Copy:
     """A block, or one executor's part of a list, that passes to another executor, once.
 
-    `bytes` is None where that is not known; of a part of a list an even one of all its items.
+    `bytes` is None if the size is unknown.  For a part of a list it is an equal part of all items.
     """
 
     block: str
@@ -68,9 +68,10 @@ class Copy:
 class Stop:
     """A unit in an executor's lane; blocks by number.
 
-    `takes` are (block, whose) that it reads and that others make.  `gives` are those that it makes
-    and others read.  `frees` are blocks of this executor's own that nobody needs after it, `drops`
-    those of others', and its own that it gave, that only others may still need.
+    `takes` are (block, maker) that the unit reads and other executors make.  `gives` are blocks
+    that it makes and others read.  `frees` are own blocks that no executor needs after it.  `drops`
+    are (block, maker) that this executor no longer needs: blocks of others, and own ones that
+    others may still need.
     """
 
     at: int
@@ -82,9 +83,9 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """What one executor runs.  `takes` is what the graph's outputs need from others.
+    """All that one executor runs.  `takes` is what the graph's outputs need from others.
 
-    `readers` says of each block that it gives who reads it, and after which unit no more.
+    `readers` maps each block that it gives to its readers, each with the last unit that reads it.
     """
 
     executor: int
@@ -97,7 +98,7 @@ class Lane:
 
 
 def spread(graph: TaskGraph, executors: int, effort: Effort = EFFORT) -> Spread:
-    """Seats for all nodes, and an order."""
+    """Return the executor of each node, and an order."""
     if executors == 1:
         names = program(graph).order
         return Spread(executors=1, order=names, seats=dict.fromkeys(names, 0))
@@ -112,7 +113,9 @@ def spread(graph: TaskGraph, executors: int, effort: Effort = EFFORT) -> Spread:
 
 
 def _in_order(graph: TaskGraph, first: Mapping[str, int]) -> tuple[str, ...]:
-    """As planned; a node whose shards lie apart in the plan, as near to it as can be."""
+    """Return the planned order, as near as possible for nodes whose shards lie apart in the
+    plan.
+    """
     needed, followers = waits(graph), defaultdict[str, list[str]](list)
     for name, others in needed.items():
         for other in others:
@@ -140,7 +143,7 @@ def _topology(executors: int) -> Topology:
 
 
 def _to_place(graph: TaskGraph, executors: int) -> placement.Graph:
-    """A node that maps as one for each executor, and its lists as their parts."""
+    """Convert to a placement graph: one node per executor for a mapped node, and lists as parts."""
     known, items = known_bytes(graph), _declared_items(graph)
     mapping = {node.name for node in graph.nodes if node.map}
     nodes, blocks = list[placement.Node](), dict[str, Block]()
@@ -187,7 +190,7 @@ def _time_ns(node: Node, executor: int, executors: int) -> int:
 
 
 def _declared_items(graph: TaskGraph) -> dict[str, int]:
-    """By list, what is declared of one item."""
+    """Return the declared size of one item, by list."""
     return {
         block: tensor.bytes
         for block, (tensor, is_list) in declared(graph).items()
@@ -199,7 +202,7 @@ def _declared_items(graph: TaskGraph) -> dict[str, int]:
 
 
 def lanes(graph: TaskGraph, spread: Spread, program: Program) -> tuple[Lane, ...]:
-    """What each executor runs of a program whose order is that of `spread`."""
+    """Return what each executor runs of a program whose order is that of `spread`."""
     return _Lanes(graph, spread, program).found()
 
 
@@ -210,14 +213,14 @@ class _Lanes:
         self.nodes = {node.name: node for node in graph.nodes}
         self.outputs = sorted({*program.outputs.values()})
         self.maker = {n: at for at, unit in enumerate(program.units) for _, n in unit.outputs}
-        #: executor -> unit -> what it reads there, (block, whose)
+        #: executor -> unit -> what it reads there, (block, maker)
         self.reads = [
             {at: tuple(self._reads(unit, e)) for at, unit in self._units(e)} for e in range(self.n)
         ]
         self.reads[0][len(program.units)] = tuple(
             (n, e) for n in self.outputs for e in self._holders(n)
         )
-        #: (block, whose) -> executor -> the last unit there that reads it
+        #: (block, maker) -> executor -> the last unit there that reads it
         self.last = defaultdict[tuple[int, int], dict[int, int]](dict)
         for e, units in enumerate(self.reads):
             for at, read in units.items():
@@ -281,7 +284,7 @@ class _Lanes:
 
 
 def copies(graph: TaskGraph, spread: Spread) -> tuple[Copy, ...]:
-    """Everything that passes between executors, by target and then in the order of the tickets."""
+    """Return all copies between executors, by target and then in the order of the nodes."""
     made, known = program(graph, spread.order), known_bytes(graph)
     found = list[Copy]()
     for lane in lanes(graph, spread, made):
@@ -296,7 +299,9 @@ def copies(graph: TaskGraph, spread: Spread) -> tuple[Copy, ...]:
 
 
 def _needed(node: Node, executor: int, executors: int) -> tuple[str, ...]:
-    """The blocks that this executor's part of the node reads; of listed items only its own."""
+    """Return the blocks that this executor's part of the node reads; of mapped lists only its
+    items.
+    """
     found = list[str]()
     for port, taken in node.inputs.items():
         if port in node.map and taken.is_list:
@@ -308,7 +313,7 @@ def _needed(node: Node, executor: int, executors: int) -> tuple[str, ...]:
 
 
 def _own_parts(node: Node) -> set[str]:
-    """Lists that it only maps over: where they were dealt out before, each has its part already."""
+    """Return the lists that the node only maps over: each executor already has its part of them."""
     mapped = {
         taken.sources[0] for p, taken in node.inputs.items() if p in node.map and not taken.is_list
     }
@@ -324,5 +329,5 @@ def _maker(block: str) -> str:
 
 
 def part(total: int, executor: int, executors: int) -> range:
-    """The items of a list that an executor runs the shards of."""
+    """Return the items of a list whose shards the executor runs."""
     return range(total * executor // executors, total * (executor + 1) // executors)

@@ -1,8 +1,8 @@
-"""Placements by plain rules: what others do, and where a search may begin.
+"""Placements by simple rules: peers to compare with, and starts of the search.
 
-Each takes a problem and gives a whole placement, measured by the same `Timeline` as all others.
-`RULES` are the peers that Roundhouse is compared with; `starts` are those that the search begins
-with (`app.core.search`).
+Each rule takes a problem and returns a whole placement, measured by the same `Timeline` as all
+others.  `RULES` are the peers that Roundhouse is compared with.  `starts` are those with which the
+search begins (`app.core.search`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from app.core.timeline import FAR, NS, Option, Problem, Timeline, bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Option of each task, their order, and what that costs.
+    """The option of each task, their order, and the cost.
 
-    `least_makespan_ns` is the best makespan that was seen, `least_bytes` what no placement can go
-    below.  `exact`: for this order, no placement within the guard moves fewer bytes.
+    `least_makespan_ns` is the best makespan that was seen, `least_bytes` a lower bound for all
+    placements.  `exact`: for this order, no placement within the guard moves fewer bytes.
     """
 
     seats: tuple[int, ...]
@@ -34,7 +34,7 @@ class Found:
 
 
 def measure(problem: Problem, seats: Sequence[int], order: Sequence[int]) -> Found:
-    """What a placement costs, were there memory for everything."""
+    """Return the cost of a placement with unlimited memory."""
     line = Timeline(problem)
     line.run(order, seats)
     return Found(
@@ -43,7 +43,9 @@ def measure(problem: Problem, seats: Sequence[int], order: Sequence[int]) -> Fou
 
 
 def ranks(problem: Problem) -> list[int]:
-    """HEFT's upward rank: the mean time of a task and of the longest chain behind it, copies in."""
+    """Return HEFT's upward ranks: mean time of a task and of the longest chain after it, with
+    copies.
+    """
     places = sorted({p for options in problem.options for o in options for p in o.places})
     speeds = Counter(
         problem.links[hop.link] for a in places for b in places for hop in problem.ways[a][b]
@@ -62,9 +64,9 @@ def ranks(problem: Problem) -> list[int]:
 
 
 def heft(problem: Problem) -> Found:
-    """HEFT (Topcuoglu 2002): by upward rank, each to where it ends first, gaps used.
+    """HEFT (Topcuoglu 2002): by upward rank, each task where it ends first, gaps used.
 
-    As published it takes links for free at any time; what comes out is measured like all others.
+    As published, it assumes that links are always free; the result is measured like all others.
     """
     rank = ranks(problem)
     order = problem.sorted_by(rank.__getitem__)
@@ -111,7 +113,7 @@ def _settle(
 def _gap(
     problem: Problem, taken: dict[int, list[tuple[int, int]]], choice: Option, ready: int
 ) -> int:
-    """When the first gap that is long enough begins; lines of several lanes get no gaps."""
+    """Return when the first gap that is long enough begins; lines of several lanes get no gaps."""
     if len(choice.lines) == 1 and len(problem.lanes[choice.lines[0]]) == 1:
         at = max(ready, problem.lanes[choice.lines[0]][0])
         for start, end in taken[choice.lines[0]]:
@@ -126,15 +128,15 @@ def _gap(
 
 
 def by_start(order: Sequence[int], begin: Sequence[int]) -> list[int]:
-    """The same tasks, sooner begun first; who begins together stays as it was."""
+    """Return the tasks by their begin; tasks that begin together keep their order."""
     place = {task: n for n, task in enumerate(order)}
     return sorted(order, key=lambda task: (begin[task], place[task]))
 
 
 def listed(problem: Problem, weight: int) -> Found:
-    """By upward rank, each where it ends first; `weight` times its copies count as lateness.
+    """By upward rank, each task where it ends first; `weight` times its copies count as delay.
 
-    Unlike HEFT it knows that links are busy, and fills no gaps.
+    Unlike HEFT, the rule takes busy links into account, and fills no gaps.
     """
     order, line = problem.sorted_by(ranks(problem).__getitem__), Timeline(problem)
     seats = [0] * problem.tasks
@@ -151,7 +153,7 @@ def listed(problem: Problem, weight: int) -> Found:
 
 
 def _copy_ns(problem: Problem, line: Timeline, task: int, choice: Option) -> int:
-    """How long the copies would take, one after the other."""
+    """Return how long the copies would take, one after the other."""
     return sum(
         problem.way_ns(block, problem.sources(line.where[block], place)[0], place)
         for place in choice.places
@@ -161,7 +163,7 @@ def _copy_ns(problem: Problem, line: Timeline, task: int, choice: Option) -> int
 
 
 def together(problem: Problem) -> Found:
-    """All that can on one place: hardly a byte moves."""
+    """Place all tasks that can run there on one place, so that few bytes move."""
     order = problem.sorted_by(ranks(problem).__getitem__)
     places = sorted({p for options in problem.options for o in options for p in o.places})
     found = []
@@ -175,7 +177,7 @@ def together(problem: Problem) -> Found:
 
 
 def dmda(problem: Problem, beta: int = 1) -> Found:
-    """StarPU's dmda: as soon as a task is ready, where end plus beta times its copies is least."""
+    """StarPU's dmda: each ready task goes where its end plus beta times its copies is least."""
     line, seats, order = Timeline(problem), [0] * problem.tasks, list[int]()
     waits = [len(before) for before in problem.after]
     ready = [(0, task) for task in range(problem.tasks) if not waits[task]]
@@ -207,7 +209,7 @@ def _idle_rule(
 ) -> Found:
     """Whenever a line is idle, the ready task of the highest priority goes to an idle option.
 
-    `priority(task, waited_ns, since_ns)` is largest first, `cost(line, task, option)` least first.
+    `priority(task, waited_ns, since_ns)`: largest first.  `cost(line, task, option)`: least first.
     """
     line, seats, order = Timeline(problem), [0] * problem.tasks, list[int]()
     waits = [len(before) for before in problem.after]
@@ -236,13 +238,14 @@ def _idle_rule(
 
 
 def first_available(problem: Problem) -> Found:
-    """Who became ready first takes the first device that is idle."""
+    """The task that became ready first takes the first idle device."""
     return _idle_rule(problem, lambda task, waited, since: -since, lambda line, task, choice: 0)
 
 
 def least_bytes(problem: Problem) -> Found:
-    """US9996394B2, claim 1: of the ready tasks the one with the highest priority, which weighs
-    waiting and run time, goes to the idle accelerator that needs the least data transfer."""
+    """US9996394B2, claim 1: the ready task with the highest priority, by waiting and run time, goes
+    to the idle accelerator that needs the least data transfer.
+    """
 
     def priority(task: int, waited: int, since: int) -> int:
         times = [choice.time_ns for choice in problem.options[task]]
@@ -262,7 +265,7 @@ RULES: dict[str, Callable[[Problem], Found]] = {
 
 
 def starts(problem: Problem) -> Iterator[Found]:
-    """Placements to begin with."""
+    """Yield the placements with which the search begins."""
     yield heft(problem)
     yield listed(problem, 0)
     yield listed(problem, 1)

@@ -1,8 +1,8 @@
-"""What a file of tensors says of itself: safetensors or npy, by its header alone.
+"""Reads and writes the headers of tensor files: safetensors and npy.
 
-Nothing is unpickled or run, and a header is believed only as far as it was checked.  What always
-holds of a file that was read: every tensor lies inside it, none overlaps another, together they
-fill it to its last byte, and each has a type that torch knows.
+Nothing is unpickled or run, and every value of a header is checked.  Invariants of a file that was
+read: every tensor lies inside it, no two overlap, together they fill it to its last byte, and each
+has a type that torch knows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ JSON = dict[str, Any]
 
 SAFETENSORS, NPY = "safetensors", "npy"
 FORMATS = (SAFETENSORS, NPY)
-HEAD_BYTES = 4 * 2**20  # whatever a header says lies in so many bytes at the beginning
-LISTED = 100  # tensors that are told of in a summary
+HEAD_BYTES = 4 * 2**20  # a header must end within this many bytes of the file
+LISTED = 100  # tensors listed in a summary
 
-#: torch's types as safetensors calls them; it has no word for the others.
+#: torch's dtype -> its name in safetensors, which has none for the others.
 SAID = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
     "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
@@ -43,14 +43,14 @@ _MOST_DIMENSIONS = 64
 
 
 class BadTensorFile(Exception):
-    """Neither safetensors nor npy, or not whole; the message says why."""
+    """The file is neither safetensors nor npy, or not complete; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """`dtype` is torch's word; its elements begin at `offset` of the file, in bytes.
+    """A tensor of the file; `dtype` is torch's name; the data begins at byte `offset`.
 
-    They lie in the order of their indices, the last one running fastest; `reversed` if the first.
+    The last index varies fastest; with `reversed`, the first one does.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of the data."""
         return prod(self.shape) * DTYPES[self.dtype]
 
 
@@ -72,7 +72,7 @@ class TensorFile:
     tensors: tuple[Tensor, ...]
 
     def summary(self) -> JSON:
-        """What is told of it where nobody looks into the file."""
+        """Return what is shown of the file without its data."""
         listed = [
             {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
             for tensor in self.tensors[:LISTED]
@@ -84,9 +84,9 @@ class TensorFile:
 
 
 def read(head: bytes, size_bytes: int) -> TensorFile:
-    """`head` is the beginning of a file of `size_bytes`: all of it, or HEAD_BYTES at least.
+    """Read a header; raises BadTensorFile.
 
-    Raises BadTensorFile.
+    `head` is the beginning of a file of `size_bytes`: the whole file, or at least HEAD_BYTES.
     """
     format = NPY if head.startswith(_MAGIC) else SAFETENSORS
     tensors, end = _npy(head) if format == NPY else _safe(head)
@@ -99,7 +99,7 @@ def read(head: bytes, size_bytes: int) -> TensorFile:
     return TensorFile(format=format, size_bytes=size_bytes, tensors=tuple(tensors))
 
 
-_Found = tuple[list[Tensor], int]  # and where the first one begins
+_Found = tuple[list[Tensor], int]  # the tensors, and where the first one begins
 
 
 def _safe(head: bytes) -> _Found:
@@ -193,7 +193,7 @@ def _npy(head: bytes) -> _Found:
 
 
 def _literal(body: bytes) -> JSON:
-    """The header of an npy: Python's way of writing a dictionary, which is never run."""
+    """Parse the header of an npy, which is a Python literal; it is never run."""
     if len(body) > 2**16:
         raise BadTensorFile(f"an npy with a header of {len(body)} bytes")
     try:
@@ -209,7 +209,7 @@ def _literal(body: bytes) -> JSON:
 
 
 class Sayable(Protocol):
-    """A tensor that is to be written; `size` is its bytes."""
+    """A tensor to be written; `size` is its bytes."""
 
     @property
     def name(self) -> str: ...
@@ -225,9 +225,9 @@ S = TypeVar("S", bound=Sayable)
 
 
 def written(tensors: Iterable[S], metadata: Mapping[str, str]) -> tuple[bytes, list[S]]:
-    """The beginning of a safetensors file, and the order in which the tensors' bytes follow it.
+    """Return the header of a safetensors file, and the tensors in the order of their data.
 
-    As the format's own writer does: wider elements first, so that all are aligned.
+    As in the format's own writer, wider elements come first, so that all are aligned.
     """
     ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype], tensor.name))
     told: JSON = {"__metadata__": dict(metadata)}

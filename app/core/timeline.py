@@ -1,14 +1,15 @@
-"""What a placement of tasks costs: its bytes, its makespan and its memory, task by task.
+"""Computes the bytes, the makespan and the memory of a placement, task by task.
 
-A problem in numbers: tasks with options, blocks, places, lines.  A *place* is where a copy may lie;
-a *line* is a queue in which tasks run, with one or more lanes.  A device is a place with a line of
-one lane, a host a place without; seen from above, an island is a place with a line of many lanes
-for each kind of device.  `app.core.placement` and `app.core.portions` build problems and search.
+A problem consists of numbered tasks with options, blocks, places and lines.  A *place* is where a
+copy may lie; a *line* is a queue in which tasks run, with one or more lanes.  A device is a place
+with a line of one lane, a host a place without a line.  At the level of islands, an island is a
+place with a line of many lanes for each kind of device.  `app.core.placement` and
+`app.core.portions` build problems and search.
 
-What always holds: tasks are placed in one order, that of the tickets.  Each line runs its tasks,
-and each link carries its transfers, strictly in that order.  A block goes from the nearest copy to
-each place that needs it, once; copies that it leaves on the way stay.  Hence the bytes depend on
-where tasks run, not on when.  Everything is an integer, and everything can be undone.
+Invariants: tasks are placed in one total order.  Each line runs its tasks, and each link carries
+its transfers, strictly in that order.  A block is copied once from the nearest copy to each place
+that needs it; copies made on the way stay.  So the bytes depend on where tasks run, not on when.
+All values are integers, and every step can be undone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Option(NamedTuple):
     """One way to run a task: it needs its blocks at `places`, and `lanes` lanes of each line."""
 
     places: tuple[int, ...]
-    mask: int  # of the places
+    mask: int  # bit mask of `places`
     lines: tuple[int, ...]
     lanes: int
     time_ns: int
@@ -41,7 +42,7 @@ class Hop(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """One copy over one link.  `spill`: it makes room, or comes back after it did."""
+    """One copy over one link.  `spill`: it frees memory, or returns a block that was evicted."""
 
     block: int
     link: int
@@ -76,10 +77,9 @@ def bits(mask: int) -> Iterator[int]:
 class Problem:
     """Tasks, blocks, places, lines and links by number.
 
-    A task stands behind the tasks of `after`, which holds data edges too.  `replaces` maps a block
-    that a task writes to the one it reads whose memory that takes over.  `lanes` are the times at
-    which each line's lanes come free.  `ways[a][b]` are the hops from place a to place b; a link
-    has a latency and a rate.
+    A task follows the tasks in `after`, which includes its data edges.  `replaces` maps a block
+    that a task writes to the read block whose memory it takes over.  `lanes` are the times at which
+    each line's lanes become free.  `ways[a][b]` are the hops from place a to place b.
     """
 
     options: list[tuple[Option, ...]]
@@ -90,12 +90,12 @@ class Problem:
     workspace: list[int]
     size: list[int]
     at: list[int]  # per block, a mask of places
-    kept: list[bool]  # per block: it is needed after the graph too
+    kept: list[bool]  # per block: needed after the graph too
     lanes: list[tuple[int, ...]]
     links: list[tuple[int, int]]  # latency in ns, bytes per second
     ways: list[list[tuple[Hop, ...]]]
     places: int
-    host: list[int]  # per place, where its blocks are put aside
+    host: list[int]  # per place, where its blocks are evicted to
     _hops: dict[tuple[int, int], int] = field(default_factory=dict)
     _sources: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Problem:
 
     @cached_property
     def direct(self) -> bool:
-        """Does a link lead from each place to each other?"""
+        """True if a link leads from each place to each other place."""
         return all(len(way) <= 1 for row in self.ways for way in row)
 
     @cached_property
@@ -134,14 +134,14 @@ class Problem:
 
     @cached_property
     def least_work(self) -> list[int]:
-        """Lane-nanoseconds of each task, at its cheapest."""
+        """The least lane-nanoseconds of each task, over its options."""
         return [
             min(o.time_ns * o.lanes * len(o.lines) for o in options) for options in self.options
         ]
 
     @cached_property
     def tail_ns(self) -> list[int]:
-        """How long the longest chain behind each task takes, were there no transfers."""
+        """The length of the longest chain after each task, without transfers."""
         tail = [0] * self.tasks
         for task in reversed(self.sorted_by(lambda task: 0)):
             for other in self.followers[task]:
@@ -150,17 +150,19 @@ class Problem:
 
     @cached_property
     def took_ns(self) -> list[list[int]]:
-        """Per link and block, how long the link is taken."""
+        """How long each block occupies each link, in nanoseconds, by link and block."""
         return [[-(-size * NS // rate) for size in self.size] for _, rate in self.links]
 
     def way_ns(self, block: int, source: int, to: int) -> int:
-        """How long a block travels if no link is busy."""
+        """Return how long a block travels if no link is busy."""
         return sum(
             self.links[hop.link][0] + self.took_ns[hop.link][block] for hop in self.ways[source][to]
         )
 
     def sorted_by(self, rank: Callable[[int], int]) -> list[int]:
-        """The tasks so that each stands behind those it needs, else the highest rank first."""
+        """Return the tasks in an order in which each follows what it needs, else by descending
+        rank.
+        """
         waits = [len(before) for before in self.after]
         ready = [(-rank(task), task) for task in range(self.tasks) if not waits[task]]
         heapify(ready)
@@ -175,7 +177,7 @@ class Problem:
         return order
 
     def sources(self, where: int, to: int) -> tuple[int, ...]:
-        """Of the places in the mask, those with the fewest hops to `to`."""
+        """Return the places of the mask with the fewest hops to `to`."""
         found = self._sources.get((where, to))
         if found is None:
             near = min(len(self.ways[place][to]) for place in bits(where))
@@ -184,7 +186,7 @@ class Problem:
         return found
 
     def hops(self, where: int, needed: int) -> int:
-        """How many copies bring a block from the places of one mask to all those of another."""
+        """Return how many copies bring a block from the places `where` to all places `needed`."""
         needed &= ~where
         if not needed or self.direct:
             return needed.bit_count()
@@ -205,12 +207,12 @@ class Problem:
 
 
 class Timeline:
-    """Tasks placed so far, and what that costs; `place` adds one, `undo` takes the last ones back.
+    """The tasks placed so far and their cost; `place` adds a task, `undo` removes the last ones.
 
-    With `budget` the memory of every place is followed, in the order of the tickets: a copy stays
-    until its last reader was placed, and gives way to others if there is no room
-    (`datablock.victims`).  That needs to know all `seats` and the `order`, and that the line of a
-    device has the number of its place.
+    With `budget` the memory of every place is tracked in the order of the tasks.  A copy stays
+    until its last reader was placed, and is evicted earlier if memory is short
+    (`datablock.victims`).  This needs all `seats` and the `order`, and that a device's line has the
+    same number as its place.
     """
 
     __slots__ = (
@@ -255,10 +257,11 @@ class Timeline:
         self.link_free = [0] * len(problem.links)
         self.begin = [-1] * problem.tasks
         self.end = [-1] * problem.tasks
-        self.sums = [0, 0, 0]  # bytes, of them to make room, makespan
+        self.sums = [0, 0, 0]  # bytes, those of them for evictions, makespan
         self.log: list[tuple[list[Any], int, Any]] = []
-        self.trips: list[Trip] | None = None  # if it is a list, copies are written down
-        self.leaves: list[tuple[int, int, int]] = []  # then this too: block, place, for which task
+        self.trips: list[Trip] | None = None  # if a list, transfers are recorded
+        # recorded with trips: (block, place, for which task)
+        self.leaves: list[tuple[int, int, int]] = []
         self.budget = budget
         self.seats = seats
         if budget is not None:
@@ -273,8 +276,9 @@ class Timeline:
             ]
             self.peak = list(self.used)
             self.during = list(self.used)
-            self.last = [0] * problem.places  # when the last task there began
-            self.put_aside = [0] * len(problem.size)  # masks of places that a block left for room
+            self.last = [0] * problem.places  # when the last task at each place began
+            # per block, a mask of places from which it was evicted
+            self.put_aside = [0] * len(problem.size)
 
     @property
     def bytes(self) -> int:
@@ -289,7 +293,7 @@ class Timeline:
         return int(self.sums[2])
 
     def place(self, task: int, option: Option, not_before_ns: int = 0) -> int:
-        """Run the task so, behind all that is placed; returns when it ends."""
+        """Run the task by this option after all placed ones; returns its end."""
         come = not_before_ns
         if self.budget is not None:
             come = max(come, self._make_room(task, option))
@@ -306,7 +310,9 @@ class Timeline:
         return start + option.time_ns
 
     def _ready(self, task: int, option: Option, come: int) -> int:
-        """When all that the task needs is done, and at its places; the rest is brought there."""
+        """Return when the task's needs are done and at its places; missing blocks are brought
+        there.
+        """
         start, end, arrive = 0, self.end, self.arrive
         for other in self.problem.after[task]:
             if end[other] > start:
@@ -346,7 +352,7 @@ class Timeline:
     def run(
         self, order: Sequence[int], seats: Sequence[int], first: int = 0, limit_ns: int = FAR
     ) -> bool:
-        """Place the order from its `first` task on; False, not all done, if over the limit."""
+        """Place the order from its `first` task on; False if a task would exceed the limit."""
         options, tail = self.problem.options, self.problem.tail_ns
         for n in range(first, len(order)):
             task = order[n]
@@ -355,14 +361,14 @@ class Timeline:
         return True
 
     def undo(self, mark: int) -> None:
-        """Take back whatever was placed since the log was so long."""
+        """Undo every change made since the log had the length `mark`."""
         log = self.log
         while len(log) > mark:
             cells, index, old = log.pop()
             cells[index] = old
 
     def missing_bytes(self, task: int, option: Option) -> int:
-        """What would be copied if the task ran so."""
+        """Return the bytes that would be copied if the task ran by this option."""
         problem = self.problem
         return sum(
             problem.size[block] * problem.hops(self.where[block], option.mask)
@@ -372,7 +378,7 @@ class Timeline:
     def _bring(
         self, task: int, block: int, place: int, not_before_ns: int, spill: bool = False
     ) -> int:
-        """Copy a block to a place from the nearest copy; returns when it is there."""
+        """Copy a block to a place from the nearest copy; returns its arrival."""
         problem, log, row = self.problem, self.log, self.arrive[block]
         sources = problem.sources(self.where[block], place)
         source = sources[0]
@@ -412,7 +418,7 @@ class Timeline:
         cells[index] = value
 
     def _make_room(self, task: int, option: Option) -> int:
-        """Reserve what the task needs at its places; returns when its blocks may begin to come."""
+        """Reserve the task's memory at its places; returns when its blocks may start to arrive."""
         assert self.budget is not None
         problem, earliest = self.problem, 0
         for place in option.places:
@@ -432,7 +438,10 @@ class Timeline:
         return earliest
 
     def _room_for(self, task: int, place: int, needed: int, incoming: int, bound: int) -> int:
-        """Blocks may come while the task before runs, if both fit; else when that ended."""
+        """Reserve at one place; returns when blocks may start to arrive.
+
+        They may arrive while the task before runs, if both fit; else when that task has ended.
+        """
         over = self.used[place] + needed - bound
         if over > 0:
             return self._evict(task, place, over)
@@ -443,7 +452,7 @@ class Timeline:
         return int(self.last[place])
 
     def _evict(self, task: int, place: int, over: int) -> int:
-        """Make so many bytes free; returns when they are."""
+        """Free `over` bytes by evictions; returns when they are free."""
         problem = self.problem
         at = int(self.free[place][0])
         for victim in victims(self._held(task, place), over):
@@ -459,7 +468,7 @@ class Timeline:
         return at
 
     def _held(self, task: int, place: int) -> list[Held]:
-        """What lies at the place and may give way to the task."""
+        """Return the copies at the place that may be evicted for the task."""
         reads, bit = self.problem.reads[task], 1 << place
         return [
             Held(
@@ -473,7 +482,7 @@ class Timeline:
         ]
 
     def _next_use(self, block: int, place: int, now: int) -> int | None:
-        """The position in the order of the next task that reads the block there."""
+        """Return the position in the order of the next task that reads the block at the place."""
         options, seats = self.problem.options, self.seats
         uses = [
             self.position[task]
@@ -488,7 +497,7 @@ class Timeline:
         self._set(self.where, block, self.where[block] & ~(1 << place))
 
     def _let_go(self, task: int, option: Option) -> None:
-        """The task is placed: what it read last is free, and what nobody reads."""
+        """Free the blocks without readers left, after the task was placed."""
         for place in option.places:
             self._set(self.last, place, self.begin[task])
         for block in {*self.problem.reads[task]}:
@@ -500,7 +509,7 @@ class Timeline:
 
 
 class Layout:
-    """Where every task runs, and the bytes which that needs were there room for all."""
+    """The option of every task, and the bytes that this moves with unlimited memory."""
 
     __slots__ = ("count", "need", "problem", "seats", "source", "total")
 
@@ -527,7 +536,7 @@ class Layout:
         return self.problem.size[block] * self.problem.hops(self.source[block], need)
 
     def move(self, task: int, to: int) -> int:
-        """Let the task run by its option `to`; returns the option that it had."""
+        """Change the task's option to `to`; returns the option before."""
         problem, was = self.problem, self.seats[task]
         if to == was:
             return was

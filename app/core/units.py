@@ -1,10 +1,12 @@
-"""One way to say a time and a size, in the pages, the command and messages."""
+"""Formats times and sizes, the same way in pages, CLI and messages."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Two units at most: "340 ms", "12.3 s", "4m 05s", "3h 20m", "2d 04h"."""
+    """Format a duration with two units at most: "340 ms", "12.3 s", "4m 05s", "3h 20m", "2d
+    04h".
+    """
     seconds = max(0.0, seconds)
     if 0 < seconds < 0.95:
         return f"{seconds * 1000:.0f} ms"
@@ -20,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago something was, in one unit: "now", "12s", "7m", "3h", "2d"."""
+    """Format how long ago something was, in one unit: "now", "12s", "7m", "3h", "2d"."""
     whole = int(max(0.0, seconds))
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         if whole >= length:
@@ -29,7 +31,7 @@ def age(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in binary units: "512 B", "7.9 KiB", "4.0 GiB"."""
+    """Format bytes in binary units: "512 B", "7.9 KiB", "4.0 GiB"."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -39,5 +41,5 @@ def size(count: int) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """A number with its thing: "1 task", "2 tasks"."""
+    """Format a number with its noun: "1 task", "2 tasks"."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"

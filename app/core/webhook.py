@@ -1,8 +1,8 @@
-"""Webhooks, as far as they can be decided: what is told, when again, and who may be called.
+"""The decisions about webhooks: message bodies, retries, and which addresses may be called.
 
-The format and the times are those of Standard Webhooks (https://www.standardwebhooks.com), version
-1: a message keeps its id however often it is sent, only an answer of 2xx takes it in, and one of
-410 asks for no more.  Signing and sending are not here.
+Format and times follow Standard Webhooks (https://www.standardwebhooks.com), version 1.  A message
+keeps its id whenever it is sent again.  Only an answer of 2xx accepts it; 410 asks for no more
+messages.  Signing and sending are elsewhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from app.core.descriptor import ENDS
 TYPES = tuple(f"request.{end}" for end in ENDS)
 TEST = "webhook.test"
 
-#: before each attempt, in seconds; after the last one a message is given up (three days and a bit)
+#: seconds before each attempt; after the last one a message is given up (three days and a bit)
 WAITS_S = (0, 5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)
-JITTER = 0.2  # of each wait at most is added, so that what failed together does not come together
+JITTER = 0.2  # largest part of each wait that is added at random, so that retries spread out
 
 URL_LENGTH = 2000
-MESSAGE_LENGTH = 500  # of what a task said when it failed
+MESSAGE_LENGTH = 500  # characters of a failed task's message
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -47,13 +47,13 @@ class TaskEnd:
 
 
 def message(type_: str, at: datetime, data: Mapping[str, Any]) -> str:
-    """The body, letter by letter as it is signed and sent each time."""
+    """Return the message body, with exactly the characters that are signed and sent each time."""
     body = {"type": type_, "timestamp": at.isoformat(), "data": data}
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
 def of_tasks(ends: Sequence[TaskEnd]) -> dict[str, Any]:
-    """How many tasks ended how, and what the first that failed said."""
+    """Count the tasks per end state, and describe the first failure."""
     found: dict[str, Any] = {"tasks": dict(Counter(end.state for end in ends)), "failure": None}
     for end in ends:
         if end.state == "failed":
@@ -64,7 +64,7 @@ def of_tasks(ends: Sequence[TaskEnd]) -> dict[str, Any]:
 
 
 def wants(notify: Mapping[str, Any] | None, state: str) -> bool:
-    """Whether a request's `notify`, as it was sent in, asks for this end."""
+    """True if a request's `notify`, as it was submitted, asks for this end."""
     return notify is not None and state in (notify.get("on") or ENDS)
 
 
@@ -74,14 +74,17 @@ Verdict = StrEnum("Verdict", ["delivered", "again", "unwanted"])
 
 
 def verdict(status: int | None) -> Verdict:
-    """Of an answer's status; None: there was no answer.  A redirect is not followed."""
+    """Judge an answer by its status; None means no answer.  A redirect is not followed."""
     if status is not None and 200 <= status < 300:
         return Verdict.delivered
     return Verdict.unwanted if status == 410 else Verdict.again
 
 
 def wait_s(tries: int, luck: float) -> float | None:
-    """After so many tries until the next one, or None to give up; `luck` is from [0, 1)."""
+    """Return the seconds to wait after `tries` attempts, or None to give up.
+
+    `luck` is a random number from [0, 1).
+    """
     if tries >= len(WAITS_S):
         return None
     return WAITS_S[tries] * (1 + JITTER * luck)
@@ -89,7 +92,7 @@ def wait_s(tries: int, luck: float) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """`status` is None if there was none, and `error` says why."""
+    """An attempt's answer; `status` is None if there was none, and `error` says why."""
 
     status: int | None
     error: str
@@ -98,8 +101,8 @@ class Answer:
 
 # --- who may be called --------------------------------------------------------------------------
 
-#: Public by their number, but an address in the first four stands for another one, which a check of
-#: it would not see, and behind the others are clouds' own servers.
+#: Public addresses that are never called.  An address in the first four stands for another one that
+#: the check would not see; the other two belong to servers of the clouds themselves.
 _NEVER = tuple(
     ip_network(one)
     for one in (
@@ -110,24 +113,24 @@ _NEVER = tuple(
 
 
 def networks(listed: str) -> tuple[Network, ...]:
-    """Networks between commas; raises ValueError."""
+    """Parse networks between commas; raises ValueError."""
     return tuple(ip_network(one.strip()) for one in listed.split(",") if one.strip())
 
 
 def may_call(address: Address, allowed: Iterable[Network] = ()) -> bool:
-    """Whether it is a public one, or in a network that the deployment allows."""
+    """True if the address is public, or in a network that the deployment allows."""
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     if any(address in network for network in allowed):
         return True
     if any(address in network for network in _NEVER):
         return False
-    # Multicast counts as global, for one.
+    # is_global includes multicast, for example
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
 def refusal(url: str, allowed: Iterable[Network] = ()) -> str | None:
-    """What is wrong with an address as it is written; what its name leads to is seen later."""
+    """Return what is wrong with a URL as written; the addresses of its host are checked later."""
     if len(url) > URL_LENGTH or not url.isascii() or not url.isprintable() or " " in url:
         return f"an address has at most {URL_LENGTH} characters of ASCII, and no spaces"
     try:
@@ -153,5 +156,5 @@ def _literal(host: str) -> Address | None:
     with suppress(ValueError):
         return ip_address(host)
     with suppress(OSError):
-        return ip_address(socket.inet_aton(host))  # 2130706433, 0x7f.1 and 127.1 are one, too
+        return ip_address(socket.inet_aton(host))  # also accepts 2130706433, 0x7f.1 and 127.1
     return None

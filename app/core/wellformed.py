@@ -1,7 +1,7 @@
-"""Checks the form of a message before anybody uses it: every name in it, every hash, every type.
+"""Checks the form of a message before it is used: every name, every hash, every type.
 
-A name in an order becomes a path or a key of the store at a device, and a hash in an event becomes
-one at the island.  So both are looked at here, in one place, when the message is decoded.
+A name in an order becomes a path or a store key on a device, and a hash in an event becomes one at
+the island.  So both are checked here, in one place, when the message is decoded.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LARGEST = 2**63 - 1
 
 
 class BadMessage(Exception):
-    """Somebody sent what is no message of ours."""
+    """The message is not valid."""
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
 def _text(pattern: re.Pattern[str], *, or_none: bool = False) -> Check:
-    """A text of that pattern; `or_none`: it may also be empty."""
+    """Return a check for texts that match the pattern; `or_none`: an empty text is valid too."""
 
     def check(value: Any) -> bool:
         if not isinstance(value, str):
@@ -48,7 +48,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_place(value: Any) -> bool:
-    """[address, port], or [] where there is none."""
+    """True for [address, port], or [] for none."""
     if value == []:
         return True
     is_pair = isinstance(value, list) and len(value) == 2
@@ -66,9 +66,9 @@ def _by_name(name: Check, check: Check) -> Check:
 
 
 def _object(needed: Mapping[str, Check], other: Mapping[str, Check] | None = None) -> Check:
-    """An object with these fields, and perhaps those `other`; what else is in it is not looked at.
+    """Return a check for objects with these fields, and optionally the `other` fields.
 
-    Nobody makes a path or a key of that.
+    Further fields are not checked, because no path or key is made of them.
     """
     all_of_it = {**needed, **(other or {})}
 
@@ -90,18 +90,18 @@ def _is_preset(value: Any) -> bool:
 
 
 def _is_run(value: Any) -> bool:
-    """One of the four things that a task runs."""
+    """True for one of the four things that a task runs."""
     said = [name for name in _RUNS if isinstance(value, dict) and name in value]
     return len(said) == 1 and _RUNS[said[0]](value[said[0]])
 
 
 def _is_place_of_task(value: Any) -> bool:
-    """[task, epoch]"""
+    """True for [task, epoch]."""
     return isinstance(value, list) and len(value) == 2 and is_id(value[0]) and _is_count(value[1])
 
 
 def _is_point(value: Any) -> bool:
-    """[step, metrics]"""
+    """True for [step, metrics]."""
     return (
         isinstance(value, list)
         and len(value) == 2
@@ -169,7 +169,7 @@ _FACTS = _object(
 
 # --- fields ---------------------------------------------------------------------------------------
 
-#: What a field must be, whatever message it is in.
+#: The check of a field, in every message.
 FIELDS: dict[str, Check] = {
     "task": is_id,
     "epoch": _is_count,
@@ -209,7 +209,7 @@ FIELDS: dict[str, Check] = {
     "lines": _each(lambda line: _each(lambda part: isinstance(part, str))(line) and len(line) == 2),
 }
 
-#: What it must be in these, where it means something else.
+#: The check of a field in messages where the name has another meaning.
 ELSEWHERE: dict[tuple[str, str], Check] = {
     ("Launch", "outputs"): _each(is_word),
     ("Finished", "outputs"): _OUTPUTS,
@@ -231,7 +231,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check(kind: str, types: Mapping[str, str], values: Mapping[str, Any]) -> None:
-    """Raises BadMessage if a field is of another type than `types` says, or not of its form."""
+    """Raises BadMessage if a field does not have its type in `types`, or is not well formed."""
     for name, value in values.items():
         declared = types[name].removesuffix(" | None")
         if value is None and declared != types[name]:
