@@ -51,11 +51,11 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
     paper = _Paper(board)
     if not board.goes_on:
         board.in_the_way, board.tried = set(), {}
-    # 1. Mark tasks as lost if the lease of a device has ended.
+    # 1.  Mark tasks as lost if the lease of a device has ended.
     _count_the_lost(paper)
-    # 2. End tasks that were cancelled while they held no device, and tasks that can never start.
-    # 3. Unlock tasks if all start conditions hold; lock tasks with unmet conditions.
-    # 4. Carry out requested actions for tasks on devices; empty the devices that are drained.
+    # 2.  End tasks that were cancelled while they held no device, and tasks that can never start.
+    # 3.  Unlock tasks if all start conditions hold; lock tasks with unmet conditions.
+    # 4.  Carry out requested actions for tasks on devices; empty the devices that are drained.
     _look_at_news(paper)
     # Launch moving tasks that can start now on their new devices.
     _land(paper)
@@ -66,15 +66,15 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         credit.welcome(board)
     if _nothing_moved(paper):
         return Plan(look_again_s=_look_again_s(board, {}, NEVER), now_s=board.now_s)
-    # 5. Seat the tasks that must not wait longer.
+    # 5.  Seat the tasks that must not wait longer.
     urgent = _seat_urgent(paper)
     # Launch graphs that can take turns with running graphs.
     kept = dict(urgent)
     _share(paper, kept)
-    # 6. Launch the least served tasks on free devices, or
+    # 6.  Launch the least served tasks on free devices, or
     # 7. in the place of tasks that had more.
     _seat(paper, kept)
-    # 8. Let tasks of one branch take turns.
+    # 8.  Let tasks of one branch take turns.
     _take_turns(paper)
     # Victims released more than was needed: others may use it, or a limit has room again.
     while paper.left_over:
@@ -83,7 +83,7 @@ def cycle(board: Board, *, lift: bool = True) -> Plan:
         _take_turns(paper)
     # All devices that could be taken are taken now: launch graphs beside others.
     _share(paper, kept)
-    # 9. Give what no waiting task could take to sharing graphs or to elastic tasks.
+    # 9.  Give what no waiting task could take to sharing graphs or to elastic tasks.
     moves = bool(board.beside) and not board.short and _regroup(paper, kept)
     if moves:
         _share(paper, kept)

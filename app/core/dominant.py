@@ -2,7 +2,7 @@
 
 A share of several resources is the largest of its parts: a user with 1 of 9 CPUs and 4 of 18 GB
 holds 4/18, and memory is dominant.  Dominant resource fairness serves the lowest dominant share
-first. Kueue looks only at what was borrowed; Armada calls the same figure a cost.  All parts are
+first.  Kueue looks only at what was borrowed; Armada calls the same figure a cost.  All parts are
 exact fractions of a capacity, so that ties are ties.
 
 `core.division` handles one resource; `core.fairshare` handles usage that fades.
@@ -41,7 +41,7 @@ def dominant_cost(
 
     The task holds devices that cost `cost` and reserves `memory_bytes` on them in total.  All
     devices of the kind cost `all_cost` and have `all_memory_bytes` (0 if a device does not report
-    its memory). Memory costs as much as devices that are the same part of the kind, rounded down.
+    its memory).  Memory costs as much as devices that are the same part of the kind, rounded down.
     The resource is "devices" or "memory"; in ties it is "devices".
 
     Slurm calls this MAX_TRES (TRESBillingWeights); Armada's cost of one job is the same figure.
@@ -92,7 +92,7 @@ def progressive_filling(
     """Fill by dominant resource fairness: one task at a time for the lowest share over weight.
 
     `tasks` is what one task of each user needs, `most` how many tasks a user wants (default: no
-    end). Ties go by `order`, then by the order of `tasks`.  A user whose task does not fit, or who
+    end).  Ties go by `order`, then by the order of `tasks`.  A user whose task does not fit, or who
     has enough, is out, and the others continue.  With `stop_at_misfit` the first misfit ends the
     filling (Algorithm 1 to the letter).  Numbers of tasks are whole; `divisible_filling` is the
     fluid form.  A weight is above 0.

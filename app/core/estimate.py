@@ -286,7 +286,7 @@ class Estimate:
     """Seconds from now to the start: 80 % of such tasks start between `p10_s` and `p90_s`.
 
     `model_s` and `model_spread` are the model's answer alone (a median, and a deviation of its
-    log). Keep them until the task has started, for `Calibration.learn`.
+    log).  Keep them until the task has started, for `Calibration.learn`.
     """
 
     p10_s: float
@@ -583,7 +583,7 @@ class _Run:
     def _drawn_s(self, task: Queued) -> float:
         """Draw a runtime from the curve, or take a peer's: equal tasks are alike (Polya's urn).
 
-        The less is known of the most specific key, the more its tasks depend on the first draw. So
+        The less is known of the most specific key, the more its tasks depend on the first draw.  So
         the runs differ as much as the answer is uncertain.
         """
         kind, random = self.cast.kind(task.who), self.random

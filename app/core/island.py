@@ -274,7 +274,7 @@ class Decision:
 
     `move` is a move of `core.lifecycle`.  `devices` are the devices that a Launch takes, or all
     that the task has after a Splice.  `rule` cites F1-F10 or another named rule; `because` is one
-    sentence for the task's owner. `against` is the task that gains or gives, if there is one.
+    sentence for the task's owner.  `against` is the task that gains or gives, if there is one.
     `cost` is the cost of a second of a launched task, in thousandths, if that differs from the cost
     of its devices.  A launched task that `shares` takes turns with the tasks on its device.
     """

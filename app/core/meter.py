@@ -1,8 +1,8 @@
-"""Who held how much and who wanted how much, over time, in a bounded number of intervals.
+"""Measure the devices held and wanted over time, in a bounded number of intervals.
 
-What changes now and then is summed exactly between the changes.  Time is cut into intervals of
-equal length; when there are too many of them, two and two become one of double length, so that a
-minute and a year both end with between MOST / 2 and MOST intervals.
+A quantity that changes at instants is summed exactly between the changes.  Time is divided into
+intervals of equal length.  When there are too many intervals, each two are merged into one of
+double length.  So a minute and a year both end with between MOST / 2 and MOST intervals.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MOST = 256  # intervals; even
+MOST = 256  # intervals; an even number
 SHORTEST_US = 1_000_000
 
 Key = tuple[str, str]  # tenant, kind of device
@@ -19,9 +19,9 @@ Key = tuple[str, str]  # tenant, kind of device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """From `from_s` for `lasts_s`: the mean number of devices held and wanted, by (tenant, kind).
+    """The mean number of devices held and wanted, by (tenant, kind), from `from_s` for `lasts_s`.
 
-    Wanted is what those need that run and those that wait.
+    Wanted is what running and waiting tasks need.
     """
 
     from_s: float
@@ -31,12 +31,12 @@ class Interval:
 
 
 class _Sums:
-    """One quantity by key: how much it is now, and its integral over each interval."""
+    """A quantity by key: its current value, and its integral over each interval."""
 
     def __init__(self) -> None:
         self.now: Counter[Key] = Counter()
         self.since_us: dict[Key, int] = {}
-        self.open: Counter[Key] = Counter()  # device-microseconds in the interval that is open
+        self.open: Counter[Key] = Counter()  # device-microseconds in the current interval
         self.closed: list[Counter[Key]] = []
 
     def add(self, at_us: int, key: Key, change: int) -> None:
@@ -57,7 +57,7 @@ class _Sums:
 
 
 class Meter:
-    """Told of every change, in order of time."""
+    """Records every change of what is held and wanted; changes must come in order of time."""
 
     def __init__(self) -> None:
         self._every_us, self._ends_us = SHORTEST_US, SHORTEST_US
@@ -85,7 +85,7 @@ class Meter:
             self._ends_us += self._every_us
 
     def intervals(self, until_us: int) -> tuple[Interval, ...]:
-        """All of them up to now; the meter must not be told of anything afterwards."""
+        """Return all intervals up to now; no change may be recorded afterwards."""
         self._close_until(until_us)
         last_us = until_us - (self._ends_us - self._every_us)
         lengths = [self._every_us] * len(self._held.closed)

@@ -18,8 +18,8 @@ level: a short task does not wait for a long one, and many long tasks do not all
 task is paused if elastic tasks hold enough devices beyond their need (`core.elastic`).
 
 Why there is no cycle: a victim must have held its devices for a full slice since its last launch.
-So at one instant no task is paused twice, and between two pauses of one task a slice passes. There
-would be no cycle even if a slice took no time; such cycles would show as needless turns. Without
+So at one instant no task is paused twice, and between two pauses of one task a slice passes.  There
+would be no cycle even if a slice took no time; such cycles would show as needless turns.  Without
 guarantees, a task's place is the scores of its branches from the top down, then its priority, its
 freshness, and its age.  (A launch can make the task's siblings less fresh, and makes none fresher.)
 A pause removes tasks for one with a place before all of theirs.  So of two sets of running tasks,

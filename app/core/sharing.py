@@ -1,22 +1,24 @@
-"""Graphs that share devices: who may, who joins whom, and who must not any more.
+"""Let graphs share devices: which may share, which join, and which must stop sharing.
 
-A graph stops within some milliseconds and keeps its memory, so several can live on one device and
-take turns there that no message could order: the device gives them (`core.rota`), by usage and
-weight (F3), and the island only says who takes part.  To join takes nothing from anybody but the
-turns that are due to who joins: nobody is paused, and no slice need be over first.
+A graph stops within some milliseconds and keeps its memory.  So several graphs can live on one
+device and take turns that are too short for messages from the island.  The device itself gives the
+turns (`core.rota`), by usage and weight (F3); the island only says which graphs take part.  A graph
+that joins takes from the others only the turns that it is owed: no task is paused, and no slice
+needs to be over first.
 
-They share where it makes no rule mean anything else: none that a guarantee, a limit or a promise of
-a tier is about.  Who waits takes a free device first.  If none is free it joins those who are ahead
-of it, else those to whom least is due.  And only while they are nearly as well served: who is far
-behind has a device for itself until it has caught up, as ever, so that nobody is said to run who
-gets no turn.  Who waits and cannot share goes first: nobody better served than it joins.
+Graphs share only where that changes no other rule: no guarantee, limit or tier promise may apply. A
+waiting graph takes a free device first.  If none is free, it joins graphs that are ahead of it, or
+else the device on which the least share is due.  A graph joins only graphs that are nearly as well
+served.  A graph that is far behind gets a device of its own until it has caught up; otherwise
+graphs would count as running without getting a turn.  A waiting task that cannot share goes first:
+no better served graph joins before it.
 
-Usage is counted over all devices, so a user with graphs on two of them makes them even.  Where none
-has, some move from one to the other (`core.regroup`).
+Usage is counted over all devices, so a user with graphs on two devices evens out their usage.  If
+there is no such user, some graphs move from one device to the other (`core.regroup`).
 
-Of each user one takes turns on a device.  Where places are left its next one is launched too, its
-**heir**: it has one turn to begin with, and more when those before it have ended.  So a user with
-many graphs has its share without a gap between them.
+One graph of each user takes turns on a device.  If places are left, the user's next graph is
+launched too, as a *standby* (heir).  The standby gets one turn to begin with, and more once the
+graphs before it have ended.  So a user with many graphs gets a share without gaps between them.
 """
 
 from __future__ import annotations
@@ -38,20 +40,22 @@ from app.core.lifecycle import State
 from app.core.reclaim import above, sides
 from app.core.rota import Level, Share
 
-NEAR_US = 5_000_000  # of the device: who joins would catch up with the others so soon, or they
-FAR_US = 20_000_000  # and who is so far from them shares no longer
-APART_US = 2_500_000  # so far ahead are others whom one rather joins, or moves to
-EVEN_US = 500_000  # and who is no more behind or ahead than this is as well served
-DEPTH = 16  # so many users are looked at, the least served first
-SOON_S = 3.0  # so long who was just launched is waited for, to share with it
-PATIENT_S = 10.0  # and so long until an image is durable that pins one to the wrong device
+# µs of device time: the less served graph must be able to catch up within this to share
+NEAR_US = 5_000_000
+FAR_US = 20_000_000  # µs of device time: graphs further apart than this stop sharing
+# µs of device time: graphs this far ahead are preferred when joining or moving
+APART_US = 2_500_000
+EVEN_US = 500_000  # µs of device time: graphs at most this far apart count as equally served
+DEPTH = 16  # most users that are looked at, least served first
+SOON_S = 3.0  # s; how long to wait for a graph just launched, in order to share with it
+PATIENT_S = 10.0  # s; how long to wait for a durable image that pins a graph to the wrong device
 
 
-# --- who may --------------------------------------------------------------------------------------
+# --- may share ------------------------------------------------------------------------------------
 
 
 def may(board: Board, task: Task) -> bool:
-    """May it share a device, as far as it itself goes?"""
+    """True if the task itself may share a device."""
     if not task.graph or task.width != 1 or task.elastic or task.moves_to is not None:
         return False
     if board.policy.tier_share.get(task.tier) and task.tier in board.honoured(task.kind):
@@ -64,7 +68,7 @@ def _is_plain(branch: Branch) -> bool:
 
 
 def _runs(task: Task) -> bool:
-    """Or will at once, beside others."""
+    """True if the task runs, or will at once, beside others."""
     return task.state == State.running or (task.shares and task.state == State.starting)
 
 
@@ -72,7 +76,7 @@ def _runs(task: Task) -> bool:
 
 
 class Places:
-    """The devices of a kind on which graphs run, and may take turns with others, at an instant."""
+    """The devices of a kind on which graphs run and may be shared, at one instant."""
 
     def __init__(self, board: Board, kind: str, devices: Sequence[str]) -> None:
         self.board, self.kind, self.pool = board, kind, board.pools[kind]
@@ -87,7 +91,7 @@ class Places:
         self._turns: dict[tuple[str, ...], list[Stay]] = {}
 
     def apart(self, mine: Branch, other: Branch) -> int:
-        """How far another is ahead of one, in the usage that one would need to catch up."""
+        """Return the usage that `mine` would need to catch up with `other`."""
         mine, theirs = sides(mine, other)
         score = self.board.tree.score
         ahead = score(theirs, kind=self.kind) - score(mine, kind=self.kind)
@@ -98,7 +102,7 @@ class Places:
         return all(map(all_run, self.groups.values()))
 
     def below(self, top: Branch) -> list[tuple[str, Stay]]:
-        """Those below a branch at the top who have turns, and on which device."""
+        """Return (device, stay) of the stays that have turns below a top branch."""
         if self._below is None:
             self._below = defaultdict(list)
             for device, group in self.groups.items():
@@ -107,7 +111,7 @@ class Places:
         return self._below.get(top, [])
 
     def is_level(self, mine: Branch, device: str, apart_us: int) -> bool:
-        """A quick look: is nobody there further ahead of one than this, nor of its tenant?"""
+        """Quick check: True if no stay there has the same tenant or is ahead by over `apart_us`."""
         if device not in self._highest:
             tops = {stay.leaf.top for stay in self.board.group(device)}
             most = max(self.board.tree.score(top, kind=self.kind) for top in tops)
@@ -119,7 +123,7 @@ class Places:
         return ahead <= self.usage(lane_of(self.kind), apart_us)
 
     def in_turn(self, group: Collection[Stay]) -> list[Stay]:
-        """Those of a device who have turns there now: nobody beside them is less served."""
+        """Return the stays of a group that have turns now: no other stay of it is less served."""
         key = tuple(stay.id for stay in group)
         if key not in self._turns:
             even = -self.usage(lane_of(self.kind), EVEN_US)
@@ -131,27 +135,27 @@ class Places:
         return self._turns[key]
 
     def ahead(self, mine: Branch, device: str) -> int:
-        """How far somebody who has turns there is ahead of one."""
+        """Return how far the best served stay with turns there is ahead of `mine`, as usage."""
         group = self.in_turn(self.groups[device])
         return max(self.apart(mine, stay.leaf) for stay in group)
 
     def usage(self, lane: Lane, device_us: int) -> int:
-        """What so much time of a device adds to what one used."""
+        """Return what so much device time adds to a user's usage."""
         if lane not in self._rates:
             self._rates[lane] = self.board.rate(lane)
         return self.board.tree.faded(device_us * self._rates[lane])
 
     def due(self, leaf: Branch) -> Fraction:
-        """A user's part of what all have that hold devices of the kind, by weights."""
+        """Return a user's share, by weights, among all that hold devices of the kind."""
         self._count()
         return self._due[leaf]
 
     def spread(self, leaf: Branch) -> int:
-        """On how many devices a user has graphs."""
+        """Return on how many devices a user has graphs."""
         return self._count()[leaf]
 
     def load(self, device: str) -> Fraction:
-        """What is due to those who share a device, there."""
+        """Return the sum of the shares that are due on a device."""
         if device not in self._loads:
             leaves = dict.fromkeys(stay.leaf for stay in self.board.group(device))
             parts = (self.due(leaf) / self.spread(leaf) for leaf in leaves)
@@ -169,7 +173,7 @@ class Places:
 
 
 def _due(leaves: Collection[Branch]) -> dict[Branch, Fraction]:
-    """By weights, at each level among those that are above any of these."""
+    """Divide by weights, at each level among the branches that are above any of the leaves."""
     branches = {branch for leaf in leaves for branch in above(leaf)}
     among = Counter[Branch]()
     for branch in branches:
@@ -184,7 +188,7 @@ def _due(leaves: Collection[Branch]) -> dict[Branch, Fraction]:
 
 
 def places(board: Board) -> list[Places]:
-    """Of each kind, if there are any."""
+    """Return the places of each kind that has any."""
     if board.policy.sharers_max < 2 or not board.policy.turns:
         return []
     found = defaultdict[str, list[str]](list)
@@ -195,19 +199,21 @@ def places(board: Board) -> list[Places]:
 
 
 def _is_place(board: Board, device: str) -> bool:
-    """Does nothing but graphs that may share run there, and may another join?"""
+    """True if only graphs that may share run on the device, and another may join."""
     if device not in board.pools[board.devices[device].kind].open or device in board.kept_for:
         return False
     group = board.group(device)
     return bool(group) and all(_runs(stay.task) and may(board, stay.task) for stay in group)
 
 
-# --- who joins ------------------------------------------------------------------------------------
+# --- joining --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """One that waits is launched on a device beside others; those `gone` make place for it."""
+    """A waiting task is launched on a device beside others; the stays in `gone` make room for
+    it.
+    """
 
     task: Task
     device: str
@@ -215,7 +221,7 @@ class Join:
 
 
 class Else(Enum):
-    """Why who waits does not join now."""
+    """Reasons why a waiting task does not join now."""
 
     waits = "it will, in a moment, or when others have caught up with it"
     passes = "no place is for it"
@@ -223,11 +229,12 @@ class Else(Enum):
 
 
 def who_joins(here: Places) -> Join | None:
-    """Who goes first of those that wait and may take turns with those on a device.
+    """Return the first waiting task that may take turns on a device, and where.
 
-    And who makes place for it, after a full slice: one of the same user with a lower priority, or,
-    where as many share the device as may, an heir, or the best served of them, if it has had more
-    than the other will have after the next one.  Where nobody else joins, an heir may.
+    Stays on the device may have to make room, each after a full slice: a stay of the same user with
+    lower priority; on a full device a standby or the best served stay; stays too far ahead of the
+    task.  The best served stay and those ahead must have had more than the task will after its next
+    slice.  If no other task joins, a standby may.
     """
     for leaf, lane, task in who_wait(here):
         choice = choice_of(here, leaf, lane, task)
@@ -240,7 +247,7 @@ def who_joins(here: Places) -> Join | None:
 
 
 def has_a_place(board: Board, task: Task) -> bool:
-    """Does who waits join others, now or in a moment?  Then nobody is paused for it."""
+    """True if a waiting task joins others, now or soon; then no task is paused for it."""
     here = next((one for one in places(board) if one.kind == task.kind), None)
     if here is None:
         return False
@@ -249,7 +256,7 @@ def has_a_place(board: Board, task: Task) -> bool:
 
 
 def may_not_be_passed(here: Places) -> list[Branch]:
-    """Whose first may share with nobody as things are, and goes before all who are less served."""
+    """Return the users with a first task that can't share now and must not be passed by others."""
     return [
         leaf
         for leaf, lane, task in who_wait(here)
@@ -258,18 +265,18 @@ def may_not_be_passed(here: Places) -> list[Branch]:
 
 
 def who_wait(here: Places) -> Iterator[tuple[Branch, Lane, Task]]:
-    """The first of each user, in the order of rule F3; of many not the last."""
+    """Yield the first waiting task of each user, in the order of rule F3, up to `DEPTH` users."""
     tree = here.board.tree
     lanes = [lane for lane in tree.lanes if lane.kind == here.kind]
     return islice(_in_order(here.board, tree.root, lanes), DEPTH)
 
 
 def choice_of(here: Places, leaf: Branch, lane: Lane, task: Task) -> Join | Else:
-    """Where one that waits goes, as if its image were durable; it may have to wait until it is."""
+    """Return where a waiting task goes once its image is durable; it may have to wait for that."""
     board = here.board
     if task.cancel_asked or not may(board, task):
         return Else.stops if _could_run(here, lane) else Else.passes
-    if here.pool.fitting(unpinned(lane)):  # it has a device for itself
+    if here.pool.fitting(unpinned(lane)):  # a device is free for it
         return Else.stops if lane.pin is None else Else.waits
     found = [join(here, leaf, lane, task, device) for device in here.devices]
     joins = [one for one in found if isinstance(one, Join)]
@@ -292,7 +299,7 @@ def _waited_s(board: Board, task: Task) -> float:
 
 
 def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Join | Else:
-    """On this device, if its own are not there, it fits, and those there are as well served."""
+    """Return the join on this device, if the user has no graph there and levels are close."""
     group = here.groups[device]
     place = _place(here, leaf, task, device)
     if place is None:
@@ -304,7 +311,7 @@ def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Joi
     if far:
         ahead = [stay for stay in others if _is_far_ahead(here, leaf, stay)]
         if not set(far) <= set(ahead):
-            return Else.passes  # it is far ahead of them
+            return Else.passes  # the task is far ahead of them
         if len(ahead) == len(others) or not all(_gives(here, leaf, task, s) for s in ahead):
             return Else.stops
         place, others = [*place, *ahead], [stay for stay in others if stay not in ahead]
@@ -314,7 +321,7 @@ def join(here: Places, leaf: Branch, lane: Lane, task: Task, device: str) -> Joi
 
 
 def _place(here: Places, leaf: Branch, task: Task, device: str) -> list[Stay] | None:
-    """Who makes place for it, if anybody has to; None if nobody does."""
+    """Return the stays that make room for the task, if any must; None if none can."""
     group = here.groups[device]
     if own := of_user(leaf, group):
         is_better = own[-1].task.priority < task.priority and _may_ask(own[-1])
@@ -332,19 +339,19 @@ def _is_far_ahead(here: Places, leaf: Branch, stay: Stay) -> bool:
 
 
 def _rank(here: Places, leaf: Branch, lane: Lane, one: Join) -> tuple[int, int, Fraction, int, str]:
-    """Those who are ahead, where nobody makes place for it, those to whom least is due."""
+    """Sort key: graphs that are ahead, no one to make room, the least share due."""
     load, sharers = here.load(one.device), len(here.groups[one.device])
     return -_step(here, leaf, lane, one.device), len(one.gone), load, sharers, one.device
 
 
 def _step(here: Places, leaf: Branch, lane: Lane, device: str) -> int:
-    """How often they are as far ahead as matters; around 0 while they are level."""
+    """Return how far ahead they are, in units that matter; around 0 while they are level."""
     apart = here.usage(lane, APART_US)
     return (here.ahead(leaf, device) + apart // 2) // apart
 
 
 def _is_better_soon(here: Places, leaf: Branch, lane: Lane, best: Join) -> bool:
-    """Was one just launched beside whom it will have more?"""
+    """True if a graph was just launched on a device where the task will have more."""
     if not best.gone and _step(here, leaf, lane, best.device) > 0:
         return False
     load = here.load(best.device)
@@ -358,7 +365,7 @@ def _is_better_soon(here: Places, leaf: Branch, lane: Lane, best: Join) -> bool:
 
 
 def _is_new(here: Places, stay: Stay) -> bool:
-    """Was it just launched, where others may join it as soon as it runs?"""
+    """True if the stay was just launched and others may join as soon as it runs."""
     task = stay.task
     if task.kind != here.kind or task.shares or task.state != State.starting:
         return False
@@ -366,9 +373,9 @@ def _is_new(here: Places, stay: Stay) -> bool:
 
 
 def takes_from(here: Places, leaf: Branch, lane: Lane, task: Task, joined: Collection[str]) -> bool:
-    """Would others give way to it (F6) who are further ahead of it than those whom it could join?
+    """True if stays further ahead than those it could join would give way to the task (F6).
 
-    They do not share, or those who do are too far from it.
+    These stays do not share, or share with graphs that are too far from the task.
     """
     if len(here.pool.open) <= len(joined):
         return False
@@ -381,21 +388,22 @@ def takes_from(here: Places, leaf: Branch, lane: Lane, task: Task, joined: Colle
 
 
 def would_give_way(here: Places, leaf: Branch, task: Task) -> list[reclaim.Victim]:
-    """Who would (F6), were its image durable: of all, or else of those below its own tenant."""
+    """Return the victims for the task (F6) once its image is durable: of all, or of its tenant."""
     board, as_saved = here.board, changed(task, saved=True)
     found = reclaim.victims(board, as_saved)
     return found or reclaim.victims(board, as_saved, within=leaf.top) or []
 
 
 def of_user(leaf: Branch, group: Sequence[Stay]) -> list[Stay]:
-    """Those of one user, in the order of its line."""
+    """Return the stays of one user, in the order of the user's queue."""
     return sorted((stay for stay in group if stay.leaf is leaf), key=in_line)
 
 
 def _heir(here: Places, device: str) -> Join | None:
-    """The next of the least served user, if everybody who is served less has one there already.
+    """Return the join of a standby: the next task of a user with a graph on the device.
 
-    Once: who was launched and found no room is launched again when it is its turn.
+    Every less served user must have a graph there already.  Only a task that was never launched
+    qualifies: a task that found no room waits for its turn.
     """
     board, group = here.board, here.groups[device]
     if len(group) >= board.policy.sharers_max:
@@ -411,12 +419,12 @@ def _heir(here: Places, device: str) -> Join | None:
 
 
 def in_line(stay: Stay) -> tuple[int, float, str]:
-    """As in the line of its user."""
+    """Sort key: the order of the user's queue."""
     return -stay.task.priority, stay.task.submitted_s, stay.id
 
 
 def _an_heir(group: Sequence[Stay]) -> Stay | None:
-    """One that can be asked to make place."""
+    """Return a standby that can be asked to make room; None without one."""
     ahead = set[Branch]()
     for stay in sorted(group, key=in_line):
         if stay.leaf in ahead and _may_ask(stay):
@@ -430,18 +438,18 @@ def _may_ask(stay: Stay) -> bool:
 
 
 def _best_served(here: Places, leaf: Branch, task: Task, group: Sequence[Stay]) -> Stay | None:
-    """None if it cannot be asked."""
+    """Return the best served stay of the group; None if it need not give way."""
     most = max(group, key=lambda stay: (_lead(here, leaf, task, stay), stay.id))
     return most if _gives(here, leaf, task, most) else None
 
 
 def _gives(here: Places, leaf: Branch, task: Task, stay: Stay) -> bool:
-    """Rule F6: does it give way, after a full slice, and having had more than the other will?"""
+    """Rule F6: True if the stay had a full slice, and more than the task will have had."""
     return _may_ask(stay) and _lead(here, leaf, task, stay) > 0
 
 
 def _lead(here: Places, leaf: Branch, task: Task, stay: Stay) -> int:
-    """By how much it has had more, by weight, once the next slice is charged to the other."""
+    """Return how much more the stay has had, by weight, with the task's next slice charged."""
     mine, theirs = sides(leaf, stay.leaf)
     fee = here.usage(stay.lane, slice_us(here.board.policy, task))
     score = here.board.tree.score
@@ -451,7 +459,7 @@ def _lead(here: Places, leaf: Branch, task: Task, stay: Stay) -> int:
 def _in_order(
     board: Board, branch: Branch, lanes: Collection[Lane]
 ) -> Iterator[tuple[Branch, Lane, Task]]:
-    """The first of each user in these lanes, in the order of rule F3."""
+    """Yield the first task of each user in these lanes, in the order of rule F3."""
     if not branch.inner:
         found = board.tree.first_below(branch, lanes)
         if found is not None:
@@ -471,20 +479,20 @@ def fits(board: Board, device: str, group: Sequence[Stay], lane: Lane) -> bool:
 
 
 def _near(here: Places, one: Branch, other: Branch, bound_us: int) -> bool:
-    """Would the less served of two have caught up within this time of the device?"""
+    """True if the less served of the two would catch up within this device time."""
     bound = here.usage(lane_of(here.kind), bound_us)
     return here.apart(one, other) <= bound and here.apart(other, one) <= bound
 
 
-# --- who parts ------------------------------------------------------------------------------------
+# --- parting --------------------------------------------------------------------------------------
 
 
 def who_parts(board: Board) -> list[Stay]:
-    """Those who share a device and must not any more; the least served of them stays."""
+    """Return the stays that must stop sharing a device; the least served of the group stays."""
     found = []
     for device in sorted(board.beside):
         group, kind = board.group(device), board.devices[device].kind
-        if device in board.pools[kind].open:  # else it is emptied anyway
+        if device in board.pools[kind].open:  # otherwise the device is emptied anyway
             here = Places(board, kind, [device])
             found += [stay for stay in _parts(here, group) if _may_ask(stay)]
     for here in places(board) if board.beside else ():
@@ -493,7 +501,7 @@ def who_parts(board: Board) -> list[Stay]:
 
 
 def _parts(here: Places, group: Sequence[Stay]) -> list[Stay]:
-    """Who got too far ahead of those in turn; all but the first, where anybody may not share."""
+    """Return the stays too far ahead of those in turn; all but the first if any may not share."""
     board = here.board
     if not all(may(board, stay.task) for stay in group):
         first = min(group, key=lambda stay: (board.tree.score(stay.leaf.top), stay.id))
@@ -503,7 +511,7 @@ def _parts(here: Places, group: Sequence[Stay]) -> list[Stay]:
 
 
 def _who_yields(here: Places) -> Iterator[Stay]:
-    """Who takes turns that are due to another of its tenant, who is elsewhere or waits."""
+    """Yield stays with turns that are due to another task of their tenant, elsewhere or waiting."""
     waiting = list(_who_need_all(here))
     for device in here.devices:
         group = here.groups[device]
@@ -514,7 +522,7 @@ def _who_yields(here: Places) -> Iterator[Stay]:
 
 
 def _who_need_all(here: Places) -> Iterator[tuple[Branch, Task]]:
-    """Those in line who need devices for themselves."""
+    """Yield the waiting tasks that need devices for themselves."""
     for leaf, lane, task in who_wait(here):
         if not may(here.board, task) and _could_run(here, lane):
             yield leaf, task
@@ -525,9 +533,9 @@ def _could_run(here: Places, lane: Lane) -> bool:
 
 
 def _owes(here: Places, stay: Stay, group: Sequence[Stay], leaf: Branch, task: Task) -> bool:
-    """Would it give way to one of its tenant, if others did, too, whose turn it is not to do so?
+    """True if the stay would give way to a task of its tenant, but other stays do not.
 
-    While it goes on they never do: what is due to its tenant it has.
+    While the stay continues, the others never give way: its tenant has what it is owed.
     """
     if stay.leaf.top is not leaf.top or stay.leaf is leaf:
         return False
@@ -536,9 +544,10 @@ def _owes(here: Places, stay: Stay, group: Sequence[Stay], leaf: Branch, task: T
 
 
 def yields(here: Places, leaf: Branch, group: Sequence[Stay], bound_us: int) -> bool:
-    """Is one on another device so far behind, which would have what a branch above both is due?
+    """True if a graph of the same tenant on another device is behind by more than `bound_us`.
 
-    There are others besides, here and there: of these that branch then gets more there, less here.
+    Both devices must also have graphs outside the lowest branch above both.  Then that branch gets
+    more on the other device once it has less here.
     """
     bound = here.usage(group[0].lane, bound_us)
     for device, other in here.below(leaf.top):
@@ -555,13 +564,13 @@ def all_run(group: Sequence[Stay]) -> bool:
 
 
 def above_both(one: Branch, other: Branch) -> Branch:
-    """The lowest branch above two leaves."""
+    """Return the lowest branch above two leaves."""
     side, _ = sides(one, other)
     return side if side.parent is None else side.parent
 
 
 def has_others(group: Sequence[Stay], over: Branch) -> bool:
-    """Is anybody in a group not below a branch?"""
+    """True if a stay of the group is not below the branch."""
     return any(stay.leaf.path[: over.depth] != over.path for stay in group)
 
 
@@ -569,7 +578,7 @@ def has_others(group: Sequence[Stay], over: Branch) -> bool:
 
 
 def shares(board: Board, device: str) -> list[Share]:
-    """What the device needs to know to give turns; empty if nobody shares it."""
+    """Return what the device needs to know to give turns; empty if the device isn't shared."""
     if device not in board.beside:
         return []
     group = sorted(board.group(device), key=in_line)
@@ -577,7 +586,7 @@ def shares(board: Board, device: str) -> list[Share]:
 
 
 def _share(board: Board, stay: Stay, place: int) -> Share:
-    """As the ledger has it: of its seat time so much is booked, in the usage of its branches."""
+    """Return a task's share as the ledger has it: how much of its seat time is booked."""
     task = stay.task
     path = reversed([branch for branch in above(stay.leaf) if branch.parent is not None])
     return Share(

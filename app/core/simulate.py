@@ -1,14 +1,16 @@
-"""A virtual clock and imaginary devices around the very `cycle` that runs an island.
+"""Simulate an island: a virtual clock and imaginary devices around the real `cycle`.
 
-Imaginary devices obey as real ones do: a Launch prepares a task and seats it when its seats are
-free, a Pause lets go at the next safe point and then saves the image.  Time jumps from one event to
-the next, so an hour of an island takes a moment, and equal input gives an equal report.
+Imaginary devices obey like real ones.  A Launch prepares a task and seats it when its devices are
+free.  A Pause releases the devices at the next safe point and then saves the image.  Time jumps
+from one event to the next, so an hour of an island takes a moment.  Equal input gives an equal
+report.
 
-With `checked` every step is looked at: what must hold and does not is raised as Broken, with the
-story so far; and the board that was kept up to date must decide what a board made anew decides.
-Unchecked, a step costs what moves in it, so that years of a cluster take seconds.
+With `checked` every step is checked: a broken invariant raises Broken, with the latest decisions.
+The updated board must also make the same decisions as a board built anew.  Without `checked`, a
+step costs what changes in it, so years of a cluster take seconds.
 
-Devices stay up here, and nobody cancels or holds: losing and wishing are tested on `decide` itself.
+Devices stay up here, and no task is cancelled or held: the tests of `decide` cover lost devices and
+requested actions.
 """
 
 from __future__ import annotations
@@ -39,20 +41,22 @@ from app.core.lifecycle import NOT_STARTED, ON_A_DEVICE, Move, State
 from app.core.meter import Interval, Meter
 from app.core.reclaim import shut_by
 
-STORY_LINES = 20  # of the timeline, told with what is broken
-STANDSTILL_ROUNDS = 100  # at one instant, or in a row that ask to be made again at once
-TOLD_TASKS = 5  # so many are named when the clock stands still
-REBASE_HALF_LIVES = 512  # then T0 moves on, so that numbers do not grow with the time replayed
+STORY_LINES = 20  # lines of the timeline that Broken shows
+# most rounds at one instant, or in a row that ask for another round at once
+STANDSTILL_ROUNDS = 100
+TOLD_TASKS = 5  # tasks that are named when the clock stands still
+# T0 moves on after so many half-lives, so that numbers do not grow with the time replayed
+REBASE_HALF_LIVES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A task that comes at `at_s` and needs `width` devices for `work_s` seconds.
+    """A task that arrives at `at_s` and needs `width` devices for `work_s` seconds.
 
-    With `width_max` it is elastic: it needs `width` at least, can use `width_max`, and on k of
-    those steps at k / `width_max` of the speed; `work_s` is on all of them.  `expected_s` is what
-    the scheduler believes of the work beforehand; None if it knows nothing.
-    `owner` is for whom it counts in the report, if that is not its tenant.
+    With `width_max` the task is elastic: it needs at least `width` devices and can use `width_max`.
+    On k of them it steps at k / `width_max` of the speed; `work_s` is for all of them.
+    `expected_s` is what the scheduler believes of the work beforehand; None if unknown.  `owner` is
+    the name under which the report counts the task, if that is not its tenant.
     """
 
     at_s: float
@@ -77,19 +81,19 @@ class Arrival:
 
     @property
     def ranks(self) -> int:
-        """On so many devices it is as fast as it can be."""
+        """The number of devices at which the task is fastest."""
         return max(self.width, self.width_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """How long imaginary devices take.
+    """The times that imaginary devices take for each action, in seconds.
 
-    `start_s` to prepare a task while its seats may still be held, `pause_s` to come to the next
-    safe point, `image_s` in its seats before they are free then, `resume_s` in its seats before a
-    paused one steps again, `save_s` to make its image durable.  To be resized a task comes to a
-    safe point, too, and stands still on all devices of before and after for `resize_s`: unless it
-    is given, half of what a pause and going on hold.
+    `start_s` is the time to prepare a task while its devices may still be held.  `pause_s` is the
+    time to the next safe point; after it the devices stay held for `image_s`.  A paused task takes
+    `resume_s` on its devices before it steps again.  `save_s` makes its image durable.  A resize
+    waits for a safe point too, and then stops the task for `resize_s` on all devices of before and
+    after.  Without `resize_s` that time is (`image_s` + `resume_s`) / 2.
     """
 
     start_s: float = 0.0
@@ -106,7 +110,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One decision, and when it was made."""
+    """A decision, and when it was made."""
 
     at_s: float
     decision: Decision
@@ -114,13 +118,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """`device_s` is what each owner held; `waits_s` runs from a task's arrival to its first start.
+    """The result of a simulation.
 
-    `lost_s` is all the time between arrival and end in which a task did not step: waits, pauses,
-    switches, and what an elastic one lost by having fewer devices than it can use.  `resizes` is
-    how often one was made larger or smaller.  `finished` maps each task that is done to when it
-    was; the clock stopped at `until_s`.  `timeline` is empty unless it was kept; `intervals` say
-    who held and wanted how much when.
+    `device_s` is what each owner held.  `waits_s` is the time from a task's arrival to its first
+    start.  `lost_s` is all the time between arrival and end in which a task did not step: waits,
+    pauses, switches, and what an elastic task lost by having fewer devices than it can use.
+    `resizes` counts how often a task was made larger or smaller.  `finished` maps each finished
+    task to its end.  The clock stopped at `until_s`.  `timeline` is empty unless it was kept.
+    `intervals` say what was held and wanted over time.
     """
 
     device_s: Mapping[str, float]
@@ -135,7 +140,7 @@ class Report:
 
 
 class Broken(Exception):
-    """What must always hold does not: what, when, and the decisions before it."""
+    """An invariant does not hold; the message has what, when, and the decisions before it."""
 
     def __init__(self, what: str, *, at_s: float, timeline: Iterable[Line]) -> None:
         self.what, self.at_s = what, at_s
@@ -147,7 +152,7 @@ class Broken(Exception):
 
 
 class Stopped(Exception):
-    """It was told not to go on, at `at_s` of its clock, with so many tasks done."""
+    """`go_on` returned False at `at_s` of the simulated clock, with `done` tasks finished."""
 
     def __init__(self, *, at_s: float, done: int) -> None:
         self.at_s, self.done = at_s, done
@@ -167,10 +172,10 @@ def simulate(
     users: Iterable[User] = (),
     go_on: Callable[[], bool] = lambda: True,
 ) -> Report:
-    """Run an island from 0 s until all is done or `until_s` has come.
+    """Run an island from 0 s until all tasks are done or `until_s` is reached.
 
-    `users` are those whose weight is not 1; `go_on` is asked in each round.  Raises Broken if
-    something does not hold, and Stopped if `go_on` says no.
+    `users` need only hold users with a weight other than 1.  `go_on` is called in each round.
+    Raises Broken if an invariant does not hold, and Stopped if `go_on` returns False.
     """
     world = World(arrivals, devices, tenants, policy, costs or Costs(), users=users)
     world.keep_timeline = checked or keep_timeline
@@ -195,12 +200,12 @@ def simulate(
 
 
 def is_hurried(plan: Plan) -> bool:
-    """Does a plan ask for another round no later than its own instant?  No plan should."""
+    """True if a plan asks for another round no later than its own time; no plan should."""
     return plan.look_again_s is not None and plan.look_again_s <= plan.now_s
 
 
 def _standstill(world: World) -> str:
-    """Names the tasks that the rounds of this instant are about: they wait, and were looked at."""
+    """Name the waiting tasks, beginning with the ones looked at just now."""
     board = world.board
     waiting = [task.id for task in board.tasks.values() if task.state == State.waiting]
     looked_at = sorted((board.tried.keys() | board.in_the_way).intersection(waiting))
@@ -213,39 +218,39 @@ def _standstill(world: World) -> str:
 # --- the world ----------------------------------------------------------------------------------
 
 
-#: What a device will say: (at_us, in which order, a Move or "Saved" or "ready", task, epoch).  It
-#: counts if that epoch still holds then.
+#: A future report of a device: (time in µs, order, a Move or "Saved" or "ready", task, epoch).  The
+#: report counts only if the epoch still holds then.
 _Event = tuple[int, int, str, str, int]
 
 
 @dataclass(slots=True)
 class _Run:
-    """What the world knows of a task beyond what the island sees.
+    """Facts about a task beyond what the island sees.
 
-    Work is in device-microseconds, so that it is whole on however many devices.
+    Work is in device-microseconds, so it is a whole number on any number of devices.
     """
 
     arrival: Arrival
     left_us: int
-    speed: int = 0  # on so many devices it steps, in this stay
-    steps_from_us: int = 0  # when it steps again, in this stay
-    safe_us: float = math.inf  # until when, if it was told to pause, or to be resized
+    speed: int = 0  # devices on which the task steps, in this stay
+    steps_from_us: int = 0  # when the task begins to step, in this stay
+    safe_us: float = math.inf  # when it stops stepping, if it was told to pause or to be resized
     ends_us: int = -1  # when it will be done, as things are
     first_us: int | None = None
     finished_us: int | None = None
     pauses: int = 0
     resizes: int = 0
-    cost: int = 0  # of a second when it has been made smaller
+    cost: int = 0  # cost of a second once it has been made smaller
     ready: bool = False
 
     def step(self, until_us: int) -> None:
-        """It stepped until then."""
+        """Count the work done until `until_us`."""
         stepped_us = max(0, until_us - self.steps_from_us) * self.speed
         self.left_us -= min(stepped_us, self.left_us)
 
 
 class World:
-    """Devices, tasks and the clock.  What the island believes is always what is true here."""
+    """Devices, tasks and the clock.  The island's beliefs always match this world."""
 
     def __init__(
         self,
@@ -270,7 +275,7 @@ class World:
         self.timeline: list[Line] = []
         self.keep_timeline = True
         self.done = 0
-        self.seated: dict[str, str] = {}  # device -> the task that holds its seat
+        self.seated: dict[str, str] = {}  # device -> the task that holds it
         self.runs: dict[str, _Run] = {}
         self._events: list[_Event] = []
         self._seq = 0
@@ -279,7 +284,7 @@ class World:
         self._freed_us: dict[str, int] = {}
         self._device_us: Counter[str] = Counter()
         self._meter = Meter()
-        self._resized = False  # was anybody ever?
+        self._resized = False  # was any task ever resized?
         self._waited_for: dict[str, list[str]] = {}
 
     @property
@@ -293,7 +298,7 @@ class World:
     # --- time passes ---
 
     def next_us(self) -> int | None:
-        """When something happens next; None if nothing ever will."""
+        """Return when something happens next; None if nothing ever will."""
         while self._resized and self._events and self._outdated(self._events[0]):
             heappop(self._events)
         at_us = self._look_again_us if self.tasks else None
@@ -305,7 +310,7 @@ class World:
         return at_us
 
     def advance(self, at_us: int) -> None:
-        """Let all happen that happens by `at_us`."""
+        """Process everything that happens until `at_us`."""
         while self._events and self._events[0][0] <= at_us:
             event = heappop(self._events)
             self._let_it_be(event[0])
@@ -322,7 +327,7 @@ class World:
             self.board.at(self.now_s)
 
     def _rebase(self, at_s: float) -> None:
-        """Move T0 on by whole half-lives before it is `at_s`, as the ledger of an island does."""
+        """Move T0 on by whole half-lives before `at_s`, as an island's ledger does."""
         since_s, half_life_s = self.policy.since_s, self.policy.half_life_s
         halvings = int((at_s - since_s) // half_life_s) if half_life_s else 0
         if halvings < REBASE_HALF_LIVES:
@@ -382,17 +387,17 @@ class World:
         elif self._resized and self._outdated(event):
             return
         elif says == Move.Finished and self.now_us > self.runs[id].safe_us:
-            return  # its image is being made: it does not step
+            return  # the image is being made: the task does not step
         elif task.state in ON_A_DEVICE:
             self._let_go(task, says)
 
     def _outdated(self, event: _Event) -> bool:
-        """Is it the end of a task that was resized since, and ends at another time?"""
+        """True if the event ends a task that was resized meanwhile and ends at another time."""
         run = self.runs[event[3]]
         return event[2] == Move.Finished and run.resizes > 0 and event[0] != run.ends_us
 
     def _take_seats(self, task: Task) -> None:
-        """Who is ready takes its seats, once all are free."""
+        """Let a task that is ready take its devices once all are free."""
         run = self.runs[task.id]
         if not run.ready or any(device in self.seated for device in task.seats):
             return
@@ -411,7 +416,7 @@ class World:
             task,
             state=lifecycle.after(task.id, task.state, Move.Started),
             started_s=self.now_s,
-            switch_us=switch_us if task.epoch > 1 else 0,  # to start afresh is no switch
+            switch_us=switch_us if task.epoch > 1 else 0,  # a first start is no switch
             image_on=None,
         )
         self.board.set_task(started)
@@ -419,7 +424,7 @@ class World:
         self._will_end(started, resume_us)
 
     def _will_end(self, task: Task, in_us: int) -> None:
-        """It steps from then on, on all its seats, and is done when nothing is left."""
+        """Let the task step on all its devices after `in_us`; it is done when no work is left."""
         run = self.runs[task.id]
         lasts_us = in_us + -(-run.left_us // run.speed)
         run.ends_us = self.now_us + lasts_us
@@ -437,7 +442,7 @@ class World:
         self._free(task.holds)
 
     def _free(self, devices: Iterable[str]) -> None:
-        """They are let go, and those who wait for them may take their seats."""
+        """Release devices, so that tasks that wait for them may take them."""
         for device in devices:
             del self.seated[device]
             self._freed_us[device] = self.now_us
@@ -468,12 +473,12 @@ class World:
             self._say("Saved", waiting, _us(self.costs.save_s))
 
     def _splice(self, before: Task, task: Task, cost: int) -> None:
-        """It comes to a safe point, and goes on with other devices when all was moved."""
+        """Let the task come to a safe point and continue with other devices after the move."""
         run, more = self.runs[task.id], len(task.seats) - len(before.seats)
         run.resizes += 1
         self._resized = True
         run.safe_us, run.cost = self.now_us + _us(self.costs.pause_s), cost
-        if more > 0:  # it holds them from now on
+        if more > 0:  # the new devices are held from now on
             self._charge(before)
             for device in task.seats[-more:]:
                 self.seated[device] = task.id
@@ -502,7 +507,7 @@ class World:
         self._free(left)
 
     def _charge(self, task: Task) -> None:
-        """What it held since it was seated, or resized, is final."""
+        """Book what the task has held since it was seated or resized."""
         counted_for, held_us = self.runs[task.id].arrival.counted_for, self._held_us(task)
         self._device_us[counted_for[0]] += held_us * len(task.holds)
         self._meter.hold(self.now_us, counted_for, -len(task.holds))
@@ -534,7 +539,7 @@ class World:
     # --- what the island sees, and does ---
 
     def snapshot(self) -> Snapshot:
-        """As a ledger and heartbeats would have it: nothing that runs is booked yet."""
+        """Return what a ledger and heartbeats would show: nothing that runs is booked yet."""
         return self._seen({id: self._measured(task) for id, task in self.tasks.items()})
 
     def _seen(self, tasks: Mapping[str, Task]) -> Snapshot:
@@ -554,11 +559,11 @@ class World:
         return changed(task, held_us=held_us, accrued_us=held_us)
 
     def _held_us(self, task: Task) -> int:
-        """How long it holds just these devices."""
+        """Return how long the task has held exactly these devices, in µs."""
         return self.now_us - _us(task.held_since_s or 0.0)
 
     def obey(self, plan: Plan) -> None:
-        """Let the devices begin what the plan orders; the board has it written down already."""
+        """Let the devices begin what the plan orders; the board already contains the plan."""
         for decision in plan.decisions:
             if self.keep_timeline:
                 self.timeline.append(Line(at_s=self.now_s, decision=decision))
@@ -569,7 +574,7 @@ class World:
             elif decision.move == Move.Splice:
                 before = plan.before[decision.task]
                 self._splice(before, self.tasks[decision.task], decision.cost)
-        # Who took a seat just now changes what time will bring.
+        # A task that took its devices just now changes what happens next.
         again_s = min(
             self.board.next_s(), math.inf if plan.look_again_s is None else plan.look_again_s
         )
@@ -621,7 +626,7 @@ _FREE = Conditions()
 
 
 def _left_s(task: Task, run: _Run, devices: int) -> float | None:
-    """What is left of what was expected, on so many devices; more than nothing: it is not done."""
+    """Return how much of the expected work is left, in s on so many devices; always more than 0."""
     arrival = run.arrival
     if task.expected_s is None:
         return None
@@ -630,7 +635,7 @@ def _left_s(task: Task, run: _Run, devices: int) -> float | None:
 
 
 def _slowed(seconds: float | None, arrival: Arrival, devices: int) -> float | None:
-    """What takes so long on all that it can use, on fewer."""
+    """Return how long work takes on fewer devices than the task can use."""
     if seconds is None or devices == arrival.ranks:
         return seconds
     return seconds * arrival.ranks / devices
@@ -652,7 +657,7 @@ def _us(seconds: float) -> int:
 
 
 def check(world: World, seen: Snapshot, plan: Plan) -> None:
-    """Look at the world after it obeyed a plan made of what was `seen`; raises Broken."""
+    """Check the world after it obeyed a plan made of the snapshot `seen`; raises Broken."""
     anew = decide(seen, now_s=world.now_s)
     for what in (
         *_hurried(plan),
@@ -667,20 +672,20 @@ def check(world: World, seen: Snapshot, plan: Plan) -> None:
 
 
 def _hurried(plan: Plan) -> Iterable[str]:
-    """A round is made again later, never at its own instant or in the past."""
+    """A next round must be later than the round that asks for it."""
     if is_hurried(plan):
         yield f"the round at {plan.now_s} s is to be made again at {plan.look_again_s} s"
 
 
 def _doubled(world: World) -> Iterable[str]:
-    """A device gives its seat to one task at a time."""
+    """A device must be held by one task at a time."""
     promised = (task for task in world.tasks.values() if task.state in HOLDS_A_SEAT)
     held = Counter(device for task in promised for device in task.seats)
     return [f"{n} tasks were promised {device}" for device, n in held.items() if n > 1]
 
 
 def _idle(world: World) -> Iterable[str]:
-    """No device stands free while a task that could run there waits, and no gang is waited for."""
+    """No device may be free while a task that could run on it waits, if no gang waits."""
     held = {d for task in world.tasks.values() if task.state in ON_A_DEVICE for d in task.holds}
     waiting = [task for task in world.tasks.values() if task.state == State.waiting]
     for task in waiting:
@@ -695,7 +700,7 @@ def _idle(world: World) -> Iterable[str]:
 
 
 def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:
-    """Nobody is paused for another before one full slice."""
+    """No task may be paused for another before one full slice."""
     for decision in plan.decisions:
         if decision.move == Move.Pause and decision.against is not None:
             victim, task = seen.tasks[decision.task], seen.tasks[decision.against]
@@ -707,7 +712,7 @@ def _hasty(seen: Snapshot, plan: Plan) -> Iterable[str]:
 
 
 def _missized(world: World) -> Iterable[str]:
-    """Who is on devices has no fewer than it needs, and no more than it can use."""
+    """A task on devices must have at least what it needs and at most what it can use."""
     for task in world.tasks.values():
         most = max(task.width, task.width_max)
         if task.seats and not task.width <= len(task.seats) <= most:
@@ -715,7 +720,7 @@ def _missized(world: World) -> Iterable[str]:
 
 
 def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:
-    """Every task that goes on waiting is told why."""
+    """Every task that still waits must have a reason."""
     moved = {decision.task for decision in anew.decisions if decision.move == Move.Launch}
     for task in seen.tasks.values():
         if task.state in NOT_STARTED and task.id not in moved and not anew.reasons.get(task.id):
@@ -723,9 +728,10 @@ def _unexplained(seen: Snapshot, anew: Plan) -> Iterable[str]:
 
 
 def _different(seen: Snapshot, plan: Plan, anew: Plan) -> Iterable[str]:
-    """The board that was kept up to date is the board made anew.
+    """The updated board must decide like a board built anew.
 
-    Only where nothing fades: this ledger books a stay when it ends, the board all along.
+    This is checked only if usage never fades: this ledger books a stay when it ends, the board all
+    along.
     """
     if seen.policy.half_life_s == 0 and plan.decisions != anew.decisions:
         yield f"kept up to date it decides {plan.decisions}, made anew {anew.decisions}"

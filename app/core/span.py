@@ -1,21 +1,24 @@
-"""Gangs that span islands: who of them may take seats, who keeps them, and who lets go.
+"""Multi-island gangs: which members may take devices, keep them, or must release them.
 
-A gang that is too wide for any one island takes a *ticket* on each of several, in the order of the
-islands' names, and its own seats on the last, its *home*.  A ticket is a task like others of its
-island: it waits for its turn by fair share, is charged for what it holds, and gives way when its
-slice is over.  Only it runs nothing: it keeps its seats for one epoch of its gang.
+A gang that is too wide for any one island takes a *ticket* on each of several islands, in the order
+of the islands' names.  It takes its own seats on the last island, its *home*.  A ticket is a task
+like others of its island: it waits for its turn by fair share, is charged for what it holds, and
+gives way when its slice is over.  But a ticket runs nothing: it keeps its devices for one epoch of
+its gang.
 
     tickets: 1. reserve, in order   a: waiting -> running   b: waiting -> running
     gang:    2. commit, at home     c: waiting -> starting: ranks on the seats of a, b and c
 
-The last seats are taken and the ranks are launched in one transaction.  Whoever decides about any
-member locks the gang's row and looks at all of them again; so either all tickets are good for the
-epoch of that launch, or none is used.
-This is `core.ticket` with seats for memory: who has seats on one island waits for those on later
-ones only, so no gangs wait for each other in a ring, and who cannot go on lets go of all behind.
+The last seats are taken and the ranks are launched in one transaction.  A scheduler that decides
+about a member locks the gang's row and looks at all members again.  So either all tickets are good
+for the epoch of that launch, or none is used.
 
-Every scheduler writes its own members only, from what the rows of all of them say at that moment.
-Nothing is told but "look again", so whoever dies and comes back finds what there is to do.
+This is `core.ticket` with seats in place of memory.  A member with seats on one island waits only
+for seats on later islands, so no gangs wait for each other in a ring.  A member that cannot
+continue releases all seats on later islands.
+
+Every scheduler writes only its own members, from what the rows of all members say at that moment.
+The only message is "look again", so a scheduler that restarts finds what there is to do.
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ from dataclasses import dataclass
 from app.core.island import Terms
 from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE, State
 
-OVER = "over"  # `Terms.lets_go`: its gang has ended,
-BACK = "back"  # or does not go on with these seats
+OVER = "over"  # `Terms.lets_go`: the gang has ended
+BACK = "back"  # `Terms.lets_go`: the gang does not use these seats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A gang, or one of its tickets, as its row says.
 
-    `good_for` is the epoch of its gang for which a ticket took its seats.  A gang is `willing` if
-    nobody holds or cancels it, and no attempt of it failed a moment ago.
+    `good_for` is the epoch of the gang for which a ticket took its devices.  A gang is `willing` if
+    no user holds or cancels it, and no attempt of it failed a moment ago.
     """
 
     island: str
@@ -46,10 +49,10 @@ class Member:
 
 
 def divided(width: int, devices: Mapping[str, int], islands: int) -> dict[str, int] | None:
-    """How many of `width` seats lie on which of at most so many `islands`, by name.
+    """Divide `width` devices among at most `islands` islands, by name; None if they are too few.
 
-    None if they are too few.  The fewest islands, for what ranks say to each other is slow between
-    them: so the largest, each filled before the next.
+    The largest islands are filled first, so that the fewest are used: ranks communicate slowly
+    between islands.
     """
     largest = sorted(devices, key=lambda id: (-devices[id], id))[:islands]
     found, left = dict[str, int](), width
@@ -61,7 +64,7 @@ def divided(width: int, devices: Mapping[str, int], islands: int) -> dict[str, i
 
 
 def due(gang: Member) -> int:
-    """The epoch of the launch that its tickets are for: the one under way, or the next."""
+    """Return the epoch of the launch that the tickets are for: the current launch, or the next."""
     return gang.epoch if gang.state in ON_A_DEVICE else gang.epoch + 1
 
 
@@ -74,14 +77,14 @@ def _lacking(tickets: Sequence[Member], gang: Member) -> tuple[str, ...]:
 
 
 def of_gang(gang: Member, tickets: Sequence[Member]) -> Terms:
-    """It is launched when all its tickets are held, and leaves its seats if one is asked back."""
+    """Return a gang's terms: start once all tickets are held, leave if a ticket is asked back."""
     lacking = _lacking(tickets, gang)
     on_seats = gang.state in ON_A_DEVICE
     return Terms(tickets=lacking, lets_go=lacking[0] if on_seats and lacking else "")
 
 
 def of_ticket(n: int, gang: Member, tickets: Sequence[Member]) -> Terms:
-    """The n-th of `tickets`, which stand in the order of their islands."""
+    """Return the terms of the n-th of `tickets`, which are in the order of their islands."""
     wanted = gang.state in NOT_STARTED and gang.willing
     before = _lacking(tickets[:n], gang)
     return Terms(
@@ -92,11 +95,12 @@ def of_ticket(n: int, gang: Member, tickets: Sequence[Member]) -> Terms:
 
 
 def _lets_go(ticket: Member, gang: Member, *, may_stay: bool) -> str:
-    """Why it gives up its seats, or its place in line, now; "" if it does not."""
+    """Return why a ticket gives up its devices, or its place in line, now; "" if it does not."""
     if gang.state in ENDED:
         return OVER
     if ticket.state not in ON_A_DEVICE:
         return ""
     if gang.state in ON_A_DEVICE and ticket.good_for == gang.epoch:
-        return ""  # the ranks are there; one that is asked back waits until they have left
+        # the ranks still use the seats; a ticket that is asked back waits until they have left
+        return ""
     return "" if may_stay and is_held(ticket, gang) else BACK

@@ -1,16 +1,16 @@
-"""A list of jobs that once came becomes arrivals for `core.simulate`.
+"""Read a list of past jobs as arrivals for `core.simulate`.
 
-Two forms are read, told apart by their header.
+There are two formats, recognised by their header.
 
-* Comma-separated, as the Philly list: `timestamp` (when it was submitted), `duration` (seconds),
-  `num_gpus`, `cluster` (the tenant), and if there are any `user`, `kind`, `tier`, `priority`,
-  `min_gpus`: a job that could do with fewer is elastic.  Other columns are left alone.
-* What Slurm's `sacct --parsable2` prints: `Submit`, `ElapsedRaw` (seconds), `Account` (the tenant),
-  `AllocTRES` or `ReqTRES` (`gres/gpu=8`), and if there are any `User` and `JobID`.  Steps of jobs
-  and jobs without accelerators are counted and left out.
+* Comma-separated, as in the Philly trace: `timestamp` (submission), `duration` (seconds),
+`num_gpus`, `cluster` (the tenant), and optionally `user`, `kind`, `tier`, `priority`, `min_gpus`. A
+job with fewer `min_gpus` is elastic.  Other columns are ignored.
+* The output of Slurm's `sacct --parsable2`: `Submit`, `ElapsedRaw` (seconds), `Account` (the
+tenant), `AllocTRES` or `ReqTRES` (`gres/gpu=8`), and optionally `User` and `JobID`.  Steps of jobs
+and jobs without accelerators are counted and left out.
 
 A time is ISO 8601 with a space or a T, or seconds since 1970.  Lines need not be sorted; the first
-job comes at 0 s.
+job arrives at 0 s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GPUS = re.compile(r"(?:^|,)gres/gpu=(\d+)(?=,|$)")
 
 
 class BadTrace(ValueError):
-    """What cannot be read, in which line, and what would do."""
+    """A line that can't be read, with what is wrong and what would be right."""
 
     def __init__(self, line: int, what: str) -> None:
         self.line, self.what = line, what
@@ -43,7 +43,10 @@ class BadTrace(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """`left_out` counts lines that are no job of ours; `began_s` is 0 s, in seconds since 1970."""
+    """Arrivals read from a list; `left_out` counts lines without a job to replay.
+
+    `began_s` is the time of 0 s, in seconds since 1970.
+    """
 
     arrivals: tuple[Arrival, ...]
     left_out: int
@@ -66,10 +69,10 @@ class _Row:
 def read(
     lines: Iterable[str], *, kind: str = "cuda", tier: str = "basic", expected: bool = True
 ) -> Trace:
-    """All jobs of a list; raises BadTrace at the first line that cannot be read.
+    """Read all jobs of a list; raises BadTrace at the first line that cannot be read.
 
-    `kind` and `tier` are those of jobs that say none.  With `expected` the scheduler knows how long
-    each will run, as the published replays of such lists assume.
+    `kind` and `tier` are used for jobs that name none.  With `expected` the scheduler knows how
+    long each job will run, as the published replays of such lists assume.
     """
     rows, left_out = list[_Row](), 0
     for row in _rows(iter(lines), kind, tier):
@@ -138,7 +141,7 @@ def _sacct(cells: _Cells, kind: str, tier: str) -> _Row | None:
     if gpus is None or not int(gpus[1]) or "." in cells.get("JobID"):
         return None
     if cells.text("ElapsedRaw") == "0":
-        return None  # it never ran
+        return None  # the job never ran
     width = cells.integer("gres/gpu", gpus[1], least=1, most=WIDEST)
     return _Row(
         at_s=cells.time("Submit"),
@@ -154,7 +157,7 @@ def _sacct(cells: _Cells, kind: str, tier: str) -> _Row | None:
 
 
 class _Cells:
-    """One line, by the names of its columns."""
+    """The cells of one line, by the names of their columns."""
 
     def __init__(self, line: int, values: Mapping[str, str]) -> None:
         self.line, self._values = line, values
@@ -184,7 +187,7 @@ class _Cells:
         return found
 
     def time(self, name: str) -> float:
-        """Seconds since 1970; a time without a zone is UTC."""
+        """Return seconds since 1970; a time without a zone is UTC."""
         text = self.text(name)
         try:
             if text.replace(".", "", 1).isdecimal():

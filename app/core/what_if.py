@@ -1,9 +1,9 @@
-"""What a simulation shows: a policy by its name, one replay, and its report as plain values.
+"""Run a simulation under a named policy, and report its result as plain values.
 
-The report is a dictionary for JSON; docs/fair_share.md explains each key.  Two waits are told:
-until the first start, and in all (`lost`: end minus arrival minus work, so pauses and switches
-count).  Who is owed how much is `core.division`'s: at each time every kind's devices are divided by
-weight, guarantee, limit and what is wanted then.
+The report is a dictionary for JSON; docs/fair_share.md explains each key.  There are two waiting
+times: until the first start, and in total (`lost`: end minus arrival minus work, so pauses and
+switches count).  `core.division` computes what each tenant is owed: at each time every kind's
+devices are divided by weight, guarantee, limit and what is wanted then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from app.core.island import Device, Policy, Tenant, User
 from app.core.meter import Interval, Key
 from app.core.simulate import Arrival, Costs, Report, simulate
 
-#: policy -> is it one line for all tenants, may tasks be paused, who goes before a gang that waits.
+#: policy -> (one queue for all tenants?, may tasks be paused?, which tasks may pass a waiting gang)
 POLICIES: Mapping[str, tuple[bool, bool, str]] = {
     "fair": (False, True, "easy"),
     "fair-easy": (False, False, "easy"),
@@ -32,16 +32,16 @@ POLICIES: Mapping[str, tuple[bool, bool, str]] = {
     "fifo-greedy": (True, False, "greedy"),
 }
 
-WIDTHS = (1, 2, 8, 16)  # the least devices of each class of width
-SHORT_S = 600.0  # a bounded slowdown takes no job for shorter
-CURVE = 100  # parts of a distribution
+WIDTHS = (1, 2, 8, 16)  # the least number of devices of each width class
+SHORT_S = 600.0  # a bounded slowdown counts shorter jobs as this long
+CURVE = 100  # points of a distribution, less one
 
 Value = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is replayed, and on what.  `users` are those whose weight is not 1."""
+    """The input of a replay.  `users` need only hold users with a weight other than 1."""
 
     arrivals: Sequence[Arrival]
     devices: Sequence[Device]
@@ -54,9 +54,9 @@ class Setup:
 
 
 def run(setup: Setup, *, go_on: Callable[[], bool] = lambda: True) -> tuple[Report, Value]:
-    """Replay it with the engine of an island; what asks for more than there is stays out.
+    """Replay the setup with the engine of an island, without tasks that need more than there is.
 
-    Raises `simulate.Stopped` when `go_on`, which is asked in each round, says no.
+    `go_on` is called in each round; raises `simulate.Stopped` when it returns False.
     """
     fitting = _fitting(setup)
     in_line, tenants, users = fitting, setup.tenants, setup.users
@@ -82,14 +82,14 @@ _ALL = "all"
 
 
 def policy(named: str, given: Policy) -> Policy:
-    """The given numbers under a policy of this name; without pauses nobody's patience ends."""
+    """Return the given policy under this name; without pauses, patience never ends."""
     _, turns, backfill = POLICIES[named]
     patience_s = given.patience_s if turns else math.inf
     return replace(given, turns=turns, backfill=backfill, patience_s=patience_s)
 
 
 def _fitting(setup: Setup) -> list[Arrival]:
-    """Those that could start, and need none of those that could not."""
+    """Return the arrivals that could start and that need none that could not."""
     memory: dict[str, list[int]] = defaultdict(list)
     for device in setup.devices:
         memory[device.kind].append(device.memory_bytes)
@@ -112,7 +112,7 @@ def _fitting(setup: Setup) -> list[Arrival]:
 
 
 def summary(setup: Setup, fitting: Sequence[Arrival], report: Report) -> Value:
-    """All figures of a replay, as docs/fair_share.md lists them."""
+    """Return all figures of a replay, as docs/fair_share.md lists them."""
     by_tenant: dict[str, list[Arrival]] = defaultdict(list)
     by_width: dict[int, list[Arrival]] = defaultdict(list)
     for arrival in fitting:
@@ -172,7 +172,7 @@ def _figures(arrivals: Sequence[Arrival], report: Report) -> Value:
 
 
 def spread(values: Iterable[float]) -> Value:
-    """Mean and quantiles; null where there is nothing."""
+    """Return mean and quantiles; null without values."""
     ordered = sorted(values)
     mean = math.fsum(ordered) / len(ordered) if ordered else None
     return {
@@ -183,14 +183,14 @@ def spread(values: Iterable[float]) -> Value:
 
 
 def quantile(ordered: Sequence[float], percent: int) -> float | None:
-    """The least value that so many percent of all are not above (nearest rank)."""
+    """Return the least value that is at or above `percent` percent of all (nearest rank)."""
     if not ordered:
         return None
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 def _curve(values: Iterable[float]) -> list[float]:
-    """Quantiles from the least to the greatest, in equal parts."""
+    """Return quantiles from the least to the greatest, in equal parts."""
     ordered = sorted(values)
     last = len(ordered) - 1
     return [round(ordered[n * last // CURVE], 3) for n in range(CURVE + 1)] if ordered else []
@@ -215,7 +215,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 class _Shares:
-    """What each tenant held, beside what it was owed, interval by interval."""
+    """The devices held by each tenant beside those it was owed, interval by interval."""
 
     def __init__(self, setup: Setup, report: Report) -> None:
         self._names = {tenant.id: tenant.name for tenant in setup.tenants}
@@ -227,7 +227,7 @@ class _Shares:
         self._held_s, self._owed_s = self._sums(self._held), self._sums(self._owed)
 
     def _sums(self, amounts: list[dict[str, float]]) -> dict[str, float]:
-        """Device-seconds by tenant."""
+        """Return device-seconds by tenant."""
         found: dict[str, float] = defaultdict(float)
         for by_tenant, lasts_s in zip(amounts, self._lengths_s, strict=True):
             for tenant, amount in by_tenant.items():
@@ -235,7 +235,7 @@ class _Shares:
         return found
 
     def of(self, tenant: str) -> Value:
-        """Its part of all device time, and the part that it was owed."""
+        """Return the tenant's part of all device time, and the part that it was owed."""
         share, fair = _part(self._held_s, tenant), _part(self._owed_s, tenant)
         return {
             "share": round(share, 4),
@@ -244,7 +244,7 @@ class _Shares:
         }
 
     def error(self) -> float:
-        """The mean part of all devices that was owed to one and held by another, or by nobody."""
+        """Return the mean part of all devices owed to a tenant but held by another, or idle."""
         lacking_s = math.fsum(
             lasts_s * sum(max(0.0, part - held.get(id, 0.0)) for id, part in owed.items())
             for lasts_s, owed, held in zip(self._lengths_s, self._owed, self._held, strict=True)
@@ -253,7 +253,7 @@ class _Shares:
         return round(lacking_s / capacity_s, 4) if capacity_s else 0.0
 
     def over_time(self) -> Value:
-        """Mean devices held by each tenant, and wanted by all, in intervals of `every_s`."""
+        """Return mean devices held by each tenant, and wanted by all, in intervals of `every_s`."""
         return {
             "every_s": self._lengths_s[0] if self._lengths_s else 0.0,
             "wanted": [round(wanted, 3) for wanted in self._wanted],
@@ -289,9 +289,9 @@ def _owed(setup: Setup, interval: Interval) -> dict[str, float]:
 def owed_by_tree(
     devices: int, kind: str, tenants: Iterable[Tenant], wanted: Mapping[str, float]
 ) -> dict[str, Fraction]:
-    """What each tenant that wants devices of a kind is owed of them now.
+    """Return what each tenant that wants devices of a kind is owed of them now.
 
-    What a tenant with others below it wants itself stands beside them, with weight 1.
+    If a tenant has children, its own demand stands beside theirs, with weight 1.
     """
     of = {tenant.id: tenant for tenant in tenants}
     below: dict[str | None, dict[str, None]] = defaultdict(dict)
