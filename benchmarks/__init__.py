@@ -1,7 +1,7 @@
-"""One program per row of DESIGN §10: `python -m benchmarks.NAME [--quick]`.
+"""Benchmarks: one program per row of DESIGN §10: `python -m benchmarks.NAME [--quick]`.
 
-Each measures its peers in the same run, and prints one JSON object as the last line on stdout; the
-long form also writes it to benchmarks/results/NAME.json.
+Each program measures its peers in the same run, and prints one JSON object as the last line on
+stdout. Without --quick it also writes the object to benchmarks/results/NAME.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`met` is whether `value` `op` `bound`; `op` is "<=" or ">="."""
+    """A bound for a measured value: `met` is True if `value` `op` `bound`; `op` is "<=" or ">="."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ def quick() -> bool:
 
 
 def report(name: str, targets: list[Target], peers: dict[str, Any]) -> int:
-    """Prints the result, keeps that of the long form; returns the exit status."""
+    """Print the result and store it unless `quick()`; returns the exit status."""
     result = {
         "benchmark": name,
         "targets": [{**asdict(target), "met": target.met} for target in targets],

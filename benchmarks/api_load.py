@@ -1,15 +1,15 @@
-"""How much the API takes in and how soon it answers, over HTTP, durable, on one machine.
+"""Measure how many requests the API accepts and how soon it answers, over HTTP, on one machine.
 
 python -m benchmarks.api_load [--quick]
 
 One API process as `make up` starts it, Postgres with fsync, and the callers share the machine.
 Callers are threads with a connection each, which send the next call when the last is answered.
-Submits are counted when they are answered, which is after their commit.  Reads are of 100,000
-requests (--quick: 10,000), each kind by two callers at once.  Lives are no-op functions, all
+Submits are counted when they are answered, which is after their commit. Reads are of 100,000
+requests (--quick: 10,000), each kind by two callers at once. Lives are no-op functions, all
 submitted at once, run by the real island and two real CPU devices, until the last is done.
 
-Beside it, without HTTP, from the threads of one process: Procrastinate deferring a job into the
-same Postgres, and Celery sending a task to the same Redis with every write synced to disk.
+Peers, without HTTP, from the threads of one process: Procrastinate defers jobs into the same
+Postgres, and Celery sends tasks to the same Redis with every write synced to disk.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from benchmarks import Target, quick, report
 CALLERS = 8
 READERS = 2
 REPEATS = 3
-TASKS = 100  # in a bulk
+TASKS = 100  # per bulk request
 START_S = 30.0
 LIVES_S = 600.0
 WATCH_S = 0.2
 
 CODE = "def nothing(ctx):\n    return {}\n"
 
-#: requests that have ended, each with a task and an event
+#: Inserts requests that have ended, each with a task and an event.
 FILL = """
 insert into requests (id, tenant_id, user_id, name, state, labels, ended_at)
   select 'req_' || lpad(to_hex(n), 32, '0'), :tenant, :user, 'r' || n, 'done',
@@ -123,14 +123,14 @@ def p99(ms: list[float]) -> float:
 @dataclass(frozen=True, slots=True)
 class Service:
     port: int
-    key: str  # of alpha's member
+    key: str  # key of alpha's member
     bundle: str
-    keys: dict[str, dict[str, str]]  # all: tenant -> role -> key
+    keys: dict[str, dict[str, str]]  # all keys: tenant -> role -> key
 
 
 @contextmanager
 def serving() -> Iterator[Service]:
-    """The API alone: nobody takes the work out again."""
+    """Start the API alone, without island and devices, so that the work stays queued."""
     seed.migrate()
     with db.transaction() as session:
         keys = seed.seed(session, {}, tenants=True)
@@ -180,7 +180,7 @@ def described(bundle: str, tasks: int = 1) -> dict[str, Any]:
 
 
 def fill(statements: str, **given: object) -> None:
-    """Rows of the member of alpha, whom the statements know as :tenant and :user."""
+    """Insert rows for the member of alpha; the statements name the member by :tenant and :user."""
     with db.transaction() as session:
         who = session.execute(
             text(
@@ -203,7 +203,7 @@ Act = Callable[[int], Callable[[], object]]
 
 
 class Caller:
-    """A connection that sends what is ready-made and reads no more than it must.
+    """A connection that sends prepared requests and reads no more than it must.
 
     A client library would cost more than the API does.
     """
@@ -215,7 +215,7 @@ class Caller:
         self.head = f"Host: localhost\r\nAuthorization: Bearer {service.key}\r\n"
 
     def call(self, first: str, body: bytes = b"", head: str = "") -> int:
-        """The status; `first` is the request line up to the version."""
+        """Send a request and return the status; `first` is the request line up to the version."""
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         self.socket.sendall(f"{first} HTTP/1.1\r\n{self.head}{kind}{head}\r\n".encode() + body)
         status = int(self.file.readline().split()[1])
@@ -229,7 +229,7 @@ class Caller:
 
 
 def per_s(act: Act, seconds: float) -> float:
-    """How often per second CALLERS threads do it."""
+    """Return the calls per second of CALLERS threads together."""
     done, stop = [0] * CALLERS, threading.Event()
 
     def go(n: int, doing: Callable[[], object]) -> None:
@@ -253,7 +253,7 @@ def median_per_s(act: Act, seconds: float) -> float:
 
 
 def submits(service: Service, seconds: float) -> dict[str, float]:
-    """Per second, by kind of request."""
+    """Return submits per second, by kind of request."""
     one = json.dumps(described(service.bundle)).encode()
     bulk = json.dumps(described(service.bundle, TASKS)).encode()
     keys = count()
@@ -271,7 +271,7 @@ def submits(service: Service, seconds: float) -> dict[str, float]:
 
         return act
 
-    per_s(submitting(one), 1.0)  # the first find everything cold
+    per_s(submitting(one), 1.0)  # warm-up
     return {
         "one task": median_per_s(submitting(one), seconds),
         "with a key": median_per_s(submitting(one, keyed=True), seconds),
@@ -280,7 +280,7 @@ def submits(service: Service, seconds: float) -> dict[str, float]:
 
 
 def reads(service: Service, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each read, by kind."""
+    """Return the milliseconds of each read, by kind."""
     found: dict[str, list[float]] = {}
     for name, path in READS.items():
         first = "GET " + path.replace("{id}", f"{77:032x}")
@@ -309,7 +309,7 @@ def _read(service: Service, first: str, until_s: float, took_ms: list[float]) ->
 
 
 def lives_s(system: Handle, lives: int) -> float:
-    """No-op tasks per second, from the first submit until the last is done."""
+    """Return no-op tasks per second, from the first submit until the last is done."""
     with Client(system.url, system.keys["alpha"]["member"]) as client:
         bundle = uploaded(client)
         began_s = time.perf_counter()
@@ -317,7 +317,7 @@ def lives_s(system: Handle, lives: int) -> float:
             client.submit(described(bundle, min(TASKS, lives - n)))["id"]
             for n in range(0, lives, TASKS)
         ]
-        # All tasks of a request at each of their changes would cost as much as what is measured.
+        # Reading all tasks of a request at each change would cost as much as what is measured.
         while client.get("/v1/requests", state="queued,running", limit=1)["items"]:
             if time.perf_counter() > began_s + LIVES_S:
                 raise TimeoutError(f"not all of {lives} lives have ended after {LIVES_S:g} s")
@@ -333,7 +333,7 @@ def lives_s(system: Handle, lives: int) -> float:
 
 
 def procrastinate_defers(postgres: str, seconds: float) -> dict[str, float]:
-    """Jobs deferred per second, each a transaction of its own."""
+    """Return jobs deferred per second, each in a transaction of its own."""
     conninfo = make_url(postgres).set(drivername="postgresql").render_as_string(False)
     connector = procrastinate.SyncPsycopgConnector(conninfo=conninfo, max_size=CALLERS)
     app = procrastinate.App(connector=connector)
@@ -348,7 +348,7 @@ def procrastinate_defers(postgres: str, seconds: float) -> dict[str, float]:
 
 
 def celery_sends(url: str, seconds: float) -> dict[str, float]:
-    """Messages sent per second, each synced to disk before Redis answers."""
+    """Return messages sent per second, each synced to disk before Redis answers."""
     with redis.Redis.from_url(url) as server:
         server.config_set("appendonly", "yes")
         server.config_set("appendfsync", "always")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.chaos [--quick]
 
-The system is that of `make up`, with two CPU devices.  Jobs are submitted one after another while
-parts get `kill -9`, Redis loses all it has, and a device worker or the island is stopped for longer
-than its lease and then goes on.  Which disturbance comes when is drawn from a fixed seed.
+The system is that of `make up`, with two CPU devices. Jobs are submitted one after another.
+Meanwhile parts get `kill -9`, Redis loses all its data, and a device worker or the island is
+stopped for longer than its lease and then continued. A fixed seed draws the order and the times.
 
 Afterwards every job must have ended with the parameters and the losses of the same job run alone
 (`workers.job`), no two processes may have run one task at once, the ledger must be equal in all its
@@ -48,14 +48,15 @@ DEVICES = 2
 SUMMED = ("placements", "usage", "charged placements", "charged usage", "accounts")
 STOPPED_S = {"stop device": 15.0, "stop island": 20.0}
 PATIENCE_S = 60.0
-OWN = ("template", "probe")  # in a device worker's folder of scratch folders, no resident's
-GONE_S = 20.0  # the kernel takes mounts and groups away after their last process
+# entries of a device worker's folder of scratch folders that are no resident's
+OWN = ("template", "probe")
+GONE_S = 20.0  # the kernel removes mounts and groups some time after their last process
 ENV = {"ROUNDHOUSE_DEVICE_THREADS": "1", "ROUNDHOUSE_SLICE_MAX_S": "5"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`disturbances` says how many of each kind come within `length_s`."""
+    """The size of a run; `disturbances` has the number of each kind within `length_s`."""
 
     jobs: int
     steps: int
@@ -121,7 +122,7 @@ def main() -> int:
 
 
 def _disturbed(system: System, plan: Plan, traces: Traces) -> tuple[Chaos, list[JSON]]:
-    """Submit all jobs while the system is disturbed; the tasks, once all have ended."""
+    """Submit all jobs while the system is disturbed; returns the tasks once all have ended."""
     draw = random.Random(SEED)
     chaos = Chaos(system, draw, traces)
     kinds = [kind for kind, count in plan.disturbances.items() for _ in range(count)]
@@ -141,7 +142,7 @@ def _disturbed(system: System, plan: Plan, traces: Traces) -> tuple[Chaos, list[
 
 
 def _submit(system: System, plan: Plan) -> list[tuple[str, str]]:
-    """(tenant, request) of each job; the first six at once, the others while there is chaos."""
+    """Submit all jobs, the first six at once; returns (tenant, request) of each."""
     at_once, accepted = 2 * len(TENANTS), []
     between_s = 0.7 * plan.length_s / (plan.jobs - at_once)
     for n in range(plan.jobs):
@@ -164,7 +165,9 @@ def _params(tenant: str, steps: int) -> JSON:
 
 
 def _ended(system: System, tenant: str, id: str, steps: int, until_s: float) -> JSON:
-    """The request's task; if it did not end in time, as it is then."""
+    """Wait for the request to end and return its task; in its current state if it does not end in
+    time.
+    """
     client = system.client(tenant)
     with contextlib.suppress(TimeoutError):
         client.wait(id, timeout_s=max(1.0, until_s - time.monotonic()))
@@ -178,9 +181,9 @@ def _ended(system: System, tenant: str, id: str, steps: int, until_s: float) -> 
 
 
 class Chaos:
-    """One disturbance after another; `made` counts them by kind.
+    """Makes disturbances one after another; `made` counts them by kind.
 
-    `seen` is how much of each kind of trace there was while jobs ran.
+    `seen` is the number of traces of each kind while jobs ran.
     """
 
     def __init__(self, system: System, draw: random.Random, traces: Traces) -> None:
@@ -205,7 +208,7 @@ class Chaos:
         _say(kind if made else f"{kind}: there was none")
 
     def calm(self) -> None:
-        """Wait until all that was stopped goes on."""
+        """Wait until all stopped processes have been continued."""
         for timer in self.stopped:
             timer.join()
 
@@ -218,7 +221,7 @@ class Chaos:
         return True
 
     def _kill_one(self, kind: str) -> bool:
-        """False if there is none now, or it ended by itself."""
+        """Kill one process; False if there is none now, or it ended by itself."""
         with contextlib.suppress(psutil.NoSuchProcess):
             system = self.system
             processes = system.zygotes() if kind == "zygote" else system.residents()
@@ -241,7 +244,7 @@ class Chaos:
         with redis.Redis.from_url(self.system.handle.facts["redis_url"]) as client:
             try:
                 return bool(client.flushall())
-            except redis.RedisError:  # it starts just now
+            except redis.RedisError:  # Redis is just starting
                 return False
 
 
@@ -255,7 +258,7 @@ def _go_on(process: psutil.Process) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgment:
-    """What holds of one job; `wrong_metrics` are rows that the job run alone does not have."""
+    """The verdict on one job; `wrong_metrics` are rows that the job run alone does not have."""
 
     task: JSON
     has_right_bits: bool
@@ -285,7 +288,7 @@ def _judged(system: System, task: JSON) -> Judgment:
 
 
 def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
-    """What this job ends with, and the loss of each step, when nothing happens to it."""
+    """Return the result of this job, and the loss of each step, when it runs undisturbed."""
     params, preset = json.dumps({**task["params"], "step_s": 0.0}), json.dumps(task["preset"])
     if params + preset not in _alone:
         words = (str(JOBS), ENTRY, "--params", params, "--preset", preset)
@@ -301,22 +304,22 @@ def _undisturbed(task: JSON) -> tuple[JSON, dict[int, float]]:
 
 @dataclass
 class Traces:
-    """What of the system is on this host; `shared` are names that it used in /dev/shm."""
+    """Traces of the system on this host; `shared` are names that it used in /dev/shm."""
 
     home: Path
     devices: list[str]
     shared: set[str] = field(default_factory=set)
 
     def look(self, supervisor: int) -> None:
-        """Keep the names in /dev/shm that processes below this one use now."""
+        """Record the names in /dev/shm that processes below this one use now."""
         for process in psutil.Process(supervisor).children(recursive=True):
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # the process ended meanwhile
                 maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
                 names = (line.partition("/dev/shm/")[2] for line in maps)
                 self.shared |= {name.removesuffix(" (deleted)") for name in names if name}
 
     def after_stop(self) -> dict[str, list[str]]:
-        """By kind, what is there once all is gone, or `GONE_S` later."""
+        """Return by kind what is left once nothing is left, or after `GONE_S`."""
         until_s = time.monotonic() + GONE_S
         while any((left := self.now()).values()) and time.monotonic() < until_s:
             time.sleep(0.2)
@@ -340,7 +343,7 @@ class Traces:
 
 
 def _text(file: Path) -> str:
-    """Empty for a loop device that was given back just now."""
+    """Return the file's text; empty for a loop device that has just been released."""
     try:
         return file.read_text()
     except OSError:

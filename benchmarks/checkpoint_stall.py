@@ -1,19 +1,20 @@
-"""How long a job stands still for a checkpoint, and how long until it is durable.
+"""Measure how long a checkpoint stalls a job, and how long it takes until the checkpoint is
+durable.
 
     python -m benchmarks.checkpoint_stall [--quick]
 
-A transformer with AdamW trains on one thread; its parameters and optimizer state are 300 MB and
-1 GB (one tenth of that with --quick).  Every other step is followed by a checkpoint, to the same
-disk, flushed to it.  Each way runs in a process of its own, in turn:
+A transformer with AdamW trains on one thread; its parameters and optimizer state are 300 MB and 1
+GB (one tenth of that with --quick). Every other step is followed by a checkpoint, to the same disk,
+flushed to it. Each way runs in a process of its own, in turn:
 
 * ours: captured and staged as in a resident, written as chunks by another process as in a device
-  worker; the stall is the time at the safe point and what the optimizer waits for;
+  worker; the stall is the time at the safe point and the time that the optimizer waits;
 * `torch.save` and fsync; `dcp.save`; `dcp.async_save` (threads, a stager that keeps its buffers),
   its first call and the later ones.
 
-The figures are medians over all checkpoints but the first of each process, in wall time, all rounds
-together; beside them the CPU time of the job's own thread, which says more on a machine that others
-load, and by how much the next step is longer than one without a checkpoint.
+The figures are medians over all checkpoints but the first of each process, in wall time, over all
+rounds. Beside them stands the CPU time of the job's own thread, which is more reliable on a loaded
+machine, and by how much the next step is longer than one without a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from benchmarks import Target, quick, report
 
 WAYS = ("ours", "torch.save", "dcp.save", "dcp.async_save")
 SIZES = {"300 MB": 300_000_000, "1 GB": 1_000_000_000}
-STEP_S = 1.0  # what the bound on the stall is a part of
+STEP_S = 1.0  # the bound on the stall is a fraction of this
 WIDTH = 512
-WATCHED_S = 0.6  # of forward and backward in a step, so that there is a step to overlap with
+WATCHED_S = 0.6  # seconds of forward and backward in a step, so that there is work to overlap with
 
 JSON = dict[str, Any]
 
@@ -61,7 +62,7 @@ def main() -> int:
     return compare()
 
 
-# --- all of them --------------------------------------------------------------------------------
+# --- all ways -----------------------------------------------------------------------------------
 
 
 def compare() -> int:
@@ -130,11 +131,11 @@ def in_a_process(way: str, size: int, times: int) -> list[JSON]:
     return rows
 
 
-# --- one of them --------------------------------------------------------------------------------
+# --- one way ------------------------------------------------------------------------------------
 
 
 class Training:
-    """A job whose parameters and state take about `size` bytes."""
+    """A job with about `size` bytes of parameters and optimizer state."""
 
     def __init__(self, size: int) -> None:
         import torch
@@ -151,7 +152,7 @@ class Training:
         self.took_s = 0.0
 
     def step(self) -> None:
-        """Forward and backward until there was enough of it, then the optimizer."""
+        """Run forward and backward for WATCHED_S at least, then the optimizer."""
         began_s = time.perf_counter()
         while True:
             self.net(self.batch).square().mean().backward()
@@ -191,7 +192,7 @@ def train(way: str, size: int, folder: Path, times: int) -> list[JSON]:
     return rows
 
 
-Save = Callable[[int], "Future[float]"]  # the instant at which it was durable, by perf_counter
+Save = Callable[[int], "Future[float]"]  # returns the time at which it was durable, by perf_counter
 
 
 def done_now() -> Future[float]:
@@ -300,7 +301,7 @@ def with_ours(job: Training, folder: Path) -> tuple[Save, Callable[[], float]]:
 
 
 def write_for(fd: int, folder: Path) -> int:
-    """The device worker's part: keep what lies in the slab whenever a line says so."""
+    """Act as the device worker: write the slab's image to the store whenever a line says so."""
     from app.core.messages import Launch
     from app.store import Store
     from workers import transfer

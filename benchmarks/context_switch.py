@@ -1,21 +1,22 @@
-"""How long a device computes nothing while one job leaves its seat and another takes it.
+"""Measure how long a device computes nothing while one job leaves its slot and another takes it.
 
     python -m benchmarks.context_switch [--quick]
 
-Two jobs take turns on one CPU device: a real supervisor and real residents, the island is played.
-A switch is counted from the end of the last step of one job to the beginning of the first step of
-the other, by the jobs' own clocks, so everything is in it.
+Two jobs take turns on one CPU device: a real supervisor and real residents, with a simulated
+island. A switch lasts from the end of the last step of one job to the beginning of the first step
+of the other, by the jobs' own clocks, so everything is in it.
 
 * fits: both have their memory on the device.
-* must move: the device has memory for one.  Every turn changes all of a job's bytes; at a switch
-  they leave for its slab while those of the other come back from its own.  Their sum over the time
-  is compared with `memcpy` of the same sizes, out and then back, with as many threads as come back
-  (two), into memory that was touched before, in turn with the switches.  The first four switches,
-  in which memory is touched for the first time, are told apart.
-* Beside it: a new process that imports torch and loads the same bytes by `torch.load`.
+* must move: the device has memory for one. Every turn changes all of a job's bytes. At a switch
+  they are offloaded to its slab while those of the other come back from its own. The bandwidth of
+  both together is compared with `memcpy` of the same sizes, out and then back. The copy uses as
+  many threads as coming back does (two), into memory that was touched before, in turn with the
+  switches. The first four switches, which touch memory for the first time, are reported apart.
+* Peer: a new process that imports torch and loads the same bytes by `torch.load`.
 
-With a CUDA device the same storages also leave and come back there, each direction beside a pinned
-copy, and two of them in opposite directions at once.  Without one the result says so.
+With a CUDA device the same storages are also offloaded there and brought back: each direction
+beside a pinned copy, and two of them in opposite directions at once. Without one the result says
+so.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def turn(ground: Ground, task: str, epoch: int, size: int) -> None:
 
 
 def at_rest(ground: Ground) -> None:
-    """Images of the turns before are in the store, and nothing but steps goes on."""
+    """Wait until earlier images are in the store, so that nothing but steps goes on."""
     residents = ground.supervisor.residents
 
     def quiet() -> bool:
@@ -171,7 +172,7 @@ def at_rest(ground: Ground) -> None:
 
 
 class Memcpy:
-    """Out and then back, as many bytes as each job has, by THREADS threads."""
+    """Copies as many bytes as each job has out and then back, by THREADS threads."""
 
     def __init__(self, size: int) -> None:
         self.size, self.threads = size, ThreadPoolExecutor(THREADS)
@@ -201,7 +202,9 @@ class Memcpy:
 
 
 def restarted_s(folder: Path, size: int) -> float:
-    """A new process, torch imported, the same bytes loaded from a warm file; the best of three."""
+    """Return the seconds of a new process that imports torch and loads the bytes; the best of
+    three.
+    """
     path = folder / "checkpoint.pt"
     torch.save([torch.ones(PART_BYTES // 4) for _ in range(size // PART_BYTES)], path)
     code = f"import torch; torch.load({str(path)!r})"
@@ -218,7 +221,7 @@ def restarted_s(folder: Path, size: int) -> float:
 
 
 def on_cuda(size: int) -> tuple[list[Target], JSON]:
-    """Each direction beside a pinned copy of the same bytes, and both at once."""
+    """Measure each direction beside a pinned copy of the same bytes, and both at once."""
     from workers import slab
     from workers.absence import Absence
     from workers.accelerator import Accelerator
@@ -229,7 +232,7 @@ def on_cuda(size: int) -> tuple[list[Target], JSON]:
     size, cuda = max(size, 2**30), Accelerator("cuda")
 
     class Parked:
-        """One job's state, and what takes it off the device and back."""
+        """A job's state on the device, with the code that offloads it and brings it back."""
 
         def __init__(self) -> None:
             count = size // (16 * MB)
@@ -250,7 +253,7 @@ def on_cuda(size: int) -> tuple[list[Target], JSON]:
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device=cuda.device)
     one, other = Parked(), Parked()
-    for parked in (one, other):  # once for the page tables
+    for parked in (one, other):  # a first time, for the page tables
         parked.leave()
         parked.come_back()
     rows = []

@@ -1,15 +1,15 @@
-"""Bytes kept for N replicas of a job, and for its next checkpoint when 5 % of it changed.
+"""Measure the bytes stored for N replicas of a job, and for its next checkpoint when 5 % changed.
 
 python -m benchmarks.dedupe [--quick]
 
-Each replica is captured as a resident captures its job (`workers.capture`), laid out in a slab and
-written by what a device worker writes with (`workers.checkpoint`), into one store.  Stored is what
-the files take: chunks, manifests and all.  Every image is read back and compared.  A replica has a
-tensor and random numbers of its own beside parameters and optimizer state that are equal on all.
+Each replica is captured as in a resident (`workers.capture`), laid out in a slab and written with
+the code of a device worker (`workers.checkpoint`), into one store. Stored bytes are the size of all
+files: chunks, manifests and all. Every image is read back and compared. A replica has a tensor and
+random numbers of its own. Parameters and optimizer state are equal on all replicas.
 
-Beside it `torch.distributed.checkpoint` (DCP) with real gloo ranks on the same state: its bytes,
-and its two silent losses.  It keeps one of several tensors that ranks hold under the same key: the
-others' private ones are gone, and so is the news that a replica has diverged.
+The peer is `torch.distributed.checkpoint` (DCP) with real gloo ranks on the same state: its bytes,
+and its two silent losses. Of several tensors that ranks hold under the same key it keeps one: the
+private tensors of the others are lost, and so is the fact that a replica has diverged.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ JSON = dict[str, Any]
 
 
 class Job:
-    """A transformer after one step of AdamW, alike on all ranks but for what is the rank's own."""
+    """A transformer after one step of AdamW, equal on all ranks except for the rank's private
+    state.
+    """
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(1)
         layer = torch.nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, batch_first=True)
         self.model = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        for parameter in self.model.parameters():  # layers begin as copies of one another
+        for parameter in self.model.parameters():  # because layers begin as copies of one another
             torch.nn.init.normal_(parameter, std=0.02)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model.parameters():
@@ -91,7 +93,7 @@ class Slab:
         )  # fmt: skip
 
     def must_be(self, written: Written, store: Store, signer: Signer) -> None:
-        """Raises unless the store gives this very image back."""
+        """Assert that the store returns exactly this image."""
         into = new_memory(0)
         there = checkpoint.read(
             written.sha256, into=into, tenant="ten_a", key=signer.public, store=store
@@ -106,7 +108,9 @@ class Slab:
         os.close(self.fd)
 
     def change(self, chance: random.Random) -> int:
-        """Change whole storages, CHANGED of all bytes at most; how many bytes that is."""
+        """Change whole storages, CHANGED of all bytes at most; returns the number of bytes
+        changed.
+        """
         left = changed = int(CHANGED * self.layout.held_bytes)
         for place in chance.sample(self.layout.storages, len(self.layout.storages)):
             if place.size <= left:
@@ -116,7 +120,9 @@ class Slab:
 
 
 def _parts(layout: Layout) -> list[slice]:
-    """Where the graph and each storage lie; an image that was read lies elsewhere than before."""
+    """Return the places of the graph and each storage; they differ between a slab and a read
+    image.
+    """
     return [slice(e.offset, e.offset + e.size) for e in (layout.graph, *layout.storages)]
 
 
@@ -136,7 +142,7 @@ def raw(storage: torch.UntypedStorage) -> bytes:
 
 
 def replicas(number: int) -> JSON:
-    """`number` ranks, one after the other, into one store; then the first one's next checkpoint."""
+    """Store `number` ranks, one after the other, in one store, and measure bytes and times."""
     with folder() as where:
         store, signer = Store(Folder(where / "store")), Signer.at(where / "key")
         naive, seconds, private = 0, list[float](), set[str]()
@@ -164,7 +170,7 @@ def own_chunks(store: Store, signer: Signer, written: Written) -> frozenset[str]
 
 
 def next_checkpoints() -> JSON:
-    """The same resident again and again, 5 % of its bytes changed each time."""
+    """Store checkpoints of one resident with 5 % of its bytes changed each time."""
     chance = random.Random(5)
     with folder() as where:
         store, signer, known = Store(Folder(where / "store")), Signer.at(where / "key"), Known()
@@ -190,7 +196,7 @@ def next_checkpoints() -> JSON:
 
 
 def ours_keeps() -> JSON:
-    """The two cases of DCP below, by us."""
+    """Run the two cases in which DCP loses data with our code."""
     with folder() as where:
         store, signer = Store(Folder(where / "store")), Signer.at(where / "key")
         found, addresses = [], []
@@ -200,10 +206,11 @@ def ours_keeps() -> JSON:
                 next(job.model.parameters()).view(-1)[0] += rank  # rank 1 has diverged
             slab = Slab(job)
             written = slab.write(store, signer, 1, Known())
-            slab.must_be(written, store, signer)  # so all of both is there
+            slab.must_be(written, store, signer)  # so everything of both ranks is there
             found.append(written.size_bytes)
             addresses.append(own_chunks(store, signer, written))
-        # The graph, the private tensor's group and the diverged weight's chunk differ; no more.
+        # Only the graph, the group of the private tensor and the chunk of the diverged weight
+        # differ.
         return {
             "private_tensors_kept": True,
             "diverged_replicas_kept": True,
@@ -249,7 +256,7 @@ def dcp_with(number: int) -> JSON:
             "stored_bytes": size_of(where / "saved"),
             "private_tensors_kept": all(private == "True" for private, _ in kept),
             "diverged_replicas_kept": all(diverged == "True" for _, diverged in kept),
-            "divergence_is_seen": False,  # it saved and loaded without a word
+            "divergence_is_seen": False,  # it saved and loaded without any message
         }
 
 

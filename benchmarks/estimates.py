@@ -1,16 +1,16 @@
-"""How well runtimes and waits are foretold, on a real cluster's job list (rule F10).
+"""Measure how well runtimes and waits are predicted, on a real cluster's job list (rule F10).
 
 python -m benchmarks.estimates [--quick] [--full] [TRACE]
 
-The list is replayed under fair share with EASY reservations.  A history is learned from tasks that
-ended; from day 30 on some tasks ask at submission when they will start, so that the calibration
-learns, and from day 60 on their answers are compared with what came true, for those who then
-waited over a minute.  Learning goes on all the time, as on an island.  Beside it: the same model
-with the tenant's 90th percentile as everyone's limit, as users of EASY give them, and with all
-durations known.  `--full` adds 512 devices, `--quick` asks fewer.
+The list is replayed under fair share with EASY reservations. A history is learned from tasks that
+ended. From day 30 on some tasks ask at submission when they will start, so that the calibration
+learns. From day 60 on the answers of tasks that then waited over a minute are compared with the
+truth. Learning goes on all the time, as on an island. Peers: the same model with the tenant's 90th
+percentile as the limit of all jobs, as users of EASY give them, and with all durations known.
+`--full` adds 512 devices, `--quick` asks fewer tasks.
 
-The list names no requests.  What a tenant submits for as many devices with gaps of two minutes at
-most is taken for one request here.
+The list names no requests. Jobs of one tenant for equally many devices, with gaps of two minutes at
+most, are taken for one request here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DAY_S = 86_400.0
 HALF_LIFE_S = 7 * DAY_S
 LEARN_FROM_S, TRAIN_S = 30 * DAY_S, 60 * DAY_S
 REQUEST_GAP_S = 120.0
-WAITED_S = 60.0  # who waits less did not have to wait
+WAITED_S = 60.0  # tasks with shorter waits are not counted
 ENOUGH = 20  # samples before the plain peer uses a key
 
 
@@ -91,7 +91,7 @@ def load(path: Path) -> list[Job]:
 
 @dataclass(slots=True, kw_only=True)
 class World:
-    """What an island sees; `score` is usage, scaled to the start of the list."""
+    """The island's state in the replay; `score` is usage, scaled to the start of the list."""
 
     jobs: list[Job]
     free: int
@@ -111,7 +111,7 @@ class World:
         insort(self.ends, (self.now_s + one.runtime_s, job))
 
     def heads(self) -> list[int]:
-        """Each tenant's first job, the least served tenant's first."""
+        """Return each tenant's first job, with the least served tenant's first."""
         waiting = [tenant for tenant, queue in self.queues.items() if queue]
         return [self.queues[t][0] for t in sorted(waiting, key=lambda t: (self.score[t], t))]
 
@@ -124,10 +124,10 @@ def replay(
     started: Callable[[World, int], None],
     ended: Callable[[World, int], None],
 ) -> World:
-    """Fair share (usage fades in 7 days, charged at the start) with one EASY reservation.
+    """Replay fair share (usage fades in 7 days, charged at the start) with one EASY reservation.
 
-    The loop knows all durations; who asks does not.  `asked` is called for a job that was
-    submitted and has to wait, `started` and `ended` when that comes true.
+    The loop knows all durations; the callbacks must not use them. `asked` is called for a submitted
+    job that has to wait, `started` and `ended` when the job starts and ends.
     """
     world = World(jobs=jobs, free=devices)
     came = 0
@@ -151,7 +151,7 @@ def replay(
 
 
 def fill(world: World) -> list[int]:
-    """Start whoever may start now: in fair order, then around the first one's reservation."""
+    """Start all jobs that may start now: in fair order, then around the first job's reservation."""
     seated = []
     while (heads := world.heads()) and world.jobs[heads[0]].width <= world.free:
         world.start(heads[0])
@@ -189,7 +189,7 @@ def filler(world: World, shadow_s: float, spare: int) -> int | None:
 
 
 class Fixed(Curve):
-    """A runtime that is sure; who outlasts it has half as long again."""
+    """A known runtime; a job that outlasts it is expected to run half as long again."""
 
     def __init__(self, runtime_s: float) -> None:
         super().__init__([])
@@ -200,7 +200,7 @@ class Fixed(Curve):
 
 
 class Known:
-    """Runtimes of `who` whose only key is the runtime itself."""
+    """Runtimes with the runtime itself as the only key."""
 
     def curve(self, who: tuple[Any, ...]) -> Curve:
         return Fixed(who[-1])
@@ -210,7 +210,9 @@ class Known:
 
 
 class Limits:
-    """What users give EASY: the 90th percentile of their tenant's ended jobs, for all jobs."""
+    """The limits that users give EASY: the 90th percentile of their tenant's ended jobs, for all
+    jobs.
+    """
 
     def __init__(self) -> None:
         self.ended: dict[str, list[float]] = defaultdict(list)
@@ -227,7 +229,7 @@ class Limits:
 
 
 class Plain:
-    """Quantiles of all that ever ended, of the most specific key with enough of them."""
+    """Quantiles of all ended jobs, for the most specific key with enough of them."""
 
     def __init__(self) -> None:
         self.ended: dict[Any, list[float]] = defaultdict(list)
@@ -244,12 +246,12 @@ class Plain:
         return low, middle, high
 
 
-# --- what is asked and what came true -----------------------------------------------------------
+# --- questions and the truth --------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class Answers:
-    """(p10, p50, p90, what came true) in seconds, and the time of one core for each answer."""
+    """The answers as (p10, p50, p90, truth) in seconds, and the CPU seconds of each answer."""
 
     rows: list[tuple[float, float, float, float]] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
@@ -267,7 +269,7 @@ class Answers:
 
 
 class Watch:
-    """Asks while the list is replayed, and marks the answers when the truth is known."""
+    """Asks while the list is replayed, and records the answers when the truth is known."""
 
     def __init__(self, jobs: list[Job], *, learn_every: int, ask_every: int) -> None:
         self.jobs = jobs
@@ -344,7 +346,9 @@ class Watch:
 
 
 def plain(told: Estimate) -> Estimate:
-    """The same answer without its calibration: the 10th and 90th percentile of a normal log."""
+    """Return the answer without calibration: the 10th and 90th percentile of a log-normal
+    distribution.
+    """
     away = math.exp(1.2816 * told.model_spread)
     return Estimate(
         p10_s=told.model_s / away,
@@ -356,7 +360,7 @@ def plain(told: Estimate) -> Estimate:
 
 
 def scene(world: World, *, known: bool) -> Scene:
-    """What an island knows; with `known`, the only key of a job is its runtime."""
+    """Return what an island knows; with `known`, the only key of a job is its runtime."""
     jobs, faded = world.jobs, 2 ** (-world.now_s / HALF_LIFE_S)
 
     def who(job: int) -> tuple[Any, ...]:

@@ -1,16 +1,16 @@
-"""How many picks a second the tenant tree makes, and what the peers make of the same rule.
+"""Measure the picks per second of the tenant tree, and of peers with the same rule.
 
     python -m benchmarks.fair_pick [--quick]
 
-A pick finds who goes first, removes it and charges it a turn: usage fades with a half-life of a
-week, is counted exactly, and each tenant has one user.  All figures are medians of five rounds of
-CPU time of one core, for Postgres of wall time.  Beside it, in the same run:
+A pick finds the task that goes first, removes it and charges its user a turn. Usage fades with a
+half-life of a week and is counted exactly; each tenant has one user. All figures are medians of
+five rounds of CPU time of one core, for Postgres of wall time. Peers in the same run:
 
 * the naive way: decay every tenant's usage, then scan all for the least served;
 * Postgres: `for update skip locked` on a tenant and a job, in one function, with 1,000 tenants;
   durably, and with commits that do not wait for the disk;
-* a flood: how long the slowest in a hundred picks of the others takes before and after one tenant
-  adds a million tasks.
+* a flood: the 99th percentile of other tenants' picks before and after one tenant adds a million
+  tasks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def tenant_counts() -> tuple[int, int, int]:
 
 
 def crowd(tenants: int, tasks: int) -> FairTree[str]:
-    """Tenants of four weights with different usage; their tasks came in turn."""
+    """Make tenants of four weights with different usage; their tasks come in turn."""
     tree = FairTree[str](half_life_s=HALF_LIFE_S)
     paths = [plant(tree, n) for n in range(tenants)]
     for n in range(tasks):
@@ -127,7 +127,7 @@ def pick(tree: FairTree[str]) -> str:
 
 
 def picks_per_s(tenants: int, picks: int) -> float:
-    """Of a tree that holds a million tasks at first, and is as deep in its rounds as it will be."""
+    """Measure picks from a tree with a million tasks at first, after a pick for each tenant."""
     tree = crowd(tenants, TASKS)
     for _ in range(tenants):
         pick(tree)
@@ -147,10 +147,13 @@ def per_s(once: Callable[[], object], times: int) -> float:
 
 
 def flood_us(picks: int) -> tuple[float, float]:
-    """p99 of a pick of the others, before and after."""
+    """Return the p99 of a pick of the other tenants, before and after the flood, in
+    microseconds.
+    """
     tree = crowd(FEWEST_TENANTS, 6 * picks)
     path = plant(tree, FEWEST_TENANTS)
-    tree.charge(tree.branches[path], tree.faded(TURN_US * picks))  # its turn does not come
+    # so high a usage that the flooding tenant is not picked
+    tree.charge(tree.branches[path], tree.faded(TURN_US * picks))
     push(tree, path, TASKS)
     before_us = p99_us(tree, picks)
     for n in range(TASKS):
@@ -176,7 +179,7 @@ def round_p99_us(tree: FairTree[str], picks: int) -> float:
 
 
 def naive_picks_per_s(tenants: int) -> float:
-    """Every tenant's usage fades at each pick; then the lowest is looked for."""
+    """Measure picks that fade every tenant's usage and then scan for the lowest."""
     used = [float(n * 7919 % 1000) for n in range(tenants)]
     weight = [1 + n % 4 for n in range(tenants)]
     fading = 2.0 ** (-1 / HALF_LIFE_S)

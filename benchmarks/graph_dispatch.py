@@ -1,23 +1,23 @@
-"""What a node of a graph costs beyond its work: OpByOp, chained and fused, beside the peers.
+"""Measure the cost of a graph's node beyond its work: OpByOp, chained and fused, beside the peers.
 
     python -m benchmarks.graph_dispatch [--quick]
 
 As in Pathways (section 5.1): a chain of 128 nodes, each of which adds two tensors of four numbers.
 OpByOp runs one node at a time and waits for each, chained is one call for the chain, fused one node
-that does the work of all.  Ours is a graph in its resident, from its beginning to its result, with
+that does the work of all. Ours is a graph in its resident, from its beginning to its result, with
 everything on: safe points between bursts, the wire to the supervisor, seeded nodes, watched inputs.
-How a graph comes there is not counted here (benchmarks.submit_to_first_step).
+The way of a graph to its resident is not counted here (benchmarks.submit_to_first_step).
 
-A hop is the same chain with each node on the other of two executors: processes with a device each,
-between which the block passes in shared memory.  It is timed inside, once both run side by side.
+A hop is the same chain, with successive nodes on different executors of two: processes with a
+device each, between which the block passes in shared memory. It is timed inside, once both run.
 
-A chain of nodes that spin for so long gives the efficiency: the time of a plain loop to
-the time of the chain, of each the quickest call, because whoever else uses the cores takes more
-from a call than is to be measured.
+A chain of nodes that spin for a given time gives the efficiency: the time of a plain loop to the
+time of the chain. The quickest call of each counts, because other load on the cores takes more from
+a call than is to be measured.
 
-Each peer is a process that is asked in turn with ours; the other figures are medians.  Ray
-and Dask have an environment of their own, benchmarks/peers/requirements.txt says how to make it;
-without it they are left out, and said to be.
+Each peer is a process that is measured in turn with ours; the other figures are medians. Ray and
+Dask have an environment of their own; benchmarks/peers/requirements.txt says how to make it.
+Without it they are left out, and the result says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks import Target, quick, report
 NODES = 128
 SPUN_US = 2000  # by a whole chain: so short that most calls have their core for themselves
 SPINS_US = (10, 30, 100, 300, 1000)
-FEW = {"celery": 2, "dask": 3, "ray-actors": 5}  # calls at once, of who is slow
+FEW = {"celery": 2, "dask": 3, "ray-actors": 5}  # calls per question for slow peers
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / "benchmarks" / "peers" / "dispatch.py"
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def turns(name: str) -> Iterator[tuple[list[str], Key]]:
-    """Who is asked in turn, and what; ours always beside the others."""
+    """Yield the processes to measure in turn, and what; ours always beside the others."""
     for what in ("op_by_op", "chain", "fused"):
         yield ["ours", name], (what, 0.0)
     if name == "ray-compiled":
@@ -141,7 +141,7 @@ def shown(figures: dict[tuple[str, Key], Took], missing: dict[str, str]) -> dict
     return {**told, **missing, "load average": round(os.getloadavg()[0], 1)}
 
 
-# --- who is asked -------------------------------------------------------------------------------
+# --- the processes that are measured ------------------------------------------------------------
 
 
 class Asked:
@@ -167,7 +167,7 @@ class Asked:
 
 
 def absent(name: str) -> str:
-    """Why this peer is not measured; "" if it is."""
+    """Return why this peer is not measured; "" if it is."""
     if name in ("direct", "celery") or PEERS_PYTHON.exists():
         return ""
     return f"not installed: see {PEERS.parent.name}/requirements.txt in benchmarks"
@@ -209,11 +209,11 @@ def redis() -> Iterator[str]:
     from app.embedded import embedded_redis, temporary_home
 
     with temporary_home() as home, embedded_redis(home) as url:
-        yield url.replace("unix://", "redis+socket://")  # as Celery says it
+        yield url.replace("unix://", "redis+socket://")  # Celery's form of the address
 
 
 def share_torch() -> None:
-    """The peers' environment has no torch; it finds ours behind all that it has itself."""
+    """Let the peers' environment find our torch, after its own packages."""
     import torch
 
     (theirs,) = PEERS_PYTHON.parent.parent.glob("lib/python*/site-packages")
@@ -224,7 +224,7 @@ def share_torch() -> None:
 
 
 class Ours:
-    """Graphs in a resident that is on its seat; its supervisor only reads."""
+    """Graphs in a resident on its slot; its supervisor only reads."""
 
     def __init__(self) -> None:
         from benchmarks.overhead import resident
@@ -304,7 +304,7 @@ def hops(rounds: int) -> Took:
 
 
 def hop_us() -> float:
-    """What a node of the chain takes whose predecessor ran in the other process."""
+    """Return the microseconds of a node with its predecessor in the other process."""
     import torch
 
     from workers import turns
@@ -327,7 +327,7 @@ def hop_us() -> float:
 
 
 def _run_lane(handles: Any, rank: int) -> float:
-    """An executor with everything on, from its first node to the end of the graph."""
+    """Run an executor with everything on, from its first node to the end of the graph."""
     import torch
 
     from app.core.spread import Spread
@@ -343,7 +343,7 @@ def _run_lane(handles: Any, rank: int) -> float:
 
     def add(ctx: Any, x: Any) -> dict[str, Any]:
         nonlocal began_s, ran
-        if 2 * ran == WARM:  # half of them run here
+        if 2 * ran == WARM:  # half of the nodes run here
             began_s = time.perf_counter()
         ran += 1
         return {"y": x + 1}

@@ -1,19 +1,19 @@
-"""How long it takes until another process on the host sees a block of 64 MiB, beside the peers.
+"""Measure how long it takes until another process sees a block of 64 MiB, beside the peers.
 
     python -m benchmarks.handover [--quick]
 
-Two executors of a graph, each a process on a seat of its own: one makes a block, the other sleeps
-until it has it.  On the clock is what lies between the last byte written by the one and the first
-and last byte read by the other: the table of blocks, the turn, the bell, the mapping.
+Two executors of a graph, each a process on a slot of its own: one makes a block, the other sleeps
+until it has the block. The time runs from the last byte written to the first and to the last byte
+read. It includes the table of blocks, the turn, the eventfd and the mapping.
 
-*Placed*: the block lies in memory that both share, as that of a node does that asks for it there.
-*Written*: it was written a moment ago, so no cache holds a line of what now has to run.
-*Copied*: it was made in ordinary memory, and is copied to where both see it, once.
+*Placed*: the block is in memory that both share, as if a node had asked for it there. *Written*:
+the same, just after writing, so that no cache holds a line of the code that runs next. *Copied*:
+the block was made in ordinary memory, and is copied once to where both see it.
 
-The peers do the same in the way that is theirs, see benchmarks/peers/handover.py; for Ray and Dask
-an environment of its own is needed (benchmarks/peers/requirements.txt).  Each is asked in turn with
-ours; figures are medians of all calls, because others use the cores too.  So do the processes of
-Ray and Dask while they are not asked: ours is asked alone, too.
+The peers do the same in their own way, see benchmarks/peers/handover.py. Ray and Dask need an
+environment of their own (benchmarks/peers/requirements.txt). Each is measured in turn with ours;
+figures are medians of all calls, because other processes use the cores too. So do the processes of
+Ray and Dask while they are not measured: therefore ours is also measured alone.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def versions(missing: dict[str, str]) -> dict[str, str]:
     return missing | dict(line.split("==") for line in lines if "==" in line)
 
 
-# --- who is asked ---------------------------------------------------------------------------------
+# --- the processes that are measured --------------------------------------------------------------
 
 
 class Asked:
@@ -120,7 +120,7 @@ class Asked:
         self.name, self.process, self.said = name, process, said
 
     def ask(self, way: str, calls: int) -> list[float]:
-        """Microseconds of each call."""
+        """Return the microseconds of each call."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"way": way, "calls": calls}) + "\n")
@@ -214,7 +214,7 @@ def passing(handles: Any, rank: int) -> Any:
 
 
 def read(mine: Any) -> None:
-    """The other executor."""
+    """Run the other executor, which reads the blocks."""
     import torch
 
     for number in range(MOST_BLOCKS // 2):
@@ -230,7 +230,7 @@ def read(mine: Any) -> None:
 
 
 def blocks_of(number: int) -> tuple[int, int]:
-    """The block of a call, and the one that answers it."""
+    """Return the numbers of a call's block and of the block that answers it."""
     return 2 * number, 2 * number + 1
 
 

@@ -1,4 +1,4 @@
-"""What the system costs when nobody asks for anything: CPU time of all its processes.
+"""Measure the cost of an idle system: CPU time of all its processes.
 
 python -m benchmarks.idle [--quick]
 """
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def cpu_s(system: Handle) -> dict[str, float]:
-    """CPU seconds used so far by each process of the system and all that descend from it."""
+    """Return the CPU seconds used so far by each process of the system and all its descendants."""
     found = {name: family_s(pid) for name, pid in system.pids().items()}
     return {"supervisor": own_s(psutil.Process(system.process.pid)), **found}
 
@@ -50,7 +50,7 @@ def family_s(pid: int) -> float:
 
 
 def _child_s(process: psutil.Process) -> float:
-    """Nothing if it has just ended, as a process of Postgres may."""
+    """Return a child's CPU seconds; 0 if it has just ended, as a process of Postgres may."""
     try:
         return own_s(process)
     except psutil.NoSuchProcess:

@@ -1,14 +1,15 @@
-"""How long a job stands still while it moves between two hosts on a slow network.
+"""Measure how long a job stands still while it moves between two hosts on a slow network.
 
     python -m benchmarks.migration [--quick]
 
-Two device workers, each in a network namespace of its own, whose links to the rest (the store, a
-server that speaks S3) let only so many bytes pass, either way.  A job with much state, of which it
-writes to a part in every step, is moved to and fro while it runs.  How long it stood still is said
-by the job itself: from the end of its last step here to the begin of its first step there.
+Each of two device workers has a network namespace of its own. Their links to the rest (the store,
+which is a server that speaks S3) have a limited bandwidth in both directions. A job with much state
+writes to a part of it in every step, and is moved to and fro while it runs. The job itself reports
+how long it stood still: from the end of its last step here to the start of its first step there.
 
-The promise: at most what the last difference takes to cross one link, at the bandwidth measured in
-the same run, and half a second.  The peer is to stop it first, copy all, and start it there.
+The bound: at most the time that the last difference takes to cross one link, at the bandwidth
+measured in the same run, plus half a second. The peer stops the job first, copies all, and starts
+it there.
 
 Needs root, `ip` and `tc`; without them the link has no limit, and the result says so.
 """
@@ -101,7 +102,7 @@ def main() -> int:
             root = stack.enter_context(
                 Client(system.url, system.keys["platform"]["platform_admin"])
             )
-            root.post("/v1/devices/local.0/cordon")  # it is only there to begin with
+            root.post("/v1/devices/local.0/cordon")  # it only has to exist at the start
             _wait(lambda: len(_up(root)) == 3, "the devices are not up")
             job = _Job(client, root)
             moves = [job.move() for _ in range(times)]
@@ -177,7 +178,7 @@ class _Job:
         return self.client.get(f"/v1/tasks/{self.task}")
 
     def move(self) -> JSON:
-        """One move; how long it stood still, and what was left to copy then."""
+        """Move once; returns how long the job stood still, and what was left to copy then."""
         began_s, known = time.monotonic(), len(self._told("task.moved"))
         self.client.post(f"/v1/tasks/{self.task}/migrate", {})
         _wait(lambda: self.look()["move_to"] is None, "it did not move")
@@ -185,7 +186,7 @@ class _Job:
         if not moved:
             raise RuntimeError(f"a move failed: {self._told('task.move_failed')}")
         self._steps(20)  # until its log has them
-        # What was left for the pause: what it writes to in every step, as in the last round.
+        # Left for the pause: what it writes to in every step, as in the last round.
         data, events = moved[0]["data"], self._told()
         return {
             "parts_s": _parts_s(events),
@@ -196,9 +197,10 @@ class _Job:
         }
 
     def stop_copy_start(self) -> float:
-        """What one would do without rounds: pause it, wait for its image, start it elsewhere.
+        """Move without rounds, as the peer: pause, wait for the image, start elsewhere.
 
-        What the store has of images before helps here, too: only the way back is all of it.
+        Chunks of earlier images in the store help here, too: only the way back transfers
+        everything.
         """
         known, source = len(self._told("task.saved")), self.look()["seat"]
         self.client.post(f"/v1/tasks/{self.task}/pause")
@@ -220,7 +222,7 @@ class _Job:
         return [event for event in events if type_ in ("", event["type"])]
 
     def _stood_s(self) -> float:
-        """The longest time between two of its last steps."""
+        """Return the longest time between two of its last steps."""
         lines = self.client.items(f"/v1/requests/{self.request}/logs", task=self.task, limit=200)
         steps = sorted(
             tuple(int(word) for word in line["text"].split()[1:])
@@ -232,7 +234,7 @@ class _Job:
 
 
 def _parts_s(events: list[JSON]) -> list[float]:
-    """Of the last move, as the island heard of it: until saved, until launched, until started."""
+    """Return the parts of the last move, by the island's clock: until saved, launched, started."""
     wanted = ["task.paused", "task.saved", "task.launched", "task.started"]
     at = {event["type"]: datetime.fromisoformat(event["at"]) for event in events}
     return [round((at[b] - at[a]).total_seconds(), 3) for a, b in pairwise(wanted)]
@@ -255,7 +257,7 @@ def _wait(true: Any, told: str) -> None:
 
 @dataclass
 class Network:
-    """`inside[host]` are the words before a command that runs on a host; `here` is our address."""
+    """The network: `inside[host]` prefixes commands that run on a host; `here` is our address."""
 
     here: str = "127.0.0.1"
     told: str = "none: network namespaces cannot be made here, so nothing limits it"
@@ -264,14 +266,14 @@ class Network:
 
 @contextlib.contextmanager
 def _network() -> Iterator[Network]:
-    """Two namespaces, each behind a link of its own."""
+    """Make two namespaces, each behind a link of its own."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         yield Network()
         return
     try:
         for n, host in enumerate(HOSTS):
             _link(n, host)
-        # One address for the store that both can reach: it lies behind the links.
+        # One address for the store that both can reach, behind the links.
         _run("ip", "addr", "add", f"{STORE}/32", "dev", "lo")
         inside = {host: ["ip", "netns", "exec", f"rh-{host}"] for host in HOSTS}
         told = f"{RATE_MBIT} Mbit/s each way for each host (tc tbf), network namespaces"
@@ -308,7 +310,7 @@ def _run(*words: str) -> None:
 
 @contextlib.contextmanager
 def _s3(network: Network) -> Iterator[dict[str, str]]:
-    """A server that speaks S3, and how to find it."""
+    """Run a server that speaks S3, and return the environment to reach it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", str(port)]
@@ -339,7 +341,7 @@ def _listens(host: str, port: int) -> bool:
 def _device(
     host: str, home: Path, system: Handle, network: Network, env: dict[str, str]
 ) -> Iterator[None]:
-    """A device worker on one of the hosts, with a home of its own."""
+    """Run a device worker on one of the hosts, with a home of its own."""
     own = home / host
     own.mkdir()
     device = f"{host}.0"
@@ -383,7 +385,7 @@ def _ended(
 
 
 def _bandwidths(network: Network, env: dict[str, str]) -> list[float]:
-    """Bytes a second to the store and back, of each host; of each the better of two tries."""
+    """Return the bytes per second to the store and back for each host; the better of two tries."""
     rates: list[float] = []
     for host in HOSTS:
         words = [*network.inside[host], sys.executable, "-c", PROBE, env["ROUNDHOUSE_STORE"]]

@@ -1,26 +1,26 @@
-"""Random islands, up to a million: does anybody pause each other for ever?
+"""Play up to a million random islands: do tasks ever pause each other for ever?
 
     python -m benchmarks.no_cycles [--quick]
 
 Each seed makes an island: a tree of tenants one to three deep, with weights, guarantees and limits;
-devices; tasks that run and wait, with gangs, tiers and priorities.  Rounds follow each other at one
-instant until nothing moves any more, and what each decides is held against the rules by plain
-arithmetic on plain tables, which shares no code with the scheduler: see `judge`.
+devices; tasks that run and wait, with gangs, tiers and priorities. Rounds follow each other at one
+instant until nothing moves any more. Each decision is checked against the rules by plain arithmetic
+on plain tables, which shares no code with the scheduler: see `judge`.
 
-Half of the islands are *timeless*: a slice has no length, nothing costs anything, and nobody is
-safe from being asked again at once.  That is where a cycle would show that a slice only slows down:
-the same tasks would run again that ran before.  (Two tasks may pause each other once: for a gang
-that straddles its guarantee more gives way than was asked for, and some of it is claimed back.)  In
-the other half a slice has its length: there no task is paused twice at an instant, nor afterwards,
-as the clock goes on, twice within a slice.
+Half of the islands are *timeless*: a slice has no length, nothing costs anything, and no task is
+protected from being asked again at once. There a cycle that slices would only slow down is visible:
+the same tasks would run again that ran before. (Two tasks may pause each other once: for a gang
+that straddles its guarantee more gives way than was asked for, and some of it is claimed back.) In
+the other half a slice has its length. There no task is paused twice at an instant, nor, as the
+clock goes on, twice within a slice.
 
 From seed TIGHT on islands are *tight*: one kind of device, and most tenants have guarantees, often
-for more than there is.  They are a sixth of all, and most likely to break a rule.  From seed
-ELASTIC on many tasks are *elastic*, on loose islands and on tight ones: they can use more devices
-than they need, and some hold them already.  They are another sixth.  From BOUND on they are such,
-and gangs stay on one of two hosts.
+for more than there is. They are a sixth of all, and most likely to break a rule. From seed ELASTIC
+on many tasks are *elastic*, on loose islands and on tight ones: they can use more devices than they
+need, and some hold them already. They are another sixth. From BOUND on islands are like these, and
+gangs stay on one of two hosts.
 
-The same function, `judge(seed)`, is run for some thousand seeds by tests/core/test_no_cycles.py.
+tests/core/test_no_cycles.py runs the same function, `judge(seed)`, for some thousand seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCENARIOS, QUICK = 1_000_000, 20_000
 TIGHT, ELASTIC, BOUND = 1 << 32, 1 << 33, 1 << 34
 CHUNK = 1000
 NOW_S = 10_000.0
-ROUNDS = 40  # at one instant; more is no standstill
+ROUNDS = 40  # limit at one instant; more means no standstill
 STEP_S = 0.5
 SECOND = 1_000_000
 MINUTE_US = 60 * SECOND
@@ -54,7 +54,7 @@ GROW_AFTER_S = 2.0
 
 
 class Unruly(Exception):
-    """A rule that a round broke: which seed, and how."""
+    """A round broke a rule; the message has the seed and the fault."""
 
     def __init__(self, seed: int, what: str) -> None:
         super().__init__(f"seed {seed}: {what}")
@@ -65,8 +65,11 @@ class Unruly(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """Kinds of devices, what part of the tenants has a guarantee, a limit, a count of tasks, and
-    what part of the tasks is elastic."""
+    """The odds of an island.
+
+    Kinds of devices, the fractions of tenants with a guarantee, a limit and a limit of running
+    tasks, and the fraction of tasks that are elastic.
+    """
 
     kinds: tuple[str, ...]
     guaranteed: float
@@ -86,7 +89,7 @@ def _odds(seed: int) -> Odds:
 
 
 def island(seed: int, *, timeless: bool) -> Snapshot:
-    """The island of a seed; nobody is above a limit at first."""
+    """Return the island of a seed; at first no tenant is above a limit."""
     dice, odds = random.Random(seed), _odds(seed)
     tenants, leaves = _tenants(dice, odds)
     users = {
@@ -126,7 +129,9 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
 
 
 def _bound(drawn: Snapshot) -> Snapshot:
-    """With two hosts, and gangs that stay on one; those that run on both may do so."""
+    """Split the devices over two hosts, and bind gangs to one host unless they already run on
+    both.
+    """
     devices = {
         id: replace(device, host="gh"[n % 2])
         for n, (id, device) in enumerate(sorted(drawn.devices.items()))
@@ -141,7 +146,7 @@ def _bound(drawn: Snapshot) -> Snapshot:
 
 
 def _tenants(dice: random.Random, odds: Odds) -> tuple[dict[str, Tenant], list[str]]:
-    """A tree one to three deep, and the tenants at its ends."""
+    """Return a tree of tenants one to three deep, and the tenants without children."""
     tenants: dict[str, Tenant] = {}
     level: list[str | None] = [None]
     ends: list[str] = []
@@ -193,7 +198,9 @@ def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Tas
 
 
 def _seats(dice: random.Random, tables: Tables, task: Task) -> int:
-    """How many it holds, or tries to: more than it needs if it can use them, and may have them."""
+    """Return the number of devices to give: an elastic task gets more than it needs if limits
+    allow.
+    """
     if not task.elastic:
         return task.width
     more = dice.randint(0, task.width_max - task.width)
@@ -222,7 +229,7 @@ def _task(dice: random.Random, odds: Odds, id: str, user: str) -> Task:
         waiting_since_s=NOW_S - dice.choice([1, 5]) if ran else None,
         switch_us=dice.choice([0, 0, 40_000]),
     )
-    if ran and task.switch_us:  # of those that ran, some had their first minute
+    if ran and task.switch_us:  # some of the tasks that ran have had their first minute
         task = replace(task, had_us=90 * SECOND)
     if odds.elastic and dice.random() < odds.elastic:
         task = replace(task, width_max=task.width + dice.choice([1, 2, 6]))
@@ -247,11 +254,11 @@ def fits(device: Device, task: Task) -> bool:
     return device.kind == task.kind and device.memory_bytes >= task.memory_bytes
 
 
-# --- what devices do with a plan ----------------------------------------------------------------
+# --- effects of a plan on the devices -----------------------------------------------------------
 
 
 class Shop:
-    """An island whose devices obey at once: a paused task waits, a launched one runs."""
+    """An island with devices that obey at once: a paused task waits, a launched task runs."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.users, self.tasks = dict(snapshot.users), dict(snapshot.tasks)
@@ -273,7 +280,7 @@ class Shop:
         self.board.at(self.now_s)
 
     def obey(self, plan: Plan) -> None:
-        """First all lets go, then all begins, as it would if it took time."""
+        """Carry out a plan: first all pauses and splices, then all launches, as over time."""
         for decision in plan.decisions:
             if decision.move == Move.Pause:
                 self._pause(self._measured(self.tasks[decision.task]))
@@ -332,9 +339,9 @@ class Shop:
 
 @dataclass(slots=True)
 class Tables:
-    """Who holds what, by name: (tenant, kind) -> devices, and tenant -> tasks.
+    """The current holdings, by id: (tenant, kind) -> devices, and tenant -> running tasks.
 
-    `held` are those that tasks need, `grown` what elastic ones hold beyond that.
+    `held` are devices that tasks need, `grown` devices that elastic tasks hold beyond that.
     """
 
     snapshot: Snapshot
@@ -343,7 +350,7 @@ class Tables:
     running: Counter[str] = field(default_factory=Counter)
 
     def above(self, tenant: str) -> list[str]:
-        """From the tenant itself to the top."""
+        """Return the tenant and its ancestors, upwards."""
         found, at = [], self.snapshot.tenants.get(tenant)
         while at is not None:
             found.append(at.id)
@@ -359,9 +366,9 @@ class Tables:
                 self.grown[tenant, kind] += sign * beyond(task)
 
     def over(self, task: Task, more: int = 1, *, grown: int = 0) -> str | None:
-        """The lowest tenant whose limits would be exceeded by one more such task.
+        """Return the lowest tenant with a limit that `more` such tasks would exceed, or None.
 
-        `grown` are devices more that this task holds beyond what it needs.
+        `grown` is the number of further devices that this task holds beyond what it needs.
         """
         for id in self.above(task.tenant):
             tenant = self.snapshot.tenants[id]
@@ -376,43 +383,45 @@ class Tables:
         return None
 
     def lends(self, id: str, kind: str, width: int = 1) -> bool:
-        """Does it hold so many more than it is guaranteed?"""
+        """True if the tenant holds at least `width` devices more than its guarantee."""
         guarantee = self.snapshot.tenants[id].guarantee
         return not guarantee or self.held[id, kind] - width >= guarantee.get(kind, 0)
 
     def spares(self, id: str, kind: str) -> bool:
-        """Does it hold more than it is guaranteed, with what its tasks hold beyond their need?"""
+        """True if the tenant holds more than its guarantee, counting devices beyond its tasks'
+        need.
+        """
         guarantee = self.snapshot.tenants[id].guarantee
         held = self.held[id, kind] + self.grown[id, kind]
         return not guarantee or held > guarantee.get(kind, 0)
 
     def owed(self, id: str, task: Task) -> bool:
-        """Would it be within its guarantee with the task?"""
+        """True if the tenant would be within its guarantee with the task."""
         guarantee = self.snapshot.tenants[id].guarantee
         return bool(guarantee) and self.held[id, task.kind] + task.width <= guarantee.get(
             task.kind, 0
         )
 
     def fits(self, id: str, kind: str) -> bool:
-        """Are there as many devices as are guaranteed to it and those beside it?"""
+        """True if there are enough devices for the guarantees of the tenant and its siblings."""
         tenants, devices = self.snapshot.tenants, self.snapshot.devices.values()
         beside = [t for t in tenants.values() if t.parent == tenants[id].parent]
         promised = sum(tenant.guarantee.get(kind, 0) for tenant in beside)
         return promised <= sum(device.kind == kind for device in devices)
 
     def part(self, task: Task, other: Task) -> tuple[list[str], list[str]]:
-        """Of both the tenants that are not above the other, from below; empty in one tenant."""
+        """Return for both tasks the tenants that are not common ancestors, upwards."""
         mine, theirs = self.above(task.tenant), self.above(other.tenant)
         return [id for id in mine if id not in theirs], [id for id in theirs if id not in mine]
 
 
 def beyond(task: Task) -> int:
-    """How many devices it holds more than it needs."""
+    """Return the number of devices that the task holds beyond its need."""
     return len(task.seats) - task.width if task.elastic and task.seats else 0
 
 
 def judge(seed: int) -> Counter[str]:
-    """Play the island of a seed to its standstill; raises Unruly.  Counts what happened."""
+    """Play the island of a seed to its standstill and count events; raises Unruly."""
     timeless = seed % 2 == 0
     shop = Shop(island(seed, timeless=timeless))
     count: Counter[str] = Counter(islands=1)
@@ -427,7 +436,9 @@ def judge(seed: int) -> Counter[str]:
 
 
 def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, str]]:
-    """(who was paused, for whom) at one instant, until nothing moves."""
+    """Run rounds at one instant until nothing moves; returns (paused task, for which task)
+    pairs.
+    """
     pauses, ran = list[tuple[str, str]](), set[frozenset[str]]()
     sizes = set[frozenset[tuple[str, int]]]()
     for n in range(ROUNDS):
@@ -449,7 +460,7 @@ def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, 
         pauses += mine
         shop.obey(plan)
         if any(decision.rule in ("F7", "F9") for decision in plan.decisions):
-            ran.clear()  # who was urgent begins to wait anew: that is no coming round again
+            ran.clear()  # urgent tasks begin to wait anew, so running again is no cycle
             sizes.clear()
         runs = frozenset(task.id for task in shop.tasks.values() if task.seats)
         if runs in ran and mine:
@@ -463,7 +474,7 @@ def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, 
 
 
 def _go_on(seed: int, shop: Shop, count: Counter[str], first: list[tuple[str, str]]) -> None:
-    """Some seconds later: nobody is paused twice within a slice."""
+    """Play some seconds more: no task may be paused twice within a slice."""
     paused_s = {task: [shop.now_s] for task, _ in first}
     if len(paused_s) < len(first):
         raise Unruly(seed, f"somebody was paused twice at one instant: {first}")
@@ -478,7 +489,7 @@ def _go_on(seed: int, shop: Shop, count: Counter[str], first: list[tuple[str, st
 
 
 def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
-    """What a round's decisions, taken in their order, do against F4 to F6."""
+    """Yield the violations of F4 to F6 by a round's decisions, taken in their order."""
     tables = Tables(before)
     holding = {id: task for id, task in before.tasks.items() if task.seats}
     for task in holding.values():
@@ -518,7 +529,9 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _goes_before(gains: Task, victim: Task) -> bool:
-    """F8: of one user's tasks the more urgent, and then, after a minute, the fresh or the older."""
+    """F8: among a user's tasks higher priority goes first; after a minute, the fresh or older
+    task.
+    """
     if gains.priority != victim.priority:
         return gains.priority > victim.priority
     is_older = (gains.submitted_s, gains.id) < (victim.submitted_s, victim.id)
@@ -529,7 +542,7 @@ def _goes_before(gains: Task, victim: Task) -> bool:
 
 
 def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[str]:
-    """F4, F5: who may be asked at all, before it gives way."""
+    """F4, F5: check that this victim may be asked at all, before it gives way."""
     if victim.user == gains.user:
         if rule not in ("F7", "F9") and not _goes_before(gains, victim):
             yield f"{victim.id} gave way to {gains.id}, which does not go before it"
@@ -546,7 +559,9 @@ def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[s
 def _spared(
     tables: Tables, holding: dict[str, Task], asked: list[Task], task: Task, seats: Sequence[str]
 ) -> Iterator[str]:
-    """F5: without any one of those who were asked it does not fit; where it is, if on one host."""
+    """F5: each victim is necessary: the task would not fit without it, on its host if bound to
+    one.
+    """
     devices = tables.snapshot.devices
     if task.one_host:
         host = devices[seats[0]].host
@@ -566,7 +581,7 @@ def _spared(
 
 
 def _one_more(had: Task, now: Task) -> list[Task]:
-    """As it is, with any one of the devices more that it had."""
+    """Return the task with one more of the devices that it gave back, for each of them."""
     gone = [id for id in had.seats if id not in now.seats]
     return [replace(now, seats=(*now.seats, id)) for id in gone]
 
@@ -578,7 +593,7 @@ def _swap(tables: Tables, now: Task | None, then: Task | None) -> None:
 
 
 def _cut(tables: Tables, holding: dict[str, Task], now: Task, gains: Task) -> Iterator[str]:
-    """An elastic task gives back what it holds, no less than it needs, nor what is not lent."""
+    """An elastic task gives back only devices beyond its need, and only lent ones to borrowers."""
     had = holding[now.id]
     if not set(now.seats) < set(had.seats) or len(now.seats) < now.width:
         yield f"{now.id} was on {had.seats}, is on {now.seats}, and needs {now.width}"
@@ -593,12 +608,12 @@ def _cut(tables: Tables, holding: dict[str, Task], now: Task, gains: Task) -> It
 
 
 def _home(tables: Tables) -> int:
-    """How many devices an elastic task never gives back, though it could do without."""
+    """Return the number of devices beyond its need that an elastic task never gives back."""
     return int(tables.snapshot.policy.homebound)
 
 
 def _spare(tables: Tables, tenants: list[str], kind: str) -> int:
-    """How many devices more than guaranteed all of these hold."""
+    """Return the number of devices that each of these tenants holds beyond its guarantee."""
     spare = len(tables.snapshot.devices)
     for id in tenants:
         if guarantee := tables.snapshot.tenants[id].guarantee:
@@ -610,10 +625,10 @@ def _spare(tables: Tables, tenants: list[str], kind: str) -> int:
 def _not_needed(
     tables: Tables, holding: dict[str, Task], victim: Task, gains: Task, asked: list[Task]
 ) -> Iterator[str]:
-    """Nobody is paused where those who hold more than they need could have given enough.
+    """No task may be paused where tasks with more than they need could have given enough.
 
-    Looked at one elastic task after the other, and of it at what is lent; so a little less is seen
-    than is there.  Of a gang that stays on one host it is only looked at what was free before.
+    Elastic tasks are checked one after the other, each for what is lent; so the check sees slightly
+    less than there is. For a gang bound to one host only previously free devices are checked.
     """
     devices = tables.snapshot.devices
     held = {id for other in holding.values() for id in other.seats}
@@ -644,7 +659,9 @@ def _not_needed(
 def _overgrown(
     before: Snapshot, tables: Tables, holding: dict[str, Task], now: Task
 ) -> Iterator[str]:
-    """An elastic task grows onto free devices, within all limits, and in nobody's place."""
+    """An elastic task grows onto free devices, within all limits, and not ahead of a waiting
+    task.
+    """
     had, devices = holding[now.id], before.devices
     held = {id for other in holding.values() for id in other.seats}
     new = set(now.seats) - set(had.seats)
@@ -663,19 +680,19 @@ def _overgrown(
 
 
 def _most(snapshot: Snapshot, task: Task, ids: Sequence[str]) -> int:
-    """How many of these devices it could have at once, as far as it matters where they are."""
+    """Return how many of these devices the task could have at once; on one host if it is bound."""
     hosts = Counter(snapshot.devices[id].host for id in ids)
     return max(hosts.values(), default=0) if task.one_host else len(ids)
 
 
 def _near(snapshot: Snapshot, task: Task, id: str) -> bool:
-    """May it grow onto this device, wherever that is?"""
+    """True if the task may grow onto this device, by the device's host."""
     devices = snapshot.devices
     return not snapshot.policy.homebound or devices[id].host == devices[task.seats[0]].host
 
 
 def _nothing_is_idle(seed: int, shop: Shop) -> None:
-    """Work conservation: nobody waits who has room and devices, unless a gang is waited for."""
+    """Work conservation: no task waits that has quota and devices, unless a gang is waited for."""
     snapshot = shop.snapshot()
     tables, waiting, held = _standing(snapshot)
     gangs = {task.kind for task in waiting if task.width > 1}
@@ -688,7 +705,7 @@ def _nothing_is_idle(seed: int, shop: Shop) -> None:
 
 
 def _nothing_is_left(seed: int, snapshot: Snapshot, tables: Tables, held: set[str]) -> None:
-    """Where growing need not wait: no device is free that an elastic task could use."""
+    """No device is free, where growing need not wait, that an elastic task could use."""
     wanted = {task.kind for task in snapshot.tasks.values() if task.state == "waiting"}
     for task in snapshot.tasks.values():
         could = task.seats and len(task.seats) < task.width_max and task.kind not in wanted
@@ -711,11 +728,11 @@ def _standing(snapshot: Snapshot) -> tuple[Tables, list[Task], set[str]]:
 
 
 def _nothing_is_owed(seed: int, shop: Shop) -> None:
-    """F5: at the standstill nobody waits within a guarantee for a device that is only lent.
+    """F5: at the standstill no task waits within a guarantee for a device that is only lent.
 
-    Only single tasks are looked at, and only who is guaranteed at every level below the parting;
-    a victim that its tier (F9) or its patience (F7) protects is not counted, nor, where more is
-    guaranteed than there is, a gang that is lent in part.
+    Only single tasks are checked, and only tenants with a guarantee at every level below the common
+    ancestor. A victim that its tier (F9) or its patience (F7) protects does not count. Nor does a
+    gang that is lent in part, where guarantees exceed the devices.
     """
     tables, waiting, _ = _standing(shop.snapshot())
     devices = shop.first.devices

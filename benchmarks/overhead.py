@@ -1,15 +1,15 @@
-"""What it costs a job to run under Roundhouse when nothing happens.
+"""Measure what it costs a job to run under Roundhouse when nothing happens.
 
     python -m benchmarks.overhead [--quick]
 
-The same job, in one process, in turn: a block of steps as a resident takes them (`executor`:
-safe points with the wire to a supervisor, the trust deadline, metrics, reports, the hook before an
-optimizer steps), and a block of bare calls of `step`.  The figure is the median, over all pairs of
-blocks, of how much more CPU time of its thread the first of a pair took; pairs alternate in order.
+The same job, in one process, in turn: a block of steps as a resident runs them (`executor`: safe
+points with the wire to a supervisor, the trust deadline, metrics, reports, the hook before an
+optimizer steps), and a block of bare calls of `step`. The figure is the median, over all pairs of
+blocks, of how much more CPU time of its thread the first took; pairs alternate in order.
 
-Beside it: the same in microseconds of a step; what a turn of a job that does nothing takes, which
-hardly depends on what else the machine does; and the whole step with the memory settings that
-residents get (`sandbox.ENVIRONMENT`) for those that glibc has by itself.
+Beside it: the same in microseconds of a step; the time of a turn of a job that does nothing, which
+hardly depends on other load; and the whole step with the memory settings that residents get
+(`sandbox.ENVIRONMENT`), compared with glibc's defaults.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def both_memories() -> tuple[float, float]:
 
 
 class Job:
-    """A step of some ten milliseconds."""
+    """A job with steps of about ten milliseconds."""
 
     def __init__(self) -> None:
         import torch
@@ -117,7 +117,7 @@ class Job:
 
 
 class Nothing:
-    """All that is left is what is ours."""
+    """A job that does nothing, so that only our own cost is left."""
 
     def step(self, ctx: Any) -> None:
         pass
@@ -182,7 +182,7 @@ def cpu_s(step: Callable[[], object], times: int) -> float:
 
 
 def resident(job: Job) -> Any:
-    """What a resident is on its seat, up to its first step; its supervisor only reads."""
+    """Return a resident on its slot, up to its first step; its supervisor only reads."""
     from workers import executor, slab
     from workers.accelerator import Accelerator
     from workers.capture import Surroundings

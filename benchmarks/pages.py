@@ -1,12 +1,12 @@
-"""How long the server takes for each page of tenants and administrators, however much there is.
+"""Measure the server's time for each page of tenants and administrators, with growing data.
 
 python -m benchmarks.pages [--quick]
 
 One API process as `make up` starts it, with Postgres on the same machine; no request, then 3, then
-100,000 (--quick: 10,000), of which nine of ten have ended and the others wait.  Every page that a
-signed-in browser can open is asked for again and again, one call at a time, and timed from the
-first byte sent to the last one received, by each of a member, a tenant admin and a platform admin
-who may see it.  A page is as slow as its slowest reader finds it.
+100,000 (--quick: 10,000), of which nine of ten have ended and the others wait. Every page that a
+signed-in browser can open is requested again and again, one call at a time. Each call is timed from
+the first byte sent to the last one received. The readers are a member, a tenant admin and a
+platform admin, as far as they may see the page. The slowest reader's time counts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NOT_PAGES = {
     "/ui/login/oidc",
     "/ui/login/oidc/callback",
     "/ui/stream",  # does not end
-    "/ui/{rest:path}",  # what is not there
+    "/ui/{rest:path}",  # addresses that do not exist
 }
 REQUEST, MEMBER, WEBHOOK = f"req_{1:032x}", "usr_of_alpha", "whk_of_alpha"
 
-#: What ids and filters each page is asked for with; without an entry its address alone.
+#: Ids and filters with which pages are requested; a page without an entry by its address alone.
 ASKED = {
     "/ui/requests": ["/ui/requests", "/ui/requests?state=queued"],
     "/ui/requests/{id}": [f"/ui/requests/{REQUEST}"],
@@ -56,7 +56,7 @@ insert into webhooks (id, tenant_id, url, events, secret)
   where name = 'alpha'
 """
 
-#: Requests of `first` to `last`, with a task, an event, and where it ran; of a month, by hours.
+#: Inserts requests `first` to `last` over a month, with a task, an event, placements and usage.
 FILL = """
 insert into requests (id, tenant_id, user_id, name, state, labels, submitted_at, ended_at)
   select 'req_' || lpad(to_hex(n), 32, '0'), :tenant, :user, 'r' || n,
@@ -129,18 +129,18 @@ def p95(ms: list[float]) -> float:
     return round(sorted(ms)[int(0.95 * len(ms))], 1)
 
 
-# --- who looks ----------------------------------------------------------------------------------
+# --- readers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A browser in which somebody is signed in."""
+    """A browser with a signed-in user."""
 
     port: int
     cookie: str
 
     def took_ms(self, path: str) -> float | None:
-        """None for a page that is not theirs."""
+        """Return the milliseconds of the call; None for a page that the user may not see."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port)
         connection.connect()
         began_s = time.perf_counter()
@@ -159,7 +159,7 @@ def _signed_in(service: Service, tenant: str, role: str) -> Reader:
 
 
 def _addresses() -> Iterator[str]:
-    """Of every page that the service has."""
+    """Yield the addresses of all pages of the service."""
     there = {
         route.path
         for router in pages.routers()
@@ -171,7 +171,7 @@ def _addresses() -> Iterator[str]:
 
 
 def _looked_at(readers: list[Reader], calls: int) -> Iterator[tuple[str, list[float]]]:
-    """(page, milliseconds of each call by who found it slowest)"""
+    """Yield (page, milliseconds of each call by the slowest reader)."""
     for path in _addresses():
         slowest: list[float] = []
         for reader in readers:

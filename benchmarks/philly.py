@@ -1,16 +1,15 @@
-"""A real cluster's job list on 640 and 512 devices, replayed by the scheduler's own code.
+"""Replay a real cluster's job list on 640 and 512 devices with the scheduler's own code.
 
 python -m benchmarks.philly [--quick] [TRACE]
 
 82,247 jobs of 15 tenants, equal weights, usage fades in 7 days, durations known, a pause and a
-resume cost 60 s each, slices are 6,000 s (so that switching costs 2 %).  A wait is all the time
-that a job lost: end minus submission minus run time, so pauses and switches count.  Beside the
-production policy, from the same program: FIFO, FIFO with EASY, and fair share with EASY, none of
-which pauses anybody.
+resume cost 60 s each, slices are 6,000 s (so that switching costs 2 %). A wait is all the time that
+a job lost: end minus submission minus run time, so pauses and switches count. The peers, from the
+same program: FIFO, FIFO with EASY, and fair share with EASY, none of which pauses jobs.
 
 The time is that of one core for the whole replay at 640 devices and its report; the median of
-three, of one with `--once`.  `--quick` replays the first 20,000 jobs once, and has the target of
-time only, in proportion.
+three, of one with `--once`. `--quick` replays the first 20,000 jobs once, and has only the target
+of time, in proportion.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SWITCH_S = 60.0
 SLICE_S = 2 * SWITCH_S / 0.02
 PEERS = ("fifo", "fifo-easy", "fair-easy")
 WIDE = 16  # devices
-MANY = 300  # jobs: tenants with more have a mean worth looking at
+MANY = 300  # jobs: only tenants with more have a meaningful mean
 REPLAY_S = 10.0  # of one core, for all jobs
 
 Figures = dict[str, Any]
@@ -115,7 +114,7 @@ def measure(trace: Trace, devices: int, named: str, runs: int) -> Figures:
 
 
 def figures(trace: Trace, found: Report) -> Figures:
-    """Waits in hours, as the table in the reference has them."""
+    """Return the waits in hours, as in the reference's table."""
     if len(found.finished) != len(trace.arrivals):
         raise RuntimeError(f"{len(trace.arrivals) - len(found.finished)} jobs never ended")
     lost_h = {task: lost_s / 3600 for task, lost_s in found.lost_s.items()}

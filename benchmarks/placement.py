@@ -1,15 +1,15 @@
-"""Bytes that a placement copies, against the least that there is, and against plain rules.
+"""Compare the bytes that a placement copies with the minimum, and with plain rules.
 
     python -m benchmarks.placement [--quick]
 
 1,000 random graphs of seven families, on 2 and 3 devices, small enough that every placement can be
-tried; and 20 graphs shaped like real programs, on which the peers are compared with each other.
-The least: all assignments, in the order by upward rank and in those of the plans; of those whose
-makespan is at most 1.03 times the best one, the fewest bytes.  The trying is a plain walk over all
-of them and shares nothing with the planner but the cost of one placement.
+tried; and 20 graphs shaped like real programs, on which the peers are compared with each other. The
+minimum: try all assignments, in the order by upward rank and in those of the plans. Among those
+with a makespan of at most 1.03 times the best one, take the fewest bytes. The search is a plain
+walk over all of them, and shares with the planner only the cost of one placement.
 
-The planner is shown twice: as it is (`place`, which searches graphs of this size to the end), and
-its local search alone, as larger graphs get it.  Peers are measured by the same cost, and may
+The planner is shown twice: complete (`place`, which searches graphs of this size exhaustively), and
+its local search alone, as used for larger graphs. Peers are measured by the same cost, and may
 prefetch like the plan does.
 """
 
@@ -42,7 +42,8 @@ from benchmarks import Target, quick, report
 GRAPHS, QUICK = 1000, 84
 MB, MS = 10**6, 10**6
 GUARD = 1.03
-ALONE_EVERY = 3  # of the random graphs; it takes ten times as long as the planner as it is
+# of the random graphs, for the local search alone: it takes ten times as long as `place`
+ALONE_EVERY = 3
 SEARCH_ALONE, LONG = Effort(exact=0), Effort(search=1_000_000, exact=300_000)
 
 
@@ -50,7 +51,9 @@ SEARCH_ALONE, LONG = Effort(exact=0), Effort(search=1_000_000, exact=300_000)
 
 
 def machine(devices: int, *, peers: bool, memory_bytes: int | None = None) -> Topology:
-    """Devices of one host at 12 GB/s each way; `peers` also copy to each other directly."""
+    """Devices of one host at 12 GB/s each way; with `peers` they also copy to each other
+    directly.
+    """
     ids = [f"d{n}" for n in range(devices)]
     ways = [(id, "host") for id in ids] + [("host", id) for id in ids]
     if peers:
@@ -69,7 +72,7 @@ def machine(devices: int, *, peers: bool, memory_bytes: int | None = None) -> To
 
 
 class Sketch:
-    """A graph in the making: tasks with edges; sizes and times are drawn."""
+    """A graph under construction: tasks with edges; sizes and times are drawn."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
@@ -77,13 +80,13 @@ class Sketch:
         self.blocks: list[Block] = []
 
     def source(self, bytes_: int | None = None) -> str:
-        """A block on the host."""
+        """Add a block on the host; returns its name."""
         size = bytes_ or self.draw.choice((16, 64, 256)) * MB
         self.blocks.append(Block(id=f"in{len(self.blocks)}", bytes=size, at=("host",)))
         return self.blocks[-1].id
 
     def task(self, reads: Sequence[str], bytes_: int | None = None, ms: float | None = None) -> str:
-        """A task with one output; returns the output's name."""
+        """Add a task with one output; returns the output's name."""
         size = bytes_ if bytes_ is not None else self.draw.choice((1, 4, 16, 64, 256)) * MB
         time_ns = int((ms if ms is not None else self.draw.uniform(5, 40)) * MS)
         id = f"t{len(self.nodes)}"
@@ -99,7 +102,7 @@ class Sketch:
         return f"{id}.out"
 
     def graph(self) -> Graph:
-        """With max(2, n/4) more inputs, each read by one to three tasks."""
+        """Return the graph with max(2, n/4) more inputs, each read by one to three tasks."""
         for _ in range(max(2, len(self.nodes) // 4)):
             block = self.source()
             for n in self.draw.sample(range(len(self.nodes)), self.draw.randint(1, 3)):
@@ -152,7 +155,7 @@ def in_tree(draw: random.Random, size: int) -> Graph:
 
 
 def fft(draw: random.Random, size: int) -> Graph:
-    """Butterflies: each task reads two of the stage before it."""
+    """Butterflies: each task reads two outputs of the stage before it."""
     width = 4 if size < 24 else 8
     sketch = Sketch(draw)
     stage, stride = [sketch.task([]) for _ in range(width)], 1
@@ -163,7 +166,7 @@ def fft(draw: random.Random, size: int) -> Graph:
 
 
 def cholesky(draw: random.Random, size: int) -> Graph:
-    """Tiles of one size: potrf, trsm, syrk and gemm, as far as the size goes."""
+    """Tiles of one size: potrf, trsm, syrk and gemm, as far as the size allows."""
     tiles = next(n for n in range(2, 30) if n * (n + 1) * (n + 2) // 6 >= size or n == 29)
     sketch, tile_bytes = Sketch(draw), draw.choice((16, 64, 256)) * MB
     at = {(i, j): sketch.source(tile_bytes) for i in range(tiles) for j in range(i + 1)}
@@ -224,7 +227,7 @@ def ensemble(sketch: Sketch, members: int = 5) -> None:
 
 
 def text(sketch: Sketch, shards: int = 6) -> None:
-    """Text: tokenize, shards, train on each, merge."""
+    """Text: tokenize shards, train on each, merge."""
     tokens = [sketch.task([sketch.source(80 * MB)], 30 * MB, 10) for _ in range(shards)]
     start = sketch.source(20 * MB)
     models = [sketch.task([shard, start], 20 * MB, 50) for shard in tokens]
@@ -233,7 +236,7 @@ def text(sketch: Sketch, shards: int = 6) -> None:
 
 
 def sweep(sketch: Sketch, arms: int = 8) -> None:
-    """Hyper-parameters with early stop: all arms a little, half of them on, and again."""
+    """Hyper-parameter search with early stopping: train all arms a little, keep half, and again."""
     data, left = sketch.source(200 * MB), list[str]()
     left = [sketch.task([data], 40 * MB, 20) for _ in range(arms)]
     while len(left) > 1:
@@ -243,7 +246,7 @@ def sweep(sketch: Sketch, arms: int = 8) -> None:
 
 
 def folds(sketch: Sketch, k: int = 5) -> None:
-    """k-fold: k slices; train on all but one, test on that."""
+    """k-fold: k slices; train on all but one, test on that slice."""
     slices = [sketch.source(40 * MB) for _ in range(k)]
     scores = []
     for n in range(k):
@@ -253,7 +256,7 @@ def folds(sketch: Sketch, k: int = 5) -> None:
 
 
 def map_reduce(sketch: Sketch, parts: int = 12, reducers: int = 3) -> None:
-    """Features of every part by one model, then by key."""
+    """Map-reduce: compute features of every part by one model, then reduce them."""
     model = sketch.source(100 * MB)
     mapped = [sketch.task([sketch.source(64 * MB), model], 24 * MB, 15) for _ in range(parts)]
     reduced = [sketch.task(mapped, 8 * MB, 12) for _ in range(reducers)]
@@ -278,7 +281,7 @@ def pipeline(sketch: Sketch, stages: int = 3, batches: int = 4) -> None:
 
 
 def attention(sketch: Sketch, layers: int = 2, heads: int = 4) -> None:
-    """Blocks of attention by head, and what comes behind."""
+    """Layers of attention by head, each followed by a feed-forward task."""
     at = sketch.source(32 * MB)
     for _ in range(layers):
         weights = sketch.source(48 * MB)
@@ -291,7 +294,7 @@ def attention(sketch: Sketch, layers: int = 2, heads: int = 4) -> None:
 
 
 def data_parallel(sketch: Sketch, ranks: int = 4, steps: int = 2) -> None:
-    """Gradients on shards, one sum, one update, again."""
+    """Data parallel training: gradients on shards, one sum, one update, again."""
     weights = sketch.source(80 * MB)
     shards = [sketch.source(30 * MB) for _ in range(ranks)]
     for _ in range(steps):
@@ -302,7 +305,7 @@ def data_parallel(sketch: Sketch, ranks: int = 4, steps: int = 2) -> None:
 
 
 def matmul(sketch: Sketch, tiles: int = 3) -> None:
-    """Blocked: every tile of the product sums products of tiles."""
+    """Blocked matrix product: every tile of the product sums products of tiles."""
     a = {(i, k): sketch.source(32 * MB) for i in range(tiles) for k in range(tiles)}
     b = {(k, j): sketch.source(32 * MB) for k in range(tiles) for j in range(tiles)}
     for i in range(tiles):
@@ -322,7 +325,7 @@ def experts(sketch: Sketch, count: int = 6) -> None:
 
 
 def wavefront(sketch: Sketch, rows: int = 5, columns: int = 5) -> None:
-    """Each cell needs the one above and the one before, like a recurrent net in layers."""
+    """Each cell needs the cells above and before it, like a recurrent network in layers."""
     cells = dict[tuple[int, int], str]()
     for i in range(rows):
         weights = sketch.source(40 * MB)
@@ -332,14 +335,14 @@ def wavefront(sketch: Sketch, rows: int = 5, columns: int = 5) -> None:
 
 
 def stencil(sketch: Sketch, parts: int = 4, steps: int = 5) -> None:
-    """Parts of a field; each step reads its neighbours' last one."""
+    """Parts of a field; each step reads its own and the neighbours' previous parts."""
     field = [sketch.source(64 * MB) for _ in range(parts)]
     for _ in range(steps):
         field = [sketch.task(field[max(0, n - 1) : n + 2], 64 * MB, 15) for n in range(parts)]
 
 
 def distil(sketch: Sketch, batches: int = 6) -> None:
-    """A large model labels every batch, a small one learns from them in turn."""
+    """Distillation: a large model labels every batch, a small one learns from them in turn."""
     teacher, student = sketch.source(400 * MB), sketch.source(30 * MB)
     for _ in range(batches):
         batch = sketch.source(24 * MB)
@@ -377,13 +380,15 @@ def program(name: str) -> Graph:
     return Graph(nodes=tuple(sketch.nodes), blocks=tuple(sketch.blocks))
 
 
-# --- the least there is -------------------------------------------------------------------------
+# --- the minimum --------------------------------------------------------------------------------
 
 
 def least(graph: Graph, topology: Topology, orders: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """The best makespan, and the fewest bytes at up to 1.03 times that, over all assignments.
+    """Return the best makespan, and the fewest bytes at up to 1.03 times that, over all
+    assignments.
 
-    All devices are alike and all inputs lie on the host, so the first task may stay on the first.
+    All devices are alike and all inputs are on the host, so the first task may stay on the first
+    one.
     """
     problem, found = Numbers(graph, topology).problem, dict[int, int]()
     for order in orders:
@@ -395,7 +400,9 @@ def least(graph: Graph, topology: Topology, orders: Sequence[Sequence[int]]) -> 
 def _walk(
     problem: Problem, order: Sequence[int], line: Timeline, found: dict[int, int], n: int = 0
 ) -> None:
-    """Every way to place the order from its n-th task on; `found`: bytes -> their best makespan."""
+    """Try every placement of the order from its n-th task on; `found`: bytes -> their best
+    makespan.
+    """
     if n == len(order):
         found[line.bytes] = min(line.makespan_ns, found.get(line.bytes, line.makespan_ns))
         return
@@ -408,7 +415,9 @@ def _walk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One graph: for each planner its bytes and makespan, over the best; and its time."""
+    """The result for one graph: for each planner its bytes and makespan over the best, and its
+    time.
+    """
 
     family: str
     ratios: dict[str, tuple[float, float]]
@@ -416,7 +425,7 @@ class Row:
 
 
 def judge(seed: int) -> Row:
-    """One random graph against the least that there is."""
+    """Compare the planners on a random graph with the minimum."""
     family, graph, topology = random_graph(seed)
     began_s = time.process_time()
     plan = place(graph, topology)
@@ -439,7 +448,9 @@ def judge(seed: int) -> Row:
 
 
 def judge_program(name_and_devices: tuple[str, int]) -> Row:
-    """One graph like a real program against the best plan, also of seven times the effort."""
+    """Compare the planners on a program's graph with the best plan, also one of much more
+    effort.
+    """
     name, devices = name_and_devices
     graph, topology = program(name), machine(devices, peers=True)
     began_s = time.process_time()
@@ -460,7 +471,7 @@ def judge_program(name_and_devices: tuple[str, int]) -> Row:
 
 
 def planner_seconds() -> dict[str, float]:
-    """How long a plan of a large random graph takes, of one core."""
+    """Return the CPU seconds of planning a large random graph, by size; the slowest of four."""
     found = {}
     for size in (100, 300, 1000):
         seconds = []
@@ -474,7 +485,7 @@ def planner_seconds() -> dict[str, float]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Per planner, over the graphs that it was tried on."""
+    """Return the figures of each planner, over the graphs on which it was tried."""
     found = {}
     for name in dict.fromkeys(name for row in rows for name in row.ratios):
         pairs = [row.ratios[name] for row in rows if name in row.ratios]

@@ -1,14 +1,14 @@
-"""Every job of the zoo preempted at random, a thousand times: is a single bit lost?
+"""Preempt every job of the zoo at random, a thousand times: is a single bit lost?
 
     python -m benchmarks.preemptions [--quick]
 
-The jobs are those of tests/workers/zoo, written as a tenant would.  Each journey is a job that is
-paused at random steps (captured, and goes on as the same objects) and moved at others (captured,
-and put back in a fresh process, which saw none of its set-up code run).  At its end the metrics of
-every step, a hash of all its memory and files, and the next random numbers are held against the
-same job in a process where nothing of this happened.
+The jobs are those of tests/workers/zoo, written as a tenant would write them. On each journey a job
+is paused at random steps (captured, and goes on as the same objects). At other steps it is moved
+(captured, and restored in a fresh process, which has run none of its set-up code). At its end the
+metrics of every step, a hash of all its memory and files, and the next random numbers are compared
+with the same job in a process where nothing of this happened.
 
-The same journeys, a few of them, are made by tests/workers/test_zoo.py.
+tests/workers/test_zoo.py makes a few of the same journeys.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ STATIONS = 2
 STEPS, QUICK_STEPS = 24, 8
 MOVES, QUICK_MOVES = 8, 3
 PAUSES, QUICK_PAUSES = 8, 2
-JOURNEYS = 6  # of each animal; one of those that are slow to put back
+JOURNEYS = 6  # per job; a single one for jobs that are slow to restore
 SLOW_MOVES = 3
 
 
 class Tally:
-    """What came of the journeys of one station."""
+    """The results of the journeys of one station."""
 
     def __init__(self) -> None:
         self.points: Counter[str] = Counter()

@@ -1,11 +1,11 @@
-"""A million waiting tasks of 10,000 tenants in Postgres: reading them, rounds, explaining.
+"""Measure a million waiting tasks of 10,000 tenants in Postgres: loading, rounds, explaining.
 
 python -m benchmarks.scale [--quick]
 
-One island, 64 devices, which really are rows and heartbeats: each round hears one device (its task
-has started, or is done), decides, writes down and commits, by the island's own `Scheduler` with
-durable commits.  --quick has a tenth of the tasks and fewer rounds.  Beside the time on the clock
-stands the CPU time of the island's or the API's own process, which other load changes little.
+One island with 64 devices, which are only rows and heartbeats. Each round hears one device (its
+task has started, or is done), decides, writes the decisions and commits, by the island's own
+`Scheduler` with durable commits. --quick has a tenth of the tasks and fewer rounds. Beside wall
+time stands the CPU time of the island's or the API's own process, which other load changes little.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _round(scheduler: Scheduler, alive: Alive) -> None:
 
 
 class _Device:
-    """What a device would say: that its task has started, or, the next time, is done."""
+    """Simulates a device's messages: its task has started, or, the next time, is done."""
 
     clock_us = itertools.count(1)
 

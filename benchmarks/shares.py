@@ -1,20 +1,18 @@
-"""Do the shares follow the weights within seconds, on one device, in the whole system?
+"""Check that shares follow the weights within seconds, on one device, in the whole system.
 
     python -m benchmarks.shares [--quick] [--graphs [--devices 2]]
 
-Four tenants of weights 1:2:4:8 want one CPU device at once.  Their jobs differ eightfold, in how
-long a step takes and in how long a job does, and not in the order of the weights.  What each of
-them held is what the device measured, turn by turn; its share of a window is judged against its
-weight.
+Four tenants of weights 1:2:4:8 want one CPU device at once. Their jobs differ eightfold, in the
+time of a step and in the time of a job, and not in the order of the weights. The device measures
+what each tenant held, turn by turn; a tenant's share of a window is compared with its weight.
 
-With `--graphs` they want it for graphs: a node maps over a list, for a millisecond of each item
-for all four, then skewed eightfold as the steps of jobs are.  Graphs share the device: they take
-turns there of some milliseconds, which are no stays.  So what each tenant has held by then is read
-whenever the device has told it, by the device's clock.  With `--devices 2` they share two: what
-each has held is the sum over both, and its share is one of both together.
+With `--graphs` they want the device for graphs: a node maps over a list, for a millisecond of each
+item for all four, then skewed eightfold like the steps of jobs. Graphs share the device: they take
+turns of some milliseconds on it, which have no rows of their own. So the time that each tenant has
+held is read whenever the device reports it, by the device's clock. With `--devices 2` they share
+two: times and shares are summed over both.
 
-The peer is round robin: the same system and the same jobs, and everybody's turn is as good as
-another's.
+The peer is round robin: the same system and the same jobs, with equal weights for all tenants.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ MINUTE_BOUND_PERCENT = 0.5
 GRAPH_BOUNDS_PERCENT = {SHORT_S: 2.0, WINDOW_S: 0.5}  # over all windows of this length
 SKEWED_BOUND_PERCENT = 3.0
 SEVERAL_BOUNDS_PERCENT = {WINDOW_S: 2.0}  # of several devices together
-SETTLE_S = 10.0  # until all have started once, and who came first has waited for the others
-# Room for four and their heirs: what is next of each user stands by its device.
+SETTLE_S = 10.0  # until all have started once, and the first has waited for the others
+# Room for four tasks and their standbys: the next task of each user is kept ready.
 ENV = {
     "ROUNDHOUSE_SLICE_MIN_S": "0.005",
     "ROUNDHOUSE_RESIDENTS_MAX": "8",
@@ -100,7 +98,7 @@ def total(ctx, y):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanting:
-    """A tenant, and its jobs: `parts` milliseconds a step, about `job_s` seconds of the device."""
+    """A tenant and its jobs: `parts` milliseconds a step, about `job_s` seconds of the device."""
 
     weight: int
     parts: int
@@ -115,7 +113,7 @@ class Wanting:
         return {"type": "train", "run": {"job": "job:Job"}, "params": params}
 
     def graph(self) -> JSON:
-        """A step of the job for each item."""
+        """Return a graph with a step of the job for each item."""
         items = {"name": "items", "function": "job:items", "outputs": ["n", "w"]}
         work = {"name": "work", "function": "job:work", "outputs": ["y"], "map": ["n"]}
         nodes = [
@@ -138,7 +136,7 @@ ALIKE = tuple(replace(one, parts=1) for one in TENANTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One stay on the seat, in seconds of the database's clock."""
+    """A turn on the slot, in seconds of the database's clock."""
 
     tenant: str
     from_s: float
@@ -147,7 +145,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What each tenant had held of a device at an instant, in seconds; it said so then."""
+    """The time in seconds that each tenant had held of a device, as the device reported at
+    `at_s`.
+    """
 
     at_s: float
     held_s: tuple[float, ...]
@@ -180,14 +180,14 @@ def _graphs(tenants: Sequence[Wanting]) -> list[JSON]:
     return [one.graph() for one in tenants]
 
 
-# --- what is run ----------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """The turns of `tenants`, in the order of `TENANTS`, that lie at least in part in the time.
+    """The turns of `tenants`, in the order of `TENANTS`, that overlap the watched time.
 
-    `told` is what each device told.
+    `told` are the reports of each device.
     """
 
     tenants: list[str]
@@ -211,7 +211,7 @@ def shares(
     bundle = bundle_folder(Path(folder))
     for member in members:
         member.upload(bundle.sha256, bundle.body)
-    # The heaviest first: the others soon make up for what it had before they were there.
+    # The heaviest first: the others soon make up for its earlier start.
     by_weight = sorted(zip(members, TENANTS, tasks, strict=True), key=lambda one: -one[1].weight)
     requests = [
         (member, member.submit(_descriptor(task, bundle.sha256))["id"])
@@ -240,7 +240,7 @@ def shares(
 
 
 def _jobs(job_s: int, watch_s: float) -> int:
-    """More of this length than the devices could do in the time, were they three times as quick."""
+    """Return a number of jobs of this length that devices three times as quick could not finish."""
     return 2 + int(3 * _devices() * (SETTLE_S + watch_s) / job_s)
 
 
@@ -280,7 +280,7 @@ def _connected(system: Handle) -> psycopg.Connection[tuple[Any, ...]]:
 
 
 def _listen(system: Handle, tenants: list[str], watch_s: float) -> list[list[Told]]:
-    """All that each device tells in this time; looked for much more often than it does."""
+    """Return all reports of each device in this time; reads much more often than devices report."""
     query = """
         select device.id, device.heard_us, tenant.id, coalesce(sum(placement.held_us), 0)
         from devices device cross join unnest(%s::text[]) with ordinality as tenant (id, place)
@@ -306,7 +306,9 @@ def _now_s(system: Handle) -> float:
 
 
 def _turns(system: Handle, tenants: list[str]) -> list[Turn]:
-    """All that they had.  A turn's end is when it was written down, which is a moment later."""
+    """Return all turns. A turn's end is the time when it was written, a moment after the real
+    end.
+    """
     query = """
         select tenant_id, extract(epoch from ended_at)::float, held_us from placements
         where tenant_id = any(%s) and held_us > 0 order by ended_at
@@ -318,7 +320,7 @@ def _turns(system: Handle, tenants: list[str]) -> list[Turn]:
 
 
 def _switches(system: Handle, tenants: list[str]) -> list[int]:
-    """For how many microseconds the seat stood empty, whenever somebody went on."""
+    """Return how long the slot was empty at each resume, in microseconds."""
     query = """
         select (data->>'switch_us')::int from events
         where tenant_id = any(%s) and type = 'task.started' and data->>'step' <> '0'
@@ -327,7 +329,7 @@ def _switches(system: Handle, tenants: list[str]) -> list[int]:
 
 
 def _held_by_turns(watched: Watched, from_s: float, to_s: float) -> list[float]:
-    """So many seconds each tenant held in this time."""
+    """Return the seconds that each tenant held in this time."""
     return [
         sum(
             max(0.0, min(turn.to_s, to_s) - max(turn.from_s, from_s))
@@ -339,7 +341,7 @@ def _held_by_turns(watched: Watched, from_s: float, to_s: float) -> list[float]:
 
 
 def _held_as_told(watched: Watched, from_s: float, to_s: float) -> list[float]:
-    """The same by the devices' clocks; between two instants that one told of evenly."""
+    """Return the same by the devices' reports, interpolated linearly between two reports."""
 
     def by(told: list[Told], at_s: float, place: int) -> float:
         later = bisect.bisect_left(told, at_s, key=lambda one: one.at_s)
@@ -355,7 +357,7 @@ def _held_as_told(watched: Watched, from_s: float, to_s: float) -> list[float]:
 
 
 def _errors(held: Sequence[float]) -> list[float]:
-    """By how much each tenant's share of what was held is off, in percent of the device."""
+    """Return the error of each tenant's share, in percent of the device."""
     weight = sum(one.weight for one in TENANTS)
     return [
         abs(100 * mine / sum(held) - 100 * one.weight / weight)
@@ -364,7 +366,7 @@ def _errors(held: Sequence[float]) -> list[float]:
 
 
 def _windows(watched: Watched, window_s: float = WINDOW_S) -> Iterator[float]:
-    """The worst tenant's error in each window."""
+    """Yield the worst tenant's error in each window."""
     at_s = watched.from_s
     while at_s + window_s <= watched.to_s:
         yield max(_errors(_held_by_turns(watched, at_s, at_s + window_s)))
@@ -372,7 +374,7 @@ def _windows(watched: Watched, window_s: float = WINDOW_S) -> Iterator[float]:
 
 
 def _told_windows(watched: Watched, window_s: float) -> Iterator[float]:
-    """The same of those who share devices; each window begins when something was told."""
+    """Yield the same for tenants that share devices; each window begins at a report."""
     begins_s, ends_s = _told_between(watched)
     for told in (one for of_device in watched.told for one in of_device):
         if told.at_s >= begins_s and told.at_s + window_s <= ends_s:
@@ -380,7 +382,7 @@ def _told_windows(watched: Watched, window_s: float) -> Iterator[float]:
 
 
 def _told_between(watched: Watched) -> tuple[float, float]:
-    """All devices told of this time."""
+    """Return the time of which all devices have reports."""
     begins_s = max(told[0].at_s for told in watched.told)
     return begins_s, min(told[-1].at_s for told in watched.told)
 
@@ -389,7 +391,7 @@ def _whole(watched: Watched) -> float:
     return max(_errors(_held_by_turns(watched, watched.from_s, watched.to_s)))
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- reporting ------------------------------------------------------------------------------------
 
 
 def _targets(ours: Watched) -> list[Target]:
@@ -410,7 +412,7 @@ def _targets(ours: Watched) -> list[Target]:
 
 
 def _graph_targets(alike: Watched, skewed: Watched) -> list[Target]:
-    """Of the worst tenant in the worst window."""
+    """Return the targets for the worst tenant in the worst window."""
     bounds = SEVERAL_BOUNDS_PERCENT if _devices() > 1 else GRAPH_BOUNDS_PERCENT
     figures = [(alike, "", window_s, bound) for window_s, bound in bounds.items()]
     figures.append((skewed, ", nodes skewed eightfold", WINDOW_S, SKEWED_BOUND_PERCENT))

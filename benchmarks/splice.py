@@ -1,21 +1,21 @@
-"""N ranks on one device against N times one rank's step: what do turns cost and squashing save?
+"""Compare N ranks on one device with N times one rank's step: cost of turns, gain of squashing.
 
     python -m benchmarks.splice [--quick]
 
-An ordinary DDP training of a small transformer with AdamW runs with 2 and 4 ranks on one CPU seat,
+An ordinary DDP training of a small transformer with AdamW runs with 2 and 4 ranks on one CPU slot,
 in four ways: squashed or not, with or without device memory moved to the host at each switch.
-Beside it: the same code without DDP, a seat for every rank, and stock gloo with N processes.  Each
-is compared with the step of the same code in one process (a world of one under stock gloo), times
-N, on the same core.  What counts is processor time, summed over all processes, because the machine
-has other work; the two that are compared run in the same stretch of time, a fifth of a second one
-and a fifth the other, so that the other work slows both.  Medians over the rounds.
+Peers: the same code without DDP, a slot for every rank, and stock gloo with N processes. Each is
+compared with the step of the same code in one process (a world of one under stock gloo), times N,
+on the same core. Processor time counts, summed over all processes, because the machine has other
+work. The two that are compared run in the same stretch of time and alternate every fifth of a
+second, so that other load slows both. Figures are medians over the rounds.
 
-Memory: what lies on the device at most (the seat's common copy, and what the rank whose turn it is
-has brought in) over one replica of parameters, gradients and optimizer state; activations are on
-neither side.  `host` is what all processes together really occupy, contributions and parked memory
-included, above what they had before the job was built.
+Memory: the most that is on the device (the slot's common copy, and what the running rank has
+brought in) over one replica of parameters, gradients and optimizer state. Activations count on
+neither side. `host` is the memory that all processes together really occupy, with contributions and
+offloaded memory, above what they had before the job was built.
 
-Bits: all ways end with the same parameters, optimizer state and losses as a seat for every rank.
+Bits: all ways end with the same parameters, optimizer state and losses as a slot for every rank.
 The long form also runs the rows of the feature matrix that are too slow for `make test`, and 100
 seeded violations: one rank adds 1e-7 to one element of a parameter after a random step.
 """
@@ -45,8 +45,8 @@ JSON = dict[str, Any]
 JOB, MLP, ROWS = "benchmarks.splice:Train", "jobs:Mlp", "features:every"
 ONE, SPREAD = "N x one rank", "a seat for each"
 AIMED_AT = ("squashed", "plain")
-SHARE_S = 0.2  # of the core, for one of two gangs that are compared
-WARM_STEPS = 5  # DDP's buckets settle, the optimizer is watched and squashed
+SHARE_S = 0.2  # seconds on the core, for one of two gangs that are compared
+WARM_STEPS = 5  # until DDP's buckets settle and the optimizer is watched and squashed
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 WAYS: dict[str, JSON] = {
     "squashed": {},
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class Train:
-    """A tenant's job: dropout, so every rank draws numbers of its own."""
+    """A tenant's job; it has dropout, so every rank draws numbers of its own."""
 
     def __init__(
         self,
@@ -112,7 +112,9 @@ class Train:
 
 
 def _own_bytes() -> int:
-    """This process's part of the memory it uses: shared pages are divided among their users."""
+    """Return this process's part of the memory it uses: shared pages are divided among their
+    users.
+    """
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -123,9 +125,9 @@ def _own_bytes() -> int:
 
 
 class Pair:
-    """Two hosts of gangs on the same core, of which one at a time is let run.
+    """Two hosts of gangs on the same core; one at a time may run.
 
-    They change every SHARE_S, so whatever else the machine does, it does to both.
+    They alternate every SHARE_S, so other load of the machine affects both.
     """
 
     def __init__(self) -> None:
@@ -156,9 +158,9 @@ class Pair:
 
 
 def measure(pair: Pair, *, ranks: int, batch: int, steps: int, repeats: int) -> JSON:
-    """Milliseconds of processor time per step of all ranks together, by way; medians.
+    """Return the median milliseconds of processor time per step of all ranks, by way.
 
-    What has no target is measured in every second round only.
+    Ways without a target are measured only in every second round.
     """
     params = {"batch": batch}
     # As much work as the gang's, so that both last equally long.
@@ -207,7 +209,9 @@ def _gang(ranks: int, warm: int, steps: int, **more: Any) -> JSON:
 
 
 def _ms(stories: list[JSON], steps: int) -> float:
-    """Of one step of all ranks; a lone one has made as many steps as all of them."""
+    """Return the time of one step of all ranks; a lone rank has made as many steps as all of
+    them.
+    """
     return float(sum(story["cpu_s"] for story in stories) / steps * 1000)
 
 
@@ -219,7 +223,7 @@ def _right(stories: list[JSON]) -> list[JSON]:
 
 
 def _memory(stories: list[JSON]) -> JSON:
-    """Over what one rank alone holds: parameters, gradients, two moments, and DDP's buckets."""
+    """Return memory over one rank's: parameters, gradients, two moments, and DDP's buckets."""
     last = [story["losses"][-1] for story in stories]
     replica = 5 * 4 * last[0]["count"]
     steady = max(s["common_bytes"] + s["last_bytes"] for s in stories)
@@ -236,11 +240,13 @@ def memory(host: Host, *, ranks: int) -> dict[str, JSON]:
     return {name: _memory(_right(host.run(JOB, **{**gang, **way}))) for name, way in ways.items()}
 
 
-# --- what is too slow for `make test` -------------------------------------------------------------
+# --- checks that are too slow for `make test` -----------------------------------------------------
 
 
 def slow_rows(host: Host) -> dict[str, bool]:
-    """The compilers' rows of the feature matrix: one seat and three seats give the same bits."""
+    """Run the compilers' rows of the feature matrix: one slot and three slots must give the same
+    bits.
+    """
     found = {}
     for name in ("compiled_aot", "compiled_inductor"):
         gang: JSON = {"ranks": 3, "params": {"names": [name]}, "path": "tests/workers/ddp"}
@@ -250,7 +256,9 @@ def slow_rows(host: Host) -> dict[str, bool]:
 
 
 def faults(host: Host, count: int) -> int:
-    """Of so many seeded violations those found at the next step and ended with the right bits."""
+    """Return how many of `count` seeded violations were found at the next step with the right
+    bits.
+    """
     right = 0
     for seed in range(count):
         dice = random.Random(seed)

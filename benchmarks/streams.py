@@ -1,12 +1,12 @@
-"""How the API answers others while one key opens event streams without end.
+"""Measure how the API answers others while one key opens very many event streams.
 
 python -m benchmarks.streams [--quick]
 
-One API process as `make up` starts it.  A viewer of alpha opens 100, 500 and then 1,000 streams of
-one request at once (--quick: 100) and holds them for some seconds.  Beside it two callers read
-all the time: one `/livez` without a key, one `/v1/me` with the key of beta's viewer.  A call that
-is not answered within 10 s counts as 10 s.  The streams are held by a process of their own, but
-all share the machine.
+One API process as `make up` starts it. A viewer of alpha opens 100, 500 and then 1,000 streams of
+one request at once (--quick: 100) and holds them for some seconds. Meanwhile two callers read all
+the time: one `/livez` without a key, one `/v1/me` with the key of beta's viewer. A call without an
+answer within 10 s counts as 10 s. The streams are held by a process of their own, but all share the
+machine.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def flooded(service: Service, streams: int) -> Seen:
         id = str(client.submit(described(service.bundle))["id"])
     key, reader = service.keys["alpha"]["viewer"], service.keys["beta"]["viewer"]
     seen, stop = Seen(), threading.Event()
-    read_ms(service.port, "/v1/me", reader)  # the first finds everything cold
+    read_ms(service.port, "/v1/me", reader)  # warm-up
     seen.alone_ms = [read_ms(service.port, "/livez", "") for _ in range(ALONE)]
     threads = [
         threading.Thread(target=_read_on, args=(service.port, "/livez", "", stop, seen.livez_ms)),
@@ -98,7 +98,7 @@ def flooded(service: Service, streams: int) -> Seen:
     opener = ("-m", "benchmarks.streams", "open", str(service.port), key, id, str(streams))
     with subprocess.Popen((sys.executable, *opener), stdout=subprocess.PIPE) as flood:
         assert flood.stdout is not None
-        flood.stdout.readline()  # it is about to begin
+        flood.stdout.readline()  # the process is about to begin
         for thread in threads:
             thread.start()
         seen.answers = json.loads(flood.stdout.readline())
@@ -117,7 +117,7 @@ def _read_on(port: int, path: str, key: str, stop: threading.Event, took_ms: lis
 
 
 def read_ms(port: int, path: str, key: str) -> float:
-    """LONGEST_S for a call that was not answered with 200."""
+    """Return the milliseconds of a call; LONGEST_S if it was not answered with 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LONGEST_S)
     began_s = time.perf_counter()
     try:
@@ -145,7 +145,7 @@ def _normal_after_s(port: int, key: str, ended_s: float) -> float:
 
 
 async def open_streams(port: int, key: str, id: str, streams: int) -> Counter[str]:
-    """By status, and "none" for those that were not answered."""
+    """Open and hold the streams; returns counts by status, with "none" for unanswered ones."""
     head = (
         f"GET /v1/requests/{id}/events/stream HTTP/1.1\r\n"
         f"Host: localhost\r\nAuthorization: Bearer {key}\r\n\r\n"

@@ -1,9 +1,9 @@
-"""How long it takes from a submit to the job's first step, on an idle system.
+"""Measure the time from a submit to the job's first step, on an idle system.
 
     python -m benchmarks.submit_to_first_step [--quick]
 
-The peer is what one would do without us: `python` in a new process that imports torch, loads the
-same class and runs its first step.
+The peer is the way without Roundhouse: `python` in a new process that imports torch, loads the same
+class and runs its first step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def submit_all(system: Handle, folder: str, times: int) -> list[float]:
         bundle = bundle_folder(Path(folder))
         client.upload(bundle.sha256, bundle.body)
         took_s = [submit_s(client, bundle.sha256) for _ in range(times + 1)]
-    return took_s[1:]  # the first one finds everything cold
+    return took_s[1:]  # the first call is a warm-up
 
 
 def submit_s(client: Client, bundle: str) -> float:

@@ -1,16 +1,16 @@
-"""A million interleavings of gangs on devices: does anything ever wait for itself?
+"""Play a million interleavings of gangs on devices: does anything ever deadlock?
 
     python -m benchmarks.tickets [--quick]
 
 Each seed makes a scene: one to three islands with two or three devices each, three or four runs of
-several tenants, each with one to three gangs in a row, of one to all devices, some over several
-islands, some too large to lie beside what others left in memory.  Then one interleaving is drawn:
-at each step, of all that can happen next (a desk is asked, holds or issues, a message arrives, a
-device enters a gang, a gang ends, a block is put aside), any one does.
+several tenants, each with one to three gangs in a row, of one to all devices. Some gangs span
+several islands, some are too large to fit beside what others left in memory. Then one interleaving
+is drawn: at each step any of the possible next events happens (a desk is asked, holds or issues, a
+message arrives, a device enters a gang, a gang ends, a block is offloaded).
 
-With tickets every gang has to end and no device may take one behind a later one.  Beside it, on
-the same scenes: devices that take gangs as messages come, desks that do not hold while a gang takes
-its tickets on several islands, and tickets without putting anything aside.
+With tickets every gang has to end and no device may take a gang before one with an earlier ticket.
+Peers on the same scenes: devices that take gangs as messages come, desks that do not hold while a
+gang takes its tickets on several islands, and tickets without offloading.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from app.core.ticket import TICKETS, UNHELD, UNSYNCHRONISED, Gang, Outcome, Scen
 from benchmarks import Target, quick, report
 
 PLAYED, QUICK = 1_000_000, 20_000
-PEERS_EVERY = 50  # of the scenes, one in so many is played without tickets too
+PEERS_EVERY = 50  # one in this many scenes is played without tickets too
 CHUNK = 500
 ROOM = 4  # bytes of a device; small numbers are as good as large ones
 

@@ -1,21 +1,21 @@
-"""How much slower a training pipeline is on two islands than on one with the same devices.
+"""Measure how much slower a training pipeline is on two islands than on one with the same devices.
 
     python -m benchmarks.two_islands [--quick]
 
 A network of two stages is trained for some steps of several micro-batches: forward through both
-stages and back, then each stage's weights are changed.  All of it is one graph of torch functions.
-On one island it is a task with two executors, which has both devices from its beginning, or all but
-(by default a task that runs grows after 5 s).  On two islands, of one device each, it is cut into
-portions, whose blocks cross from host to host: each island has a disk of its own, and the device
-workers give blocks to each other by TCP at 10 Gb/s at most (`ROUNDHOUSE_BLOCK_BYTES_PER_S`).  Both
-systems run at once and take turns, so that both have the same machine; both must end with the same
-bits.
+stages and back, then each stage's weights are changed. All of it is one graph of torch functions.
+On one island it is a task with two executors, which has both devices almost from its beginning (by
+default a task that runs grows after 5 s). On two islands, of one device each, it is cut into
+partitions, with blocks that cross from host to host. Each island has a disk of its own, and the
+device workers send blocks to each other by TCP at 10 Gb/s at most (`ROUNDHOUSE_BLOCK_BYTES_PER_S`).
+Both systems run at once and take turns, so that both have the same machine; both must end with the
+same bits.
 
-The promise is that of Pathways: 97 % of one island's throughput.  It is asked for twice: with nodes
-that compute, and with nodes that wait as long as they would compute.  With those the cores are free
-for all else, as on a host whose accelerators compute; with the others two devices have all cores of
-a machine with two, and whatever else is done is taken from them.  How quickly a device worker gives
-is measured first, and told beside.
+The bound is that of Pathways: 97 % of one island's throughput. It is measured twice: with nodes
+that compute, and with nodes that wait as long as they would compute. With waiting nodes the cores
+are free for all else, as on a host with accelerators. With computing nodes two devices use all
+cores of a machine with two, and all other work takes time from them. The sending rate of a device
+worker is measured first, and reported too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LINK = {"ROUNDHOUSE_BLOCK_BYTES_PER_S": str(LINK_BYTES_PER_S)}
 #: A task begins on one device, and has the second one as soon as it runs.
 AT_ONCE = {"ROUNDHOUSE_GROW_AFTER_S": "0", "ROUNDHOUSE_SLICE_MIN_S": "0"}
 TIMEOUT_S = 600.0
-ASK_S = 2.0  # asking costs time of the cores; when it began and ended, the system says
+ASK_S = 2.0  # polling costs time of the cores; the system itself reports begin and end
 
 FUNCTIONS = """
 import torch
@@ -97,7 +97,7 @@ def norms(ctx, a, b):
 """
 
 
-#: The same, of the same sizes, by an accelerator that leaves the cores alone.
+#: The same, of the same sizes, as if computed by an accelerator that leaves the cores alone.
 WAITING = """
 import time
 import torch
@@ -209,7 +209,7 @@ def _pairs(one: _System, two: _System, ms: dict[str, float], *, waits: bool) -> 
 
 
 def _ratio(pairs: Pairs) -> float:
-    """By the medians, in percent."""
+    """Return the ratio of the medians, in percent."""
     single, both = (statistics.median(pair[n]["took_s"] for pair in pairs) for n in (0, 1))
     return round(100 * single / both, 1)
 
@@ -249,7 +249,7 @@ def _report(runs: Pairs, waiting: Pairs, ms: dict[str, float], link_bytes_per_s:
 
 
 def _measured(code: Path) -> dict[str, float]:
-    """Milliseconds of each function on one thread, in a process of its own."""
+    """Return the milliseconds of each function on one thread, in a process of its own."""
     program = f"""
 import json, sys, time, torch
 sys.path.insert(0, {str(code)!r})
@@ -282,7 +282,7 @@ print(json.dumps(found))
 
 
 def _given(folder: Path) -> float:
-    """Bytes in a second that a device worker of the two islands gives, by loopback."""
+    """Return the bytes per second that a device worker of the two islands sends, by loopback."""
     cache = Cache(folder / "cache", 2 * SENT_BYTES)
     giver = Giver(cache, LINK_BYTES_PER_S)
     body = os.urandom(SENT_BYTES)
@@ -329,7 +329,7 @@ class _System:
             time.sleep(0.1)
 
     def run(self, graph: JSON, **task: Any) -> JSON:
-        """One training; from its first start to its end."""
+        """Run one training; its time is from its first start to its end."""
         pipe = {"name": "pipe", "type": "train", "run": {"graph": graph}, **task}
         id = self.client.submit({"name": "pipe", "bundle": self.bundle, "tasks": [pipe]})["id"]
         until_s = time.monotonic() + TIMEOUT_S
@@ -356,7 +356,7 @@ class _System:
 
 @contextlib.contextmanager
 def _island(handle: Handle, island: str) -> Iterator[None]:
-    """A scheduler and a device more, of an island of their own, and a disk of its own."""
+    """Run a scheduler and one more device, as an island of their own with a disk of its own."""
     facts, started = handle.facts, list[subprocess.Popen[bytes]]()
     env = {**os.environ, "ROUNDHOUSE_HOME": facts["home"], "REDIS_URL": facts["redis_url"]}
     env |= {"ROUNDHOUSE_ISLAND": island, "ROUNDHOUSE_SANDBOX": "preferred"}

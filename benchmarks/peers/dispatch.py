@@ -1,14 +1,13 @@
-"""What runs chains of tiny nodes, each in a process of its own, asked over its standard input.
+"""Peers that run chains of tiny nodes, each in a process that is controlled over standard input.
 
     python benchmarks/peers/dispatch.py NAME
 
 A line {"what": "op_by_op" | "chain" | "fused", "nodes": n, "spin_us": s} is answered with one line:
-microseconds for each node, of the median call and of the quickest.  A node adds two tensors of four
-numbers, then spins so long.
+microseconds for each node, of the median call and of the quickest. A node adds two tensors of four
+numbers, then spins for `spin_us`.
 
-op_by_op  one node at a time, each result is waited for
-chain     a chain of n nodes in one call
-fused     one node that does the work of n
+op_by_op one node at a time, each result is waited for chain a chain of n nodes in one call fused
+one node that does the work of n
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Call = Callable[[torch.Tensor], Any]
 
 
 class Direct:
-    """A plain loop, in this process: what no dispatcher can beat."""
+    """A plain loop in this process, which no dispatcher can beat."""
 
     def op_by_op(self, nodes: int, spin_us: float) -> Call:
         return self.chain(nodes, spin_us)
@@ -112,7 +111,7 @@ class RayCompiled:
         return self._call(("fused", nodes), lambda x: self.actor.add_many.bind(x, nodes))
 
     def hops(self, nodes: int, spin_us: float) -> Call:
-        """The chain again, each node on the other of two actors."""
+        """Build the chain with successive nodes on different actors of two."""
         actors = [self.actor, self.ray.remote(Adder).remote()]
 
         def bind(x: Any) -> Any:
@@ -124,7 +123,7 @@ class RayCompiled:
 
 
 class RayActors(RayCompiled):
-    """Calls of one actor, each given the reference of the one before."""
+    """Calls of one actor, each with the reference of the result before."""
 
     def op_by_op(self, nodes: int, spin_us: float) -> Call:
         def call(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +154,7 @@ class Adder:
 
 
 class Dask:
-    """distributed, two worker processes on this machine."""
+    """distributed, with two worker processes on this machine."""
 
     def __init__(self) -> None:
         from distributed import Client, LocalCluster
@@ -178,7 +177,7 @@ class Dask:
         return lambda x: self.client.get(*self._graph(x, nodes, spin_us))
 
     def _graph(self, x: torch.Tensor, nodes: int, spin_us: float) -> tuple[Any, str]:
-        run = next(self.numbers)  # a result that is known is not computed again
+        run = next(self.numbers)  # so that known results are not reused
         graph: dict[str, Any] = {f"{run}-0": x}
         for n in range(nodes):
             graph[f"{run}-{n + 1}"] = (add, f"{run}-{n}", spin_us)
@@ -189,7 +188,7 @@ class Dask:
 
 
 class DaskThreads(Dask):
-    """dask's threaded scheduler, in this process: no data leaves it."""
+    """dask's threaded scheduler in this process: no data leaves it."""
 
     def __init__(self) -> None:
         from dask.threaded import get
@@ -293,7 +292,7 @@ PEERS: dict[str, Callable[[], Any]] = {
 
 
 def serve(peer: Any) -> None:
-    """Answer until nobody asks any more."""
+    """Answer until standard input ends."""
     for line in sys.stdin:
         wanted = json.loads(line)
         nodes, what = wanted["nodes"], wanted["what"]
@@ -307,7 +306,7 @@ def serve(peer: Any) -> None:
             found = call(torch.zeros(4))
             took_s.append(time.perf_counter() - began_s)
             assert torch.equal(found, torch.full((4,), float(nodes))), found
-        del took_s[0]  # to warm up
+        del took_s[0]  # warm-up
         answer = [1e6 * some_s / nodes for some_s in (statistics.median(took_s), min(took_s))]
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

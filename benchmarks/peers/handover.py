@@ -1,15 +1,14 @@
-"""What hands a block from one process to another on a host, asked over its standard input.
+"""Peers that hand a block from one process to another on a host, controlled over standard input.
 
     python benchmarks/peers/handover.py NAME
 
-A line {"way": WAY, "calls": n} is answered with one line: microseconds of each call.  A block is
-64 MiB of integers.  Who makes it writes its number to both of its ends, and, as the last thing,
-what the clock of the host says into the place behind the first; who takes it reads both ends, then
-the clock.  What is on the clock is all that lies between.
+A line {"way": WAY, "calls": n} is answered with one line: microseconds of each call. A block is 64
+MiB of integers. The maker writes its number to both ends of the block. As the last thing it writes
+the host's clock into the place behind the first. The reader reads both ends, then the clock. All
+time in between counts.
 
-placed   the block lies where both can see it, as far as the peer has such a place
-written  it does, and all of it was written a moment ago: no cache holds anything else
-copied   it was made in ordinary memory
+placed the block is where both can see it, as far as the peer has such a place written the same, and
+all of it was just written: no cache holds anything else copied it was made in ordinary memory
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ WAYS = ("placed", "written", "copied")
 
 
 def stamp(block: Any, number: int) -> None:
-    """The last thing that its maker does; by then whoever waits for it is asleep."""
+    """Write the number and the time, last of all; by then a waiting reader is asleep."""
     cells = block.numpy() if isinstance(block, torch.Tensor) else block
     until_s = time.perf_counter() + OTHER_WORK_S
     while time.perf_counter() < until_s:
@@ -39,7 +38,7 @@ def stamp(block: Any, number: int) -> None:
 
 
 def took_us(block: Any, number: int) -> float:
-    """The first thing that its reader does."""
+    """Return the microseconds since the maker's stamp; the first thing that the reader does."""
     ends = int(block[0]), int(block[-1])
     now_ns = time.perf_counter_ns()
     assert ends == (number, number), (ends, number)
@@ -131,8 +130,10 @@ def read_gloo(store: str, back: Any) -> None:
 
 
 class Ray:
-    """Two actors.  A block that was put into the store is placed; it is an array, as these come
-    out of there without a copy, and nobody can write to it there."""
+    """Two actors. A block that was put into the object store counts as placed.
+
+    It is an array, which comes out of the store without a copy, and is read-only there.
+    """
 
     ways = ("placed", "copied")
 
@@ -184,7 +185,7 @@ class Reader:
 
 
 class Dask:
-    """distributed: a task on one worker's process, and its reader on another's."""
+    """distributed: a task in one worker's process, and its reader in another's."""
 
     ways = ("copied",)
 
@@ -221,7 +222,7 @@ PEERS: dict[str, Any] = {
 
 
 def serve(peer: Any) -> None:
-    """Answer until nobody asks any more; the first two calls are to warm up, each time."""
+    """Answer until standard input ends; the first two calls of each line are a warm-up."""
     numbers = count()
     for line in sys.stdin:
         wanted = json.loads(line)
