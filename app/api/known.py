@@ -70,7 +70,7 @@ def _hash(token: str) -> bytes:
 callers = Callers()
 
 
-# --- what makes them unknown --------------------------------------------------------------------
+# --- invalidation -------------------------------------------------------------------------------
 
 
 def _row_changed(mapper: Mapper[Any], connection: Any, row: Base) -> None:

@@ -152,7 +152,7 @@ def _moves(task: Task) -> str:
     return f"; it moves to {to} when that is free"
 
 
-# --- what it did --------------------------------------------------------------------------------
+# --- history ------------------------------------------------------------------------------------
 
 
 @router.get("/tasks/{id}/metrics", response_model=Page[MetricOut], summary="Metrics of a task")

@@ -237,7 +237,7 @@ def check(block: Datablock) -> tuple[str, ...]:
     return tuple(faults)
 
 
-# --- who gives way ------------------------------------------------------------------------------
+# --- eviction -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def order(descriptor: Descriptor) -> tuple[str, ...]:
     return tuple(ready)
 
 
-# --- is it sound? -------------------------------------------------------------------------------
+# --- soundness ----------------------------------------------------------------------------------
 
 
 def check(descriptor: Descriptor) -> tuple[Fault, ...]:
@@ -151,7 +151,7 @@ def _cycle(descriptor: Descriptor) -> Iterator[Fault]:
     yield Fault(f"/tasks/{n}", f"a cycle of needs: {' needs '.join(ring)}", "cycle")
 
 
-# --- can it ever run here? ----------------------------------------------------------------------
+# --- feasibility --------------------------------------------------------------------------------
 
 RANKS_ON_A_DEVICE = 64
 PARTING = ("job", "graph")  # what may run on several devices

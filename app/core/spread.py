@@ -94,7 +94,7 @@ class Lane:
     readers: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
 
-# --- who runs what --------------------------------------------------------------------------------
+# --- assignment -----------------------------------------------------------------------------------
 
 
 def spread(graph: TaskGraph, executors: int, effort: Effort = EFFORT) -> Spread:

@@ -134,7 +134,8 @@ def by_start(order: Sequence[int], begin: Sequence[int]) -> list[int]:
 
 
 def listed(problem: Problem, weight: int) -> Found:
-    """By upward rank, each task where it ends first; `weight` times its copies count as delay.
+    """Place by upward rank, each task where it ends first; `weight` times its copies count as
+    delay.
 
     Unlike HEFT, the rule takes busy links into account, and fills no gaps.
     """

@@ -380,7 +380,7 @@ def _rebound(node: Node, made: Mapping[str, str]) -> Node:
     return replace(node, inputs=inputs)
 
 
-# --- what it is called --------------------------------------------------------------------------
+# --- its name -----------------------------------------------------------------------------------
 
 
 def canonical(body: JSON) -> bytes:
@@ -389,7 +389,7 @@ def canonical(body: JSON) -> bytes:
     return text.encode()
 
 
-# --- is it sound? -------------------------------------------------------------------------------
+# --- soundness ----------------------------------------------------------------------------------
 
 
 def check(graph: TaskGraph) -> tuple[Fault, ...]:
@@ -594,7 +594,7 @@ def largest(graph: TaskGraph) -> tuple[Node, int]:
     return max(((node, least_bytes(node, made)) for node in graph.nodes), key=lambda pair: pair[1])
 
 
-# --- does it fit its task? ----------------------------------------------------------------------
+# --- fit to the task ----------------------------------------------------------------------------
 
 
 def check_task(graph: TaskGraph, task: TaskDescriptor, pointer: str) -> tuple[Fault, ...]:

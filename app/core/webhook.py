@@ -68,7 +68,7 @@ def wants(notify: Mapping[str, Any] | None, state: str) -> bool:
     return notify is not None and state in (notify.get("on") or ENDS)
 
 
-# --- what became of it --------------------------------------------------------------------------
+# --- retries ------------------------------------------------------------------------------------
 
 Verdict = StrEnum("Verdict", ["delivered", "again", "unwanted"])
 
@@ -99,7 +99,7 @@ class Answer:
     took_us: int
 
 
-# --- who may be called --------------------------------------------------------------------------
+# --- which addresses may be called --------------------------------------------------------------
 
 #: Public addresses that are never called.  An address in the first four stands for another one that
 #: the check would not see; the other two belong to servers of the clouds themselves.

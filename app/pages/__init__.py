@@ -1,8 +1,8 @@
-"""The tenant's web pages: server-rendered, live, and with nothing from another origin.
+"""The web pages for tenants: rendered on the server, live, with nothing from another origin.
 
-Their numbers are those of `app.reports`, as the API's are.  Their forms call the API's operations,
-so a page may do what its reader's role may, and nothing else.  Every answer of the whole service
-carries the policy below, /docs too.
+Their figures are those of `app.reports`, as the API's are.  Their forms call the API's operations,
+so a page allows exactly what its reader's role allows.  Every answer of the service carries the
+policy below, including /docs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.errors import AppError
 
 STATIC = Path(__file__).parent / "static"
 
-# Images may be inlined, as the vendored Swagger UI's style sheet does; nothing else may.
+# Only images may be inlined, as the style sheet of the vendored Swagger UI does.
 POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -40,7 +40,9 @@ def mount(app: FastAPI) -> None:
 
 
 def routers() -> list[APIRouter]:
-    """In this order: the last route of the last one takes every address that is left."""
+    """Return the routers in matching order: the very last route takes every address that is
+    left.
+    """
     from app.pages import administering, operating, views, wishing
 
     return [wishing.router, administering.router, operating.router, views.router]

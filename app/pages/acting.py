@@ -1,6 +1,6 @@
-"""What may be asked of a request and its tasks as they stand, so that a page offers just that.
+"""The actions that a request and its tasks allow now, so that a page offers exactly those.
 
-It only decides what is shown: `app.wishes` decides again when something is asked.
+This module decides only what is shown: `app.wishes` decides again when an action is requested.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from app.wishes import ADMIN_HOLD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfTask:
-    """`asked`: what was asked and has not come about yet, in words; `widths`: numbers of devices
-    that it may be given, if it has ranks to share them.
+    """The actions on a task.
+
+    `asked` are requested actions that are still in progress, in words.  `widths` are the numbers of
+    devices that the task may be given; empty if it has no ranks to share them.
     """
 
     asked: tuple[str, ...] = ()
@@ -42,7 +44,7 @@ class OfTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Without anything to choose: who looks may not act, or all has ended."""
+    """The actions on a request; none if the reader may not act, or if all tasks have ended."""
 
     cancel: bool = False
     hold: bool = False

@@ -1,7 +1,7 @@
 """Pages of a tenant's administrators: its members and their keys, its webhooks, its audit log.
 
-They show what the API's operations answer, and their forms call those, so that both say the same
-and refuse the same.
+They show the answers of the API's operations, and their forms call these.  So pages and API say and
+reject the same.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from app.pages.views import Sender, Visitor
 ON_A_PAGE = 50
 KEYS_SHOWN = 200
 
-#: For how long what is replaced stays good beside its successor; in seconds.
+#: How long a replaced key or secret stays valid besides its successor, in seconds.
 OVERLAPS = {0: "not at all", 3600: "an hour", 86_400: "a day", 7 * 86_400: "a week"}
-#: When a new key ends; in days, 0 is never.
+#: The lifetime of a new key, in days; 0 is never.
 LIVES = {0: "never", 30: "in 30 days", 90: "in 90 days", 365: "in a year"}
 TARGETS = (
     "key", "user", "tenant", "webhook", "request", "task", "checkpoint", "session", "device",
@@ -68,14 +68,14 @@ def _paging(request: Request, cursor: str, limit: int = ON_A_PAGE) -> Paging:
 
 
 def _tenants(session: Session, caller: Caller) -> dict[str, str]:
-    """Names by id of those whose affairs the caller sees; the own one first."""
+    """Return id -> name of the tenants that the caller sees, the own one first."""
     query = select(Tenant.id, Tenant.name).where(of_caller(caller, Tenant.id))
     rows = session.execute(query.order_by(Tenant.id != caller.tenant_id, Tenant.name))
     return {id: name for id, name in rows}
 
 
 def _given(text: str) -> str | None:
-    """None for a field that was left empty."""
+    """Return None for a field that was left empty."""
     return text or None
 
 
@@ -103,7 +103,7 @@ def list_members(request: Request, session: Db, caller: Admin, cursor: str = "")
 
 
 def _good_keys(session: Session, users: list[str]) -> dict[str, Any]:
-    """By user: how many keys open something, and when one was last used."""
+    """Return, by user, the number of valid keys, and when one was last used."""
     query = (
         select(ApiKey.user_id, func.count().label("n"), func.max(ApiKey.last_used_at).label("used"))
         .where(
@@ -192,7 +192,7 @@ def change_keys(
 
 
 def _ends(days: str) -> str | None:
-    """Raises BadInput for what the page does not offer."""
+    """Return the end of a new key; raises BadInput for a choice that the page does not offer."""
     if _seconds(days) not in LIVES:
         raise BadInput.at("/days", f"{days!r:.20} is not one of the choices", "range")
     return (datetime.now(UTC) + timedelta(days=int(days))).isoformat() if int(days) else None
@@ -316,7 +316,7 @@ def list_audit(
     until: str = "",
     cursor: str = "",
 ) -> Response:
-    """`since` and `until` are days in UTC; the last one is shown whole."""
+    """Show the audit log; `since` and `until` are days in UTC, both included."""
     actions = get_args(of_audit.Action)
     asked = {
         "action": action if action in actions else "",

@@ -1,4 +1,4 @@
-"""Values in the shape that templates and charts want them: words, columns, lengths.  Pure."""
+"""Converts values for templates and charts: to words, columns, lengths.  All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.forecast import Start
 from app.reports import Curve, Happened, Queued, Stay, UsageRow
 from app.timespent import TimeSpent
 
-COLOURS = 8  # series that can be told apart; roundhouse.css names them
+COLOURS = 8  # distinguishable series; roundhouse.css names the colours
 
 
 # --- words --------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ def duration(span: timedelta | float) -> str:
 
 
 def about(seconds: float) -> str:
-    """A duration that is only known roughly: whole seconds."""
+    """Format a duration that is only roughly known, in whole seconds."""
     return f"{seconds:.0f} s" if seconds < 59.5 else units.duration(max(seconds, 60.0))
 
 
@@ -35,19 +35,19 @@ def age(span: timedelta) -> str:
 
 
 def held(us: float) -> str:
-    """Micro-device-seconds as a duration."""
+    """Format micro-device-seconds as a duration."""
     return units.duration(us / 1e6)
 
 
 def figure(value: Any) -> str:
-    """A number of the tenant's with four digits; anything else as it is, cut short."""
+    """Format a tenant's metric: a number with four digits, anything else cut short."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)[:40]
 
 
 def value(given: Any) -> str:
-    """A value that was changed, as the audit log keeps it."""
+    """Format a changed value as the audit log keeps it."""
     if given is None or given in ([], {}, ""):
         return "nothing"
     return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
@@ -62,7 +62,7 @@ def utc(at: datetime) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """How far back a chart looks, and in steps of which `app.reports.INTERVALS`."""
+    """The period of a chart, and its interval, a key of `app.reports.INTERVALS`."""
 
     words: str
     span_s: int
@@ -87,7 +87,7 @@ class Total:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageChart:
-    """Mean number of devices held in each whole interval, one column a name, most used first."""
+    """Mean number of devices held in each whole interval, one column per name, most used first."""
 
     by: str
     names: tuple[str, ...]
@@ -110,11 +110,11 @@ def usage_chart(
     interval_s: int,
     devices: int,
 ) -> UsageChart:
-    """`rows` are grouped by bucket and `by`.  The interval that is still open is left out of the
-    columns (it would look like a fall), but not out of the totals.
+    """Build the chart of usage rows that are grouped by bucket and `by`.
 
-    Usage is booked when a device reports it, a moment after it was held: what would be more than
-    all `devices` can give in an interval belongs to the one before.
+    The open interval is left out of the columns, where it would look like a fall, but not out of
+    the totals.  A device reports usage a moment after it held the slot.  So usage beyond what all
+    `devices` can give in an interval belongs to the interval before.
     """
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in rows:
@@ -148,7 +148,9 @@ def usage_chart(
 
 
 def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int) -> None:
-    """Give what is above `devices` in an interval to the interval before it, in equal parts."""
+    """Move what exceeds `devices` in an interval to the interval before, from all names in
+    proportion.
+    """
     for at in latest_first:
         whole = sum(cells[at])
         if whole <= devices:
@@ -164,12 +166,12 @@ def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int
 
 
 def not_numbers(metrics: dict[str, Any]) -> list[str]:
-    """The metrics that are told as "nan", "inf" or "-inf": a loss that is lost."""
+    """Return the metrics reported as "nan", "inf" or "-inf", as a diverged loss is."""
     return [name for name, told in metrics.items() if told in ("nan", "inf", "-inf")]
 
 
 def sparkline(values: Sequence[float], *, width: int = 80, height: int = 20) -> str:
-    """The points of an SVG polyline; empty for fewer than two values."""
+    """Return the points of an SVG polyline; empty for fewer than two values."""
     if len(values) < 2:
         return ""
     low, high = min(values), max(values)
@@ -182,7 +184,10 @@ def sparkline(values: Sequence[float], *, width: int = 80, height: int = 20) -> 
 
 
 def queued_words(queue: Sequence[Queued], waiting: int | None) -> str:
-    """ "11 queued, 1 preempted, 1 paused"; `waiting` is how many wait, if `queue` is not all."""
+    """Return a text like "11 queued, 1 preempted, 1 paused".
+
+    `waiting` is the number of all waiting tasks if `queue` is only a part of them, else None.
+    """
     if waiting is not None:
         return f"{waiting:,} queued"
     counts = Counter(item.phase for item in queue)
@@ -192,19 +197,19 @@ def queued_words(queue: Sequence[Queued], waiting: int | None) -> str:
 
 
 def next_start(queue: Sequence[Queued]) -> Start | None:
-    """The estimate of the task that is expected to start first."""
+    """Return the estimate of the task that is expected to start first."""
     estimates = [item.estimate for item in queue if item.estimate is not None]
     return min(estimates, key=lambda estimate: estimate.p50_s, default=None)
 
 
 def by_place(queue: Sequence[Queued]) -> list[Queued]:
-    """In the order in which they are to start; those without a place last, the oldest first."""
+    """Sort by expected start; tasks without a place come last, the oldest first."""
     return sorted(queue, key=lambda item: (item.place is None, item.place or 0, item.id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveChart:
-    """One metric of several tasks, by step; None where a task has no value."""
+    """The values of one metric in several tasks, by step; None where a task has no value."""
 
     name: str
     tasks: tuple[str, ...]
@@ -233,7 +238,7 @@ def _curve_chart(name: str, lines: Sequence[Curve]) -> CurveChart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One stay as a length: `x` and `width` in percent of the line."""
+    """A stay on a device as a bar: `x` and `width` in percent of the line."""
 
     x: float
     width: float
@@ -256,9 +261,10 @@ class TimeLine:
 
 
 def time_line(stays: Sequence[Stay], *, since: datetime, until: datetime) -> TimeLine:
-    """One lane a task, another for what it is lent, one part a stay, coloured by device.
+    """Build the chart: one lane per task, a second one for borrowed devices, one bar per stay.
 
-    The axis is the request's: from its submission (`since`) to its end, or to now (`until`).
+    Colours are by device.  The axis begins at the request's submission (`since`), and ends at its
+    end or now (`until`).
     """
     devices = tuple(sorted({stay.device for stay in stays}))
     lanes: dict[str, list[Part]] = defaultdict(list)
@@ -300,7 +306,7 @@ TIMES = {
 
 
 def breakdown(spent: TimeSpent) -> list[tuple[float, float]]:
-    """Of each of `TIMES`, its seconds and how many percent of the whole they are."""
+    """Return, for each of `TIMES`, its seconds and its percentage of the whole."""
     seconds = [getattr(spent, name) for name in TIMES]
     whole_s = max(sum(seconds), 1e-6)
     return [(part_s, 100 * part_s / whole_s) for part_s in seconds]
@@ -308,16 +314,16 @@ def breakdown(spent: TimeSpent) -> list[tuple[float, float]]:
 
 # --- events -------------------------------------------------------------------------------------
 
-#: What every turn tells again: of interest one by one, but not by the hundred.
+#: Events that repeat in every slice of a task: interesting one by one, but not by the hundred.
 TURN = frozenset({"task.launched", "task.started", "task.pausing", "task.paused", "task.saved"})
-#: Events on which nobody would act: they are on the page of their request.
+#: Events that need no action; they are shown on the page of their request only.
 ROUTINE = TURN | {"request.submitted"}
 FOLDED_ABOVE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """More than `FOLDED_ABOVE` events in a row that only tell of one task's turns, as one line."""
+    """More than `FOLDED_ABOVE` events in a row of one task's slices, shown as one line."""
 
     at: datetime
     task: str | None
@@ -326,7 +332,7 @@ class Turns:
 
 
 def folded(happened: Sequence[Happened]) -> list[Happened | Turns]:
-    """The same events in the same order, with long runs of turns of one task put together."""
+    """Return the events in order, with long runs of one task's slices folded."""
     told: list[Happened | Turns] = []
     for (_, is_turn), run in groupby(happened, key=lambda one: (one.task_id, one.type in TURN)):
         events = tuple(run)

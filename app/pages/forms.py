@@ -1,9 +1,10 @@
-"""Forms on pages: that it was a page of ours, shown in this session, which sent one, and how the
-next page tells what became of it.
+"""Forms on pages: proof that a form comes from our page in this session, and the next page's
+message.
 
-A form carries a token that is made from the session's cookie and that no other site can read; the
-cookie is SameSite, and a browser says whose page sends, besides.  What the next page tells travels
-in a cookie under the same key, so that nobody else puts words there.  Nothing of this is stored.
+A form carries a token that is made from the session's cookie and that no other site can read.  The
+cookie is SameSite, and the browser reports the origin of the sending page.  The message of the next
+page travels in a cookie signed with the same key, so that no other site can set it.  Nothing of
+this is stored on the server.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ Body = TypeVar("Body", bound=BaseModel)
 Choice = TypeVar("Choice")
 
 TOLD = "roundhouse_told"
-TOLD_FOR_S = 60  # a page that nobody looks at until then tells nothing
+TOLD_FOR_S = 60  # seconds; a page that is opened later shows no message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What became of a form, in words; `secret` is shown with them, and only now."""
+    """The result of a form, in words; `secret` is shown with it, this once."""
 
     words: str
     secret: str = ""
 
 
-# --- that it is our form ------------------------------------------------------------------------
+# --- proof of origin ----------------------------------------------------------------------------
 
 
 def token(cookie: str) -> str:
@@ -54,7 +55,7 @@ def token(cookie: str) -> str:
 
 
 def check(request: Request, token: Annotated[str, Form()] = "") -> None:
-    """A dependency: raises Forbidden unless a page of this session sends the form."""
+    """Raises Forbidden unless a page of this session sends the form; a dependency of routes."""
     cookie = request.cookies.get(COOKIE, "")
     if not from_our_origin(request):
         raise Forbidden("a form is sent from a page of this service")
@@ -63,14 +64,14 @@ def check(request: Request, token: Annotated[str, Form()] = "") -> None:
 
 
 def chosen(do: str, known: Mapping[str, Choice]) -> Choice:
-    """What the button that was pressed stands for; raises BadInput."""
+    """Return what the pressed button stands for; raises BadInput."""
     if do not in known:
         raise BadInput.at("/do", f"must be one of {', '.join(known)}; got {do!r:.40}", "unknown")
     return known[do]
 
 
 def filled(body: type[Body], **values: Any) -> Body:
-    """An operation's body from a form's fields; raises RequestValidationError, as a call does."""
+    """Build an operation's body from form fields; raises RequestValidationError, like a call."""
     try:
         return body.model_validate(values)
     except ValidationError as error:
@@ -86,7 +87,7 @@ def sealed(cookie: str, words: str) -> str:
 
 
 def opened(cookie: str, sealed: str) -> Told | None:
-    """None for what this session did not seal."""
+    """Return the message; None if this session did not sign it."""
     mac, _, text = sealed.partition(".")
     try:
         words = base64.urlsafe_b64decode(text).decode()

@@ -1,5 +1,6 @@
-"""Pages on the whole system: what was decided and why, for everybody as far as they see it, and
-for platform admins the devices, which they drain and let work again.
+"""Pages on the whole system: decisions, for all users as far as they may see them, and devices.
+
+Platform admins drain devices, and let them take work again, on the page of devices.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def list_devices(request: Request, session: Db, caller: PlatformAdmin) -> Respon
 def change_devices(
     request: Request, session: Db, caller: Sender, do: Field = "", of: Field = ""
 ) -> Response:
-    """`of`: the device, or for `drain` and `open` the host."""
+    """Cordon or uncordon the device `of`; for `drain` and `open`, `of` is a host."""
     platform_admin(caller)
     known: dict[str, tuple[Callable[..., Any], str]] = {
         "cordon": (of_devices.cordon_device, "{} takes no new work; its tasks move away."),

@@ -1,7 +1,7 @@
-"""Signing in, and the pages: each asks `app.reports` for values and hands them to a template.
+"""Sign-in, and the pages: each reads values from `app.reports` and renders a template.
 
-A page is answered whole, or, when htmx asks for it again after a change, as its live part only; so
-one transaction stands behind everything that a page says.
+A page is sent as a whole, or, when htmx requests it after a change, only its live part.  So all
+values on a page come from one transaction.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from app.timespent import time_spent
 
 HOME = "/ui/"
 OIDC = "/ui/login/oidc"
-SIGNING_IN = "roundhouse_signing_in"  # a cookie, while somebody is with the provider
+SIGNING_IN = "roundhouse_signing_in"  # a cookie, while a person is with the identity provider
 SIGNING_IN_S = 600.0
-CHANGED_EVERY_S = 1.0  # a page hears of changes at most this often
-QUEUE_SHOWN = 10  # on the overview, of the QUEUE_READ oldest by their place
+CHANGED_EVERY_S = 1.0  # seconds; a page is told of changes at most this often
+QUEUE_SHOWN = 10  # on the overview, by place, of the QUEUE_READ oldest
 QUEUE_READ = 50
 QUEUE_ON_A_PAGE = 200
 RUNNING_SHOWN = 12
@@ -87,18 +87,20 @@ templates.env.filters.update(
 
 @lru_cache
 def asset(name: str) -> str:
-    """A static file's address; it changes with the file, so no browser keeps an old one."""
+    """Return the address of a static file; it changes with the file, so no browser keeps an old
+    one.
+    """
     return f"/static/{name}?v={hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:10]}"
 
 
 templates.env.globals["asset"] = asset
 
 
-# --- who looks ----------------------------------------------------------------------------------
+# --- the visitor --------------------------------------------------------------------------------
 
 
 class NotSignedIn(Exception):
-    """A page was asked for without a browser session."""
+    """A page was requested without a browser session."""
 
 
 def visitor(
@@ -126,7 +128,7 @@ Visitor = Annotated[Caller, Depends(visitor, scope="function")]
 
 
 def sender(request: Request, caller: Visitor, _: Annotated[None, Depends(forms.check)]) -> Caller:
-    """Whoever sends a form of ours; it counts as a change of theirs, as a call of the API does."""
+    """Return the caller that sends a form; the form counts as a change in the rate limits."""
     cookie = request.cookies[COOKIE]
     if not rates.count_known(request, cookie):
         rates.count_new(request, cookie, key_id=caller.key_id, tenant_id=caller.tenant_id)
@@ -139,7 +141,7 @@ Sender = Annotated[Caller, Depends(sender, scope="function")]
 def acts_as(
     request: Request, session: Session, caller: Caller, operation: Callable[..., Any]
 ) -> None:
-    """What follows is done by this operation of the API, for the audit log."""
+    """Record for the audit log that the API's `operation` does what follows."""
     audit.begin(session, call_of(request, caller, operation_named(operation.__name__)))
 
 
@@ -200,8 +202,10 @@ def _give(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SigningIn:
-    """What this browser knows of the sign-in that it has begun.  `state` shows that it is the one
-    who comes back, `nonce` that the token is of this sign-in, `verifier` that the code is its own.
+    """The state of a sign-in that this browser has begun, kept in a cookie.
+
+    `state` proves that the same browser comes back, `nonce` that the token is of this sign-in, and
+    `verifier` that the code is its own.
     """
 
     state: str
@@ -283,7 +287,7 @@ def come_back(
 
 
 def _back(request: Request) -> str:
-    """The address that is registered with the provider."""
+    """Return the address that is registered with the provider."""
     return str(request.url_for("come_back"))
 
 
@@ -314,7 +318,9 @@ def _door(request: Request, next: str, wrong: str = "") -> Response:
 
 
 def _own(path: str) -> str:
-    """`path`, if it is one of the pages; a link must not lead elsewhere through our door."""
+    """Return `path` if it is one of the pages, else HOME, so that no link leads elsewhere by our
+    sign-in.
+    """
     return path if path.startswith(HOME) and "\\" not in path else HOME
 
 
@@ -386,7 +392,9 @@ def show_queue(request: Request, session: Db, caller: Visitor, after: str = "") 
 def _usage(
     session: Db, tenant: str | None, window: str, now: datetime, *, devices: int
 ) -> dict[str, Any]:
-    """What the overview says of usage: a chart by user (for all: by tenant), totals, the week."""
+    """Return the usage part of the overview: a chart by user (or, for all, by tenant), totals, the
+    week.
+    """
     look = drawing.WINDOWS[window]
     by = "user" if tenant else "tenant"
     since, interval_s = now - timedelta(seconds=look.span_s), reports.INTERVALS[look.interval]
@@ -530,10 +538,10 @@ def answered(
     *,
     at: str = "",
 ) -> Response:
-    """The page anew, or the one that is `at`, with what became of the form above it.
+    """Show the page again, or the page `at`, with the result of the form above it.
 
-    Without htmx it is fetched by a call of its own, so that loading it again sends nothing again;
-    but a secret goes no further than this answer.
+    Without htmx the page is loaded by a redirect, so that a reload does not send the form again.  A
+    secret is shown only in this answer.
     """
     request.state.told = told
     if show is not None and (told.secret or "hx-request" in request.headers):
@@ -551,7 +559,7 @@ def answered(
 
 
 def refused(request: Request, error: Exception) -> Response:
-    """What a page, or a form on it, was refused: as a page too, and for htmx above the page."""
+    """Show an error of a page or a form: as a page, or for htmx above the present page."""
     said = problems.bad_input(error) if isinstance(error, RequestValidationError) else error
     assert isinstance(said, AppError)
     caller = getattr(request.state, "caller", None)
@@ -573,7 +581,7 @@ def refused(request: Request, error: Exception) -> Response:
 
 @router.get("/ui/stream")
 def stream(session: Db, caller: Visitor, request: str = "") -> Response:
-    """Says "changed" whenever there may be something new for the page that listens."""
+    """Send "changed" whenever the page that listens may be out of date."""
     tenant = None if caller.sees_all else caller.tenant_id
     if request:
         visible_request(session, caller, request)
@@ -582,7 +590,7 @@ def stream(session: Db, caller: Visitor, request: str = "") -> Response:
 
 async def _changed(topic: str) -> AsyncIterator[str]:
     with changes.subscribe(topic) as news:
-        yield CHANGED  # whatever happened between the page and this stream
+        yield CHANGED  # changes between the page's answer and this stream
         while not changes.closing:
             if await news.wait():
                 yield CHANGED
@@ -594,7 +602,7 @@ async def _changed(topic: str) -> AsyncIterator[str]:
 CHANGED = "event: changed\ndata:\n\n"
 
 
-# --- any other address: it must stay the last route ---------------------------------------------
+# --- any other address (this must stay the last route) ------------------------------------------
 
 
 @router.get("/ui/{rest:path}")

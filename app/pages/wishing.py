@@ -29,7 +29,7 @@ router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """An operation, and what is told once it is done, with words of its answer."""
+    """An operation, and the message after it, a format string for the operation's answer."""
 
     operation: Callable[..., Any]
     told: str
@@ -75,7 +75,7 @@ def wish(
     task: Field = "",
     devices_max: Field = "",
 ) -> Response:
-    """Of the request, or, with `task`, of that task of it."""
+    """Act on the request, or, with `task`, on that task of the request."""
     wished = forms.chosen(do, _OF_TASK if task else _OF_REQUEST)
     views.acts_as(request, session, caller, wished.operation)
     if task:
