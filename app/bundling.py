@@ -1,11 +1,11 @@
-"""A folder of code becomes a bundle, the zip that is sent to the service.
+"""Pack a folder of code into a bundle, the zip that is sent to the service.
 
-The same files always make the same bytes, so that the service, which knows bundles by their
-SHA-256, is sent each only once: names are sorted, and times and owners left out.  Nothing is
-guessed: a link that leads out of the folder is an error that names the link.  A file that may hold
-a secret, such as `.env`, stays here unless the ignore file asks for it.
+The same files always give the same bytes: names are sorted, and times and owners are left out.  The
+service identifies bundles by SHA-256, so each is sent only once.  Nothing is guessed: a link that
+leads out of the folder is an error that names the link.  A file that may hold a secret, such as
+`.env`, is not sent unless the ignore file asks for it.
 
-Nothing is sent from here; `app.client` does that.
+This module sends nothing; `app.client` does.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ SECRET = (
     "id_ed25519",
 )
 
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip knows
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 
 
 class Unreadable(Exception):
-    """A file or folder here cannot be sent; the message says which, why and what to do."""
+    """A file or folder on this machine cannot be sent; the message says which, why and what
+    to do.
+    """
 
 
 # --- a folder becomes a bundle --------------------------------------------------------------------
@@ -67,8 +69,9 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """`files` are (name in the zip, size in bytes as it lies on disk); `withheld` names what was
-    left out because it may hold a secret.
+    """A bundle.  `files` are (name in the zip, size on disk in bytes).
+
+    `withheld` are the files left out because they may hold a secret.
     """
 
     folder: Path
@@ -82,7 +85,7 @@ class Bundle:
 
 
 def bundle_folder(folder: Path) -> Bundle:
-    """All of the folder but what is ignored or may be secret, as a zip; raises Unreadable."""
+    """Zip all of the folder that is not ignored or possibly secret; raises Unreadable."""
     if not folder.is_dir():
         raise Unreadable(f"{folder}: no such folder, so there is no code to send")
     withheld: list[str] = []
@@ -100,7 +103,7 @@ def bundle_folder(folder: Path) -> Bundle:
 
 
 def bundle_file(path: Path) -> Bundle:
-    """An archive that somebody else made, as it is; raises Unreadable."""
+    """Return an existing archive as a bundle, unchanged; raises Unreadable."""
     try:
         body = path.read_bytes()
     except OSError as error:
@@ -111,7 +114,9 @@ def bundle_file(path: Path) -> Bundle:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Patterns: what is never sent, and what is sent although a built-in pattern fits it."""
+    """Patterns of files that are never sent, and of files that are sent despite a built-in
+    pattern.
+    """
 
     ignored: tuple[str, ...]
     named: tuple[str, ...]
@@ -134,7 +139,7 @@ class _Wanted:
 
 
 def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
-    """The names of what is sent; adds to `withheld` what may be secret."""
+    """Yield the names of files to send; adds possibly secret files to `withheld`."""
     root = folder.resolve()
     for here, folders, names in os.walk(folder):
         inside = Path(here).relative_to(folder)
@@ -153,7 +158,9 @@ def _files(folder: Path, wanted: _Wanted, withheld: list[str]) -> Iterator[str]:
 
 
 def _fits(path: Path, patterns: tuple[str, ...]) -> bool:
-    """A pattern with a slash means a path from the top; one without means a name anywhere."""
+    """True if a pattern matches: one with a slash as a path from the top, others as a name
+    anywhere.
+    """
     for pattern in patterns:
         bare = pattern.strip("/")
         seen = path.as_posix() if "/" in pattern.rstrip("/") else path.name
@@ -180,7 +187,7 @@ def _zip(folder: Path, names: list[str]) -> bytes:
         for name in names:
             entry = zipfile.ZipInfo(name, _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            entry.create_system = 3  # Unix, so that the rights below are read as such
+            entry.create_system = 3  # Unix, so that the mode below is understood
             entry.external_attr = (
                 0o100755 if os.access(folder / name, os.X_OK) else 0o100644
             ) << 16

@@ -1,8 +1,9 @@
-"""Python's garbage collector, kept away from what is large and stays.
+"""Keep large, long-lived objects away from Python's garbage collector.
 
-A board or a tree of ten thousand tenants, looked through for garbage again and again, stops all
-else for a quarter of a second each time.  What is there after `spare` is looked at no more: it goes
-when nobody holds it, but not if it is garbage in rings.  `spare_anew` looks for those, too.
+Each collection that scans a board, or a tree of ten thousand tenants, stops everything else for a
+quarter of a second.  Objects that exist at a call of `spare` are not scanned any more.  They are
+still freed by reference counts, but not if they are part of a reference cycle.  `spare_anew` frees
+those too.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import gc
 
 
 def spare() -> None:
-    """Whoever has just read something large calls it."""
+    """Exclude all present objects from garbage collection; called after something large was
+    read.
+    """
     gc.collect()
     gc.freeze()
 
 
 def spare_anew() -> None:
-    """The same, when it took the place of something that was spared and is held together by rings,
-    as a board is.
-    """
+    """Do the same after a spared object with reference cycles, such as a board, was replaced."""
     gc.unfreeze()
     spare()

@@ -1,7 +1,7 @@
-"""What clients may rely on, as a file: `python -m app.contract` writes docs/openapi.json.
+"""The API's contract as a file: `python -m app.contract` writes docs/openapi.json.
 
-It refuses if a client of the file before could stumble over something under /v1.  With `--break` it
-writes all the same, and the commit should say why.
+It refuses to write a change under /v1 that could break clients of the previous file.  With
+`--break` it writes anyway, and the commit should say why.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ STABLE = "/v1/"
 
 
 def current() -> str:
-    """The document of this code, as it is written."""
+    """Return the OpenAPI document of this code, in the form of the file."""
     return json.dumps(create_app().openapi(), indent=1, ensure_ascii=False) + "\n"
 
 
 def breaks() -> list[str]:
-    """What a client of the written document could stumble over."""
+    """Return the changes that could break a client of the written document."""
     if not PLACE.exists():
         return []
     before: dict[str, Any] = json.loads(PLACE.read_text(encoding="utf-8"))

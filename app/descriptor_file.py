@@ -1,7 +1,7 @@
-"""A YAML or JSON file becomes a descriptor, and `name=value` a parameter.
+"""Read a descriptor from a YAML or JSON file, and a parameter from `name=value`.
 
-YAML is read as YAML 1.2's plain words, which are JSON's.  Nothing is guessed: a doubled key is an
-error that says where.
+YAML has the plain scalars of YAML 1.2, which are JSON's.  Nothing is guessed: a repeated key is an
+error with its position.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import yaml
 
 from app.bundling import Unreadable
 
-#: What a folder may call its descriptor; the first found is read.
+#: File names of a folder's descriptor; the first that exists is read.
 DESCRIPTOR_NAMES = ("roundhouse.yaml", "roundhouse.yml", "roundhouse.json")
 
 
 def read_descriptor(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file, or in the descriptor of a folder; raises Unreadable."""
+    """Return the mapping in a YAML or JSON file, or in a folder's descriptor; raises Unreadable."""
     if path.is_dir():
         path = _descriptor_in(path)
     try:
@@ -30,7 +30,7 @@ def read_descriptor(path: Path) -> dict[str, Any]:
         raise Unreadable(f"{path}: cannot be read: {error}") from error
     try:
         found = _parsed(text, str(path))
-        json.dumps(found)  # tags and anchors can say what JSON cannot
+        json.dumps(found)  # tags and anchors can express more than JSON
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise Unreadable(f"{path}: not YAML or JSON: {error}") from error
     if not isinstance(found, dict):
@@ -39,7 +39,7 @@ def read_descriptor(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str, name: str) -> Any:
-    """What the text says; errors call it `name`."""
+    """Parse the text; errors call it `name`."""
     loader = _Loader(text)
     loader.name = name
     try:
@@ -49,7 +49,9 @@ def _parsed(text: str, name: str) -> Any:
 
 
 def parse_param(text: str) -> tuple[str, Any]:
-    """`lr=1e-3` is ("lr", 0.001); what is not JSON is a string.  Raises ValueError."""
+    """Parse `lr=1e-3` as ("lr", 0.001); a value that is not JSON is a string.  Raises
+    ValueError.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"{text!r} is not name=value")
@@ -75,7 +77,9 @@ def _descriptor_in(folder: Path) -> Path:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain words, which are JSON's: `8e9` is a number, `on` a word, a date a string."""
+    """Loads YAML with 1.2's plain scalars, which are JSON's: `8e9` is a number, `on` and dates are
+    strings.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 

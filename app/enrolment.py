@@ -1,7 +1,7 @@
-"""Which devices may speak: those that an administrator enrolled, with the key of their host.
+"""Enrolment: only devices that an administrator enrolled, with the key of their host, are heard.
 
-A device that nobody enrolled is not heard, whoever signed what it says.  One whose enrolment is
-revoked is not heard any more: its lease ends, and its tasks go on elsewhere.
+Heartbeats of other devices are ignored, whatever their signature.  A device with a revoked
+enrolment is not heard any more: its lease ends, and its tasks go on elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ READ_EVERY_S = 1.0
 def enrol(
     session: Session, device: str, key: str, *, by: str, may_replace: bool = False
 ) -> Enrolment:
-    """Let this device in, with its host's public key.
+    """Enrol this device, with its host's public key.
 
-    Raises Conflict if it has another one that may not be replaced.  A device that comes back with a
-    new key is a new device: nothing counts that the old one said.
+    Raises Conflict if it has another key that may not be replaced.  A device that comes back with a
+    new key counts as a new device: messages of the old one are ignored.
     """
     row = session.get(Enrolment, device, with_for_update=True)
     if row is None:
@@ -59,15 +59,15 @@ def revoke(session: Session, device: str) -> Enrolment:
 
 
 def name_key(session: Session, island: str, key: str) -> None:
-    """From now on the island signs with this key."""
+    """Record the key with which the island signs from now on."""
     row = insert(Island).values(name=island, key=key)
     session.execute(row.on_conflict_do_update(index_elements=[Island.name], set_={"key": key}))
 
 
 class Roster:
-    """The keys of enrolled devices and of other islands, as they were when they were last read.
+    """The keys of enrolled devices and of other islands, as they were at the last read.
 
-    `read` and the questions may come from two threads: what is read is replaced as a whole.
+    `read` and the other methods may run in two threads: the data is replaced as a whole.
     """
 
     def __init__(self, island: str) -> None:
@@ -79,11 +79,11 @@ class Roster:
 
     @property
     def hosts(self) -> Collection[str]:
-        """The public keys of all hosts whose devices may speak."""
+        """The public keys of all hosts with enrolled devices."""
         return self._hosts
 
     def read(self, session: Session) -> None:
-        """Now and then; a change counts about a second later."""
+        """Read the keys again if they are older than READ_EVERY_S."""
         if time.monotonic() < self._due_s:
             return
         enrolled = select(Enrolment.device_id, Enrolment.key).where(Enrolment.revoked_at.is_(None))
@@ -94,7 +94,7 @@ class Roster:
         self._due_s = time.monotonic() + READ_EVERY_S
 
     def objection(self, alive: Alive) -> str:
-        """Why this heartbeat, which one of `hosts` signed, does not count; empty if it does."""
+        """Say why this heartbeat, signed by one of `hosts`, does not count; empty if it does."""
         facts, host = alive.facts, alive.device.rpartition(".")[0] or alive.device
         if self._keys.get(alive.device) != facts.get("key"):
             return f"{alive.device} is not enrolled with the key of the host that signed it"

@@ -1,12 +1,12 @@
-"""What travels over Redis, signed: who writes to Redis can forge, change or redirect none of it.
+"""Signed envelopes for Redis: a writer to Redis can forge, change or redirect no message.
 
-A text is the signer's public key in hexadecimal digits, a line's end, and the body as
-`app.signing` seals it.  It is opened only if the key is one that the reader was told of otherwise;
-nothing of any other text is parsed.
+A text is the signer's public key in hexadecimal digits, a line end, and the body as `app.signing`
+seals it.  It is opened only if the reader knows the key from elsewhere; no part of any other text
+is parsed.
 
 A heartbeat names its device, the device's process and the time when it was sent.  News names the
-device that it is for; an answer also names the heartbeat that it answers, and an order is numbered.
-So a text that is sent once more, or to somebody else, changes nothing.
+device that it is for; an answer also names the heartbeat that it answers, and orders are numbered.
+So a text that is sent again, or to another device, changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def sealed_heartbeat(signer: Signer, alive: Alive) -> str:
 
 
 def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
-    """Raises BadSignature or BadMessage; `hosts` are the public keys of those that may speak."""
+    """Open a heartbeat; `hosts` are the accepted public keys.  Raises BadSignature or
+    BadMessage.
+    """
     key, body = _opened(text, HEARTBEAT, hosts)
     _check_storable(body, text)
     alive = decode(body)
@@ -37,14 +39,15 @@ def opened_heartbeat(text: str, *, hosts: Container[str]) -> Alive:
 
 
 def sealed_news(signer: Signer, device: str, bodies: Iterable[JSON]) -> str:
-    """An answer and orders for one device, in this order."""
+    """Seal an answer and orders for one device, in this order."""
     return _sealed(signer, NEWS, {"device": device, "news": list(bodies)})
 
 
 class Mail:
-    """Opens the news for one device: what its own island signed, or another one that its own named.
+    """Opens the news for one device, if signed by its own island or by an island that its own
+    named.
 
-    Only the own island answers, as it alone leases the device.
+    Only the own island may answer, because it alone leases the device.
     """
 
     def __init__(self, device: str, island: str) -> None:
@@ -52,7 +55,7 @@ class Mail:
         self.peers: tuple[str, ...] = ()
 
     def opened(self, text: str) -> list[Any]:
-        """The messages; raises BadSignature or BadMessage."""
+        """Return the messages; raises BadSignature or BadMessage."""
         key, body = _opened(text, NEWS, (self.island, *self.peers))
         if body.get("device") != self.device:
             raise BadMessage(f"it is for {body.get('device')!r:.100}")
@@ -106,7 +109,9 @@ _PERHAPS_UNSTORABLE = ("\\u0000", "\\ud", "\\uD")  # NUL, and halves of a surrog
 
 
 def _check_storable(body: JSON, text: str) -> None:
-    """Raises BadMessage for texts that Postgres cannot hold; looks at each only if it must."""
+    """Raise BadMessage for texts that Postgres cannot store; scans them only if they may contain
+    some.
+    """
     if any(sign in text for sign in _PERHAPS_UNSTORABLE):
         for fault in not_plain(body):
             raise BadMessage(f"{fault.pointer}: {fault.detail}")

@@ -1,22 +1,22 @@
-"""What can go wrong at the edge, as one tree; each class knows its status and its problem type.
+"""Errors of the API, as one tree; each class has its HTTP status and its problem type.
 
 AppError                 500 internal
 ├── BadInput             422 validation-error      errors: [{pointer, detail, code}]
-│   ├── Unsatisfiable    422 unsatisfiable         what can never run
+│   ├── Unsatisfiable    422 unsatisfiable         the request can never run here
 │   └── KeyReused        422 idempotency-key-reused
 ├── Unauthenticated      401 unauthenticated
 ├── Forbidden            403 insufficient-scope
-├── NotFound             404 not-found             also for what another tenant owns
+├── NotFound             404 not-found             also if another tenant owns it
 ├── Conflict             409 conflict-state
 │   ├── QueueFull        409 queue-full
 │   └── QuotaExceeded    409 quota-exceeded
 ├── StaleVersion         412 precondition-failed
 ├── VersionNeeded        428 precondition-required
-├── Gone                 410 gone                  the bytes of what is listed are lost
+├── Gone                 410 gone                  it is listed, but its bytes are lost
 ├── TooLarge             413 payload-too-large
 ├── WrongMediaType       415 unsupported-media-type
 ├── BadRange             416 range-not-satisfiable
-├── TooManyCalls         429 rate-limited          knows after how long to call again
+├── TooManyCalls         429 rate-limited          says when to call again
 └── Unavailable          503 unavailable           Postgres, or the store, does not answer
 """
 

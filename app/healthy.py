@@ -1,4 +1,4 @@
-"""Exits with 0 if somebody takes what lies in a queue: the health check of a worker's container.
+"""Health check of a worker's container: exits with 0 if the messages of a queue are consumed.
 
 python -m app.healthy QUEUE
 """
@@ -15,7 +15,7 @@ WAITING_LIMIT = 50  # messages
 
 
 def main(queue: str) -> str:
-    """Print what is wrong, or nothing."""
+    """Return what is wrong, or an empty text."""
     url = settings().redis_url.get_secret_value()
     with redis.Redis.from_url(url, socket_timeout=5, **settings().redis_tls) as client:
         waiting = int(client.llen(queue))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Where a service on this machine keeps its data, for programs that must start quickly.
+"""The data folder of a service on this machine, for programs that must start quickly.
 
-`app.settings` reads all settings and needs pydantic for it; the command only needs these.
+`app.settings` reads all settings and needs pydantic for that; the command only needs these.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-HOST, PORT = "127.0.0.1", 8000  # of the API, unless ROUNDHOUSE_HOST and ROUNDHOUSE_PORT say more
+HOST, PORT = "127.0.0.1", 8000  # defaults for ROUNDHOUSE_HOST and ROUNDHOUSE_PORT, of the API
 
 
 def default_home() -> Path:
-    """The data folder: the user's state directory, or one of its own for root.
+    """Return the default data folder: in the user's state directory; for root, a system folder.
 
-    Embedded Postgres refuses to run as root and so runs as another user, who cannot look into
+    Embedded Postgres refuses to run as root, so it then runs as another user, which cannot enter
     root's home.
     """
     if os.geteuid() == 0:
@@ -24,6 +24,6 @@ def default_home() -> Path:
 
 
 def home() -> Path:
-    """The folder that ROUNDHOUSE_HOME names, or the default one."""
+    """Return the folder that ROUNDHOUSE_HOME names, or the default one."""
     named = os.environ.get("ROUNDHOUSE_HOME")
     return Path(named) if named else default_home()

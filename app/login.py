@@ -1,8 +1,9 @@
-"""Where the service is and which key to use: asked of the environment, then of files.
+"""Find the service's address and the key: in the environment, then in files.
 
-In this order: ROUNDHOUSE_URL and ROUNDHOUSE_KEY; what `roundhouse login` stored; what `make up`
-left in its data folder.  A stored key is only ever sent to the address it was stored with: with
-ROUNDHOUSE_URL set and ROUNDHOUSE_KEY not, it counts only if its address is the same.
+The order is: ROUNDHOUSE_URL and ROUNDHOUSE_KEY; what `roundhouse login` stored; what `make up` left
+in its data folder.  A stored key is sent only to the address that it was stored with.  So if
+ROUNDHOUSE_URL is set and ROUNDHOUSE_KEY is not, a stored key is used only if its address is the
+same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from app.home import HOST, PORT, home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Login:
-    """`source` says where it was found, for a person."""
+    """An address and a key; `source` says where they were found, for a person."""
 
     url: str
     key: str
@@ -28,17 +29,17 @@ class Login:
 
 
 class BadAddress(Exception):
-    """What was given as the service's address is none."""
+    """The given address of the service is invalid."""
 
 
 class NoLogin(Exception):
-    """There is no service to talk to, or no key for it."""
+    """No service, or no key for it, was found."""
 
 
 def found(who: str | None = None) -> Login:
-    """The login to use; `who` is TENANT or TENANT:ROLE among the keys of `make up`.
+    """Return the login to use; `who` is TENANT or TENANT:ROLE among the keys of `make up`.
 
-    Raises NoLogin, and BadAddress for ROUNDHOUSE_URL.
+    Raises NoLogin; and BadAddress for a wrong ROUNDHOUSE_URL.
     """
     url = os.environ.get("ROUNDHOUSE_URL", "")
     url = address(url, "ROUNDHOUSE_URL") if url else ""
@@ -57,14 +58,14 @@ def found(who: str | None = None) -> Login:
 
 
 def address(url: str, given_by: str) -> str:
-    """Without a slash at its end; raises BadAddress if it is no http address."""
+    """Return the address without a trailing slash; raises BadAddress if it is no HTTP address."""
     if not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", url):
         raise BadAddress(f"{given_by}: {url!r} is no address; give one like http://localhost:8000")
     return url.rstrip("/")
 
 
 def store(login: Login) -> Path:
-    """Keeps url and key in a file that only its owner reads."""
+    """Store URL and key in a file that only its owner can read."""
     file = login_file()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = file.with_suffix(".new")
@@ -87,7 +88,9 @@ def _stored(who: str | None) -> Iterator[Login]:
 
 
 def _made_by_up(who: str | None) -> Iterator[Login]:
-    """Without a name: a member of the first tenant that has one."""
+    """Yield the login of this tenant and role; without a name, a member of the first tenant with
+    one.
+    """
     file = home() / "keys.json"
     keys: dict[str, dict[str, str]] = _read(file) or {}
     if who is None:

@@ -1,8 +1,8 @@
-"""The API process: puts the routers, the pages and the edge together.
+"""The API process: combines the routers, the pages and the middleware.
 
     uvicorn app.main:app --http app.api.http_protocol:BoundedProtocol --timeout-graceful-shutdown 3
 
-Nothing is decided and nothing is read here.
+This module makes no decision and reads no data.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _write_uses_once() -> None:
 
 
 class _streams_ended_by_signals:
-    """uvicorn waits for open streams before it ends the lifespan, so a signal must end them."""
+    """Ends open streams at a signal, because uvicorn waits for them before it ends the lifespan."""
 
     def __enter__(self) -> None:
         self._before: dict[int, Any] = {}

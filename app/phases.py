@@ -1,4 +1,4 @@
-"""The phase of tasks and requests (`core.phase`), read from rows and told in SQL."""
+"""The phase of tasks and requests (`core.phase`), from rows and in SQL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_task(task: Task) -> Phase:
 
 _OF_STATE = {state.value: phase.value for state, phase in OF_STATE.items()}
 
-#: What `of_task` says, as a column.
+#: The result of `of_task`, as a column.
 TASK_PHASE: ColumnElement[str] = case(
     (Task.state.not_in(NOT_STARTED), case(_OF_STATE, value=Task.state)),
     (Task.hold != "", Phase.paused.value),
@@ -37,19 +37,19 @@ TASK_PHASE: ColumnElement[str] = case(
     else_=literal(Phase.queued.value),
 )
 
-#: A ticket keeps devices for a gang; the gang itself says how the request stands.
+#: Excludes tickets, which keep devices for a gang: the gang itself decides the request's phase.
 IS_NO_TICKET: ColumnElement[bool] = or_(Task.gang_id.is_(None), Task.gang_id == Task.id)
 
 
 def is_in(phases: Collection[str]) -> ColumnElement[bool]:
-    """Whether a request is in one of these phases, as a condition on requests."""
+    """Condition on requests: the request is in one of these phases."""
     ends = [phase for phase in phases if phase in ENDED]
     live = [_leads(phase) for phase in MOST_ADVANCED if phase in phases]
     return or_(Request.state.in_(ends), *live)
 
 
 def _leads(phase: Phase) -> ColumnElement[bool]:
-    """No task is further than this phase, and one is in it."""
+    """Condition: no task of the request is further than this phase, and at least one is in it."""
     further = [each.value for each in MOST_ADVANCED[: MOST_ADVANCED.index(phase)]]
     live = select(Task.request_id).where(Task.state.not_in(ENDED), IS_NO_TICKET)
     return and_(

@@ -1,7 +1,8 @@
-"""Reports of `core.what_if` as one SVG: how long jobs lost, and who held the devices when.
+"""Draw reports of `core.what_if` as one SVG: lost time of jobs, and devices held by tenants over
+time.
 
-The file needs nothing beside it and is readable on light and dark paper.  What tenants are called
-is escaped; a colour never says anything that a word beside it does not.
+The file needs no other file, and is readable on light and dark backgrounds.  Names of tenants are
+escaped.  Colours never carry information alone; a text always says the same.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 860, 640
-LEFT, RIGHT = 70, 650  # of both frames; what the colours mean stands beyond
+LEFT, RIGHT = 70, 650  # edges of both frames; the legend is to the right
 UPPER, LOWER = (64, 290), (384, 580)  # top and bottom of the frames
 COLOURS = 8
-SHORTEST_S = 60.0  # waits below are drawn as this
+SHORTEST_S = 60.0  # shorter waits are drawn with this length
 TIMES_S = (60.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0, 28 * 86400.0, 182 * 86400.0)
 REST = "all others"
 
@@ -44,7 +45,9 @@ text { font: 12px system-ui, "Segoe UI", "Liberation Sans", sans-serif; fill: #5
 
 
 def svg(runs: Sequence[Value], *, title: str) -> str:
-    """All runs in the upper frame, a line each; in the lower one who held what in the first."""
+    """Draw all runs in the upper frame, a line each; in the lower frame the devices held in the
+    first.
+    """
     first = runs[0]
     told = "; ".join(f"{run['policy']}: {_lost(run)}" for run in runs)
     parts = [
@@ -96,7 +99,9 @@ def _curves(runs: Sequence[Value]) -> Iterable[str]:
 
 
 def _areas(run: Value) -> Iterable[str]:
-    """Stacked, who held most at the bottom; the dashed line is all devices."""
+    """Yield stacked areas, the tenant that held most at the bottom; the dashed line is all
+    devices.
+    """
     top, bottom = LOWER
     devices = sum(run["devices"].values())
     held = _largest(run["over_time"]["held"])
@@ -124,7 +129,7 @@ def _areas(run: Value) -> Iterable[str]:
 
 
 def _largest(held: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
-    """At most as many as there are colours; the rest as one."""
+    """Return at most as many tenants as there are colours; the rest as one."""
     ranked = sorted(held.items(), key=lambda item: (-sum(item[1]), item[0]))
     if len(ranked) <= COLOURS:
         return ranked
@@ -141,7 +146,7 @@ def _share(run: Value, name: str) -> str:
 
 
 def _between(below: Sequence[float], above: Sequence[float], up: Any) -> str:
-    """A column for each interval, so that nothing is drawn that was not held."""
+    """Build a path with a column for each interval, so that it shows exactly what was held."""
     step = (RIGHT - LEFT) / len(below)
     edge = "".join(
         f"V{up(amount):.1f}H{LEFT + step * (n + 1):.1f}" for n, amount in enumerate(above)
@@ -189,7 +194,7 @@ def _quoted(words: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """One figure and its unit: 45 s, 10 min, 2.5 h, 12 d."""
+    """Format as one figure and its unit: 45 s, 10 min, 2.5 h, 12 d."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

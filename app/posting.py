@@ -1,9 +1,9 @@
-"""One POST to an address that a tenant chose, so that it reaches nothing it should not.
+"""Send a POST to an address that a tenant chose, guarded against access to internal services.
 
-The name is resolved here, each address it leads to is checked, and the connection is made to the
-very address that was checked: a name that leads elsewhere a moment later gains nothing.  No proxy
-is used, no redirect followed, and of the answer only the status is read.  Everything together ends
-by a deadline, however slowly the other side talks; only the system's resolver has its own.
+The name is resolved here, each of its addresses is checked, and the connection uses the checked
+address.  So a name that resolves differently a moment later gains nothing.  No proxy is used, no
+redirect is followed, and only the status of the answer is read.  One deadline covers everything,
+however slowly the other side responds; only the system's resolver has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from app.core.webhook import Answer, Network, may_call
 
 
 class _Refused(Exception):
-    """Which address it was is not told: a tenant could ask for names inside of our network."""
+    """The address may not be called.  It is not named: a tenant could use that to explore our
+    network.
+    """
 
 
 def post(
@@ -33,7 +35,7 @@ def post(
     timeout_s: float,
     allowed: Iterable[Network] = (),
 ) -> Answer:
-    """Never raises for what the other side does."""
+    """Send the POST; never raises for what the other side does."""
     began_s = time.monotonic()
     status, error = None, ""
     try:
@@ -68,7 +70,7 @@ def _trusted() -> Any:
 
 
 class _Guarded(httpcore2.SyncBackend):
-    """Connects to addresses that may be called, and to nothing after the deadline."""
+    """Connects only to permitted addresses, and not after the deadline."""
 
     def __init__(self, deadline_s: float, allowed: tuple[Network, ...]) -> None:
         self._deadline_s, self._allowed = deadline_s, allowed
@@ -103,7 +105,7 @@ class _Guarded(httpcore2.SyncBackend):
 
 
 class _Bounded(httpcore2.NetworkStream):
-    """A stream on which nothing happens after the deadline."""
+    """A stream that fails after the deadline."""
 
     def __init__(self, stream: httpcore2.NetworkStream, deadline_s: float) -> None:
         self._stream, self._deadline_s = stream, deadline_s

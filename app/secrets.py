@@ -1,11 +1,11 @@
-"""The secrets of a deployment in containers: made once, each for those alone who need it.
+"""Create the secrets of a deployment in containers, each readable only where it is needed.
 
     python -m app.secrets FOLDER --hosts NAME,...
 
-Below FOLDER, a volume each: `redis` (certificate, users, configuration), one folder for each kind
-of process (the URL with its user's password, and who signed the certificate), `island-key` (the key
-that orders are signed with), `hosts/NAME` (the key of a host), `public` (public keys).  What is
-there stays.  A certificate that ends soon is made anew, with all passwords: then restart all.
+Below FOLDER there is a folder for each volume: `redis` (certificate, users, configuration), one for
+each kind of process (the URL with its user's password, and the CA certificate), `island-key` (the
+key that signs orders), `hosts/NAME` (the key of a host), `public` (public keys).  Existing secrets
+are kept.  A certificate that expires soon is replaced, with all passwords: then restart all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RENEWED_BEFORE = datetime.timedelta(days=30)
 REDIS_HOST = "redis"
 MOUNTED = "/run/roundhouse/secrets"  # where a container sees its own folder
 
-#: What Celery's transport does with its queues: take, put, remember which there are.
+#: Commands that Celery's transport needs: take, put, and keep the list of queues.
 _TRANSPORT = (
     "+ping +hello +auth +client|setname +select +multi +exec +discard +watch"
     " +unwatch +brpop +rpop +lpush +rpush +llen +type +del +exists"
@@ -53,13 +53,13 @@ class Role:
     @property
     def rules(self) -> str:
         adds = " ".join(f"%W~{queue}" for queue in self.adds_to)
-        # Celery asks how long a queue is before it adds to it.
+        # Celery reads the length of a queue before it adds to the queue.
         asks = " ".join(f"(+llen %R~{queue})" for queue in self.adds_to)
         return f"{_OF_KOMBU} {self.keys} {adds} -@all {_TRANSPORT} {asks}"
 
 
-#: One user for each kind of process.  A device takes from queues of devices and only adds to those
-#: of islands; nobody but the API has the counters of calls.
+#: One user for each kind of process.  A device takes from queues of devices and only adds to queues
+#: of islands; only the API has access to the counters of calls.
 ROLES = {
     "api": Role(keys="~rate:*", adds_to=("control*", "island.*")),
     "control": Role(keys="~control*", adds_to=("island.*",)),
@@ -77,7 +77,7 @@ def make(folder: Path, hosts: Iterable[str]) -> None:
         _make_redis(folder)
 
 
-KEY = "signing.key"  # the name that a device worker looks for
+KEY = "signing.key"  # file name that a device worker expects
 
 
 def _publish(path: Path, signer: Signer) -> None:
@@ -99,7 +99,7 @@ def _make_redis(folder: Path) -> None:
     _write(own / "users.acl", _users(passwords).encode())
     _write(own / "redis.conf", _configuration().encode())
     _write(own / "server.key", key)
-    _write(own / "server.pem", certificate)  # last: the others are whole when it is there
+    _write(own / "server.pem", certificate)  # last: its presence marks the folder as complete
 
 
 def _users(passwords: dict[str, str]) -> str:
@@ -135,7 +135,10 @@ def _is_good(file: Path) -> bool:
 
 
 def _certificate() -> tuple[bytes, bytes, bytes]:
-    """Of the authority, which signs once and is forgotten; of the server; the server's key."""
+    """Create (CA certificate, server certificate, server key).
+
+    The CA's key signs once and is then discarded.
+    """
     root_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     root = _named("Roundhouse")
     authority = (

@@ -1,13 +1,14 @@
-"""The newest schema, a platform admin, and (with --tenants) three tenants to try things with.
+"""Create the schema, a platform admin, and (with --tenants) three tenants to try things with.
 
     python -m app.seed [--tenants] [--island] [--device NAME=KEY ...] KEYS_FILE
 
-Run as often as you like: what is there stays.  Keys are written to KEYS_FILE, readable by its owner
-only, as {tenant: {role: key}}; a key in it that the database does not know is replaced.
+It can be run any number of times: what exists is kept.  Keys are written to KEYS_FILE, readable
+only by its owner, as {tenant: {role: key}}.  A key in that file that the database does not know is
+replaced.
 
-With --island this island (ROUNDHOUSE_ISLAND) gets the key in its file (ROUNDHOUSE_ISLAND_KEY),
-which is made if it is not there, and beside it the public one is written, for the devices.  With
---device a device is enrolled; KEY is its host's public key, or a file with that.
+With --island, this island (ROUNDHOUSE_ISLAND) gets the key in its file (ROUNDHOUSE_ISLAND_KEY).
+The key is created if the file does not exist, and the public key is written beside it, for the
+devices.  With --device, a device is enrolled; KEY is its host's public key, or a file with it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ ROLES = ("tenant_admin", "member", "viewer")
 
 
 def migrate() -> None:
-    """Bring the database of DATABASE_URL to the newest schema."""
+    """Upgrade the database of DATABASE_URL to the newest schema."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent.parent / "migrations"))
     command.upgrade(config, "head")
 
 
 def seed(session: Session, keys: Keys, *, tenants: bool) -> Keys:
-    """Make what is missing; returns all keys, those of `keys` that still work among them."""
+    """Create what is missing; returns all keys, including those of `keys` that still work."""
     root = _tenant(session, ROOT, parent=None, weight_milli=1000)
     seeded = {ROOT: _keys(session, root, ("platform_admin",), keys.get(ROOT, {}))}
     for name, weight_milli in TENANTS.items() if tenants else ():
@@ -71,7 +72,7 @@ def write_keys(file: Path, keys: Keys) -> None:
 
 
 def _tenant(session: Session, name: str, *, parent: Tenant | None, weight_milli: int) -> Tenant:
-    # Below others there may be tenants of the same name, which are theirs.
+    # Tenants of the same name below other parents are different tenants.
     here = Tenant.parent_id == parent.id if parent else Tenant.parent_id.is_(None)
     tenant = session.scalars(select(Tenant).where(Tenant.name == name, here)).one_or_none()
     if tenant is None:
@@ -80,7 +81,7 @@ def _tenant(session: Session, name: str, *, parent: Tenant | None, weight_milli:
             name=name,
             parent_id=parent.id if parent else None,
             weight_milli=weight_milli,
-            tier="standard" if parent else "premium",  # the root's binds all below it
+            tier="standard" if parent else "premium",  # the root's tier limits all others
         )
         session.add(tenant)
         session.flush()
@@ -94,7 +95,7 @@ def _keys(
 
 
 def _key(session: Session, tenant: Tenant, role: str, token: str) -> str:
-    """The token of this role's user, if the database still knows it, or a new one."""
+    """Return the token of this role's user if the database still knows it, else a new one."""
     known = auth.id_of(token)
     if known and session.get(ApiKey, known) is not None:
         return token
@@ -136,7 +137,7 @@ def main() -> None:
         for name, its_key in enrolled:
             enrolment.enrol(session, name, its_key, by="app.seed", may_replace=True)
         keys = seed(session, read_keys(asked.keys_file), tenants=asked.tenants)
-        write_keys(asked.keys_file, keys)  # before the commit: a key that nobody has helps nobody
+        write_keys(asked.keys_file, keys)  # before the commit, so that no created key is lost
 
 
 if __name__ == "__main__":

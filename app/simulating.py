@@ -1,7 +1,7 @@
-"""`roundhouse simulate`: replays a list of jobs here, or a service's own history there.
+"""The command `roundhouse simulate`: replay a list of jobs locally, or a service's history there.
 
 A list is replayed in this process by the scheduler's own code; no service is needed.  `history`
-asks a service (POST /v1/simulations).  A second `--policy` is replayed beside the first.
+calls a service (POST /v1/simulations).  A second `--policy` is replayed and shown beside the first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from app.terminal import Column, Output, err, facts, show, table
 
 HISTORY = "history"
 DAY_S = 86400.0
-SWITCH_S = 60.0  # what a pause and a resume cost each, if nobody says
-ANSWER_S = 120.0  # so long a service may replay its history
+SWITCH_S = 60.0  # default cost of a pause, and of a resume
+ANSWER_S = 120.0  # time for a service to replay its history
 
 
 def _finite(seconds: float | None) -> float | None:
@@ -119,7 +119,9 @@ def setup_of(trace: Trace, asked: Asked) -> Setup:
 
 
 def opened(source: Path, *, kind: str, tier: str, expected: bool) -> Trace:
-    """Raises Unreadable with what is wrong where, and what would do."""
+    """Read a trace.  Raises Unreadable, which says what is wrong, where, and what would be
+    right.
+    """
     try:
         with _lines(source) as lines:
             trace = read(lines, kind=kind, tier=tier, expected=expected)
@@ -174,7 +176,7 @@ def _tenants(trace: Trace, asked: Asked) -> list[Tenant]:
 
 
 def parse_devices(text: str) -> dict[str, int]:
-    """ "640" is cuda=640."""
+    """Parse numbers of devices by kind; a plain number, like "640", means cuda=640."""
     if _count(text) is not None:
         return {"cuda": _above_0("--devices", text)}
     pairs = [pair.partition("=") for pair in text.split(",")]
@@ -221,11 +223,11 @@ def _above_0(option: str, text: str) -> int:
     return count
 
 
-# --- words --------------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
 def told(value: JSON) -> RenderableType:
-    """Side by side what there is to compare, then each run's tenants and widths."""
+    """Show the runs side by side, then the tenants and widths of each."""
     runs = value["runs"]
     parts: list[RenderableType] = [table(runs, _RUNS), Text()]
     for run_ in runs:
@@ -302,7 +304,7 @@ def write_plot(value: JSON, file: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The options, read; None is what was not given."""
+    """The parsed options; None means that an option was not given."""
 
     named: list[str]
     devices: dict[str, int] | None
@@ -392,7 +394,7 @@ def _one_of(what: str, name: str, words: Iterable[str]) -> str:
 
 
 def ask(who: login.Login, asked: Asked) -> JSON:
-    """What POST /v1/simulations says; raises Problem and Unreachable."""
+    """Return the answer of POST /v1/simulations; raises Problem and Unreachable."""
     if len(asked.named) > 1 or asked.until_s is not None or asked.unknown:
         raise typer.BadParameter(f"{HISTORY} takes one --policy, and no --until: it is told as is")
     given = {

@@ -1,9 +1,9 @@
-"""What an island's schedulers count, for who watches them: sums that only grow, in its row.
+"""Counters of an island's schedulers, for monitoring: sums that only grow, in the island's row.
 
-A process that is asked by Prometheus is another one than the scheduler, and tables forget, so the
-scheduler keeps sums.  Every event that it tells is counted, and every round that it leads.  The
-row, which it has locked anyway, is written once a second; a scheduler that dies takes what it
-counted in its last second with it.
+Prometheus asks another process than the scheduler, and table rows are deleted, so the scheduler
+keeps sums.  It counts every event that it writes and every round that it leads.  The row, which it
+has locked anyway, is written once a second.  A scheduler that dies loses the counts of its last
+second.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from app.models import Event, Island, Placement
 WRITTEN_EVERY_S = 1.0
 ROUND_BOUNDS_S = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
-# The keys of a tally; what follows the first three is a place in ROUND_BOUNDS_S, an event's type,
-# and one of core.messages.WAYS.
+# The keys of a tally.  The first three are prefixes, followed by a place in ROUND_BOUNDS_S, by the
+# type of an event, and by one of core.messages.WAYS.
 ROUNDS, TOLD, CAME = "rounds.", "told.", "came."
 ROUNDS_US, SWITCHES, SWITCH_US = "rounds_us", "switches", "switch_us"
 
 
 class Tally:
-    """What one scheduler has counted since it last wrote it down."""
+    """The counts of one scheduler since it last wrote them."""
 
     def __init__(self) -> None:
         self._new: Counter[str] = Counter()
         self._due_s = 0.0  # by the monotonic clock
 
     def round(self, took_s: float) -> None:
-        """It led a round.  Rounds that take longer than all bounds are in the place behind."""
+        """Count a led round.  Rounds longer than all bounds go into the place after the
+        last bound.
+        """
         self._new[f"{ROUNDS}{bisect_left(ROUND_BOUNDS_S, took_s)}"] += 1
         self._new[ROUNDS_US] += round(took_s * 1e6)
 
     def write(self, session: Session, row: Island, *, leads: bool) -> None:
-        """At the end of a round: what it told counts if it is committed.
+        """Write the counts at the end of a round; events of this round count after the commit.
 
-        That all is well is said by the one who leads only.
+        Only the leader updates `tallied_at`, which shows that all is well.
         """
         session.flush()
         told = session.info.pop("told", Counter())
@@ -79,6 +81,6 @@ def _came(row: Placement, ways: dict[str, str], before: Any, initiator: Any) -> 
 
 
 def _new(row: Any) -> Counter[str] | None:
-    """What this transaction tells, as far as it was noted."""
+    """The counts that this transaction has noted."""
     session = object_session(row)
     return None if session is None else session.info.setdefault("told", Counter())

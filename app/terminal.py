@@ -1,9 +1,9 @@
-"""How answers of the service look in a terminal: JSON becomes tables, sentences and sizes.
+"""Terminal output: turn the service's JSON into tables, sentences and sizes.
 
-A value is printed as it came with `-o json` and `-o yaml`, so that scripts see what the API says; a
-table shows what a person wants first and fits 80 columns, and with `-o wide` it has full ids and
-all columns.  What tenants wrote is printed as text, never as markup or as commands to the terminal.
-Nothing here asks the service for anything.
+With `-o json` and `-o yaml` a value is printed as it came, so that scripts see what the API says.
+A table shows the most important facts first and fits 80 columns; with `-o wide` it has full ids and
+all columns.  Tenants' text is printed as text, never as markup or as terminal commands.  Nothing
+here calls the service.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ JSON = dict[str, Any]
 Output = StrEnum("Output", ["table", "wide", "json", "yaml"])
 
 SHORT = 8  # characters of an id that are shown
-WIDE = 250  # columns, where no terminal says how wide it is
+WIDE = 250  # columns, if the output is no terminal
 
 _COLOURS = {
     "ok": "green",
@@ -47,10 +47,10 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """A column of a table.
 
-    `whole` values, such as ids and numbers, are never broken over lines; others are where a
-    terminal is narrow.  A `wide` column is shown with `-o wide` only.
+    `whole` values, such as ids and numbers, are never broken over lines; others are if the terminal
+    is narrow.  A `wide` column is shown only with `-o wide`.
     """
 
     heading: str
@@ -61,7 +61,7 @@ class Column:
 
 
 class Screen(Console):
-    """A console that knows whether tables are to have all of their columns."""
+    """A console that knows whether tables show all of their columns."""
 
     shows_all = False
 
@@ -73,7 +73,7 @@ def out(*, wide: bool = False) -> Screen:
 
 
 def err() -> Screen:
-    """Where everything goes that is not the answer itself."""
+    """Return the console for everything that is not the answer itself."""
     return _console(sys.stderr)
 
 
@@ -96,7 +96,7 @@ def show(value: Any, output: Output, as_table: Callable[[], RenderableType]) -> 
 
 
 def show_line(value: JSON, output: Output, line: Callable[[], Text]) -> None:
-    """One of many values that come in time: a line of JSON, a document of YAML, or words."""
+    """Print one value of a stream: as a line of JSON, a document of YAML, or words."""
     if output == Output.json:
         sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     elif output == Output.yaml:
@@ -107,14 +107,14 @@ def show_line(value: JSON, output: Output, line: Callable[[], Text]) -> None:
 
 
 def _yaml(value: Any) -> str:
-    import yaml  # slow, and seldom needed
+    import yaml  # imported here because it is slow and seldom needed
 
     return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table, whose columns are chosen when it is printed."""
+    """A table with columns that are chosen when it is printed."""
 
     items: list[JSON]
     columns: list[Column]
@@ -133,13 +133,13 @@ class Rows:
 
 
 def table(items: Iterable[JSON], columns: Iterable[Column], *, empty: str = "") -> RenderableType:
-    """The items, a row each; without any, the sentence `empty` if there is one."""
+    """Show the items, one in each row; if there are none, the sentence `empty`, if given."""
     rows = Rows(list(items), list(columns))
     return words(empty) if empty and not rows.items else rows
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Table:
-    """One thing, a line for each fact; those without a value are left out."""
+    """Show one object, a line for each fact; facts without a value are left out."""
     grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -163,7 +163,7 @@ def cell(value: object) -> Text:
 
 
 def words(text: str, style: str = "") -> Text:
-    """What somebody wrote, without what would steer the terminal."""
+    """Return text from outside without the characters that control the terminal."""
     return Text(_CONTROL.sub("", text), style=style)
 
 
@@ -172,7 +172,7 @@ def state(name: str) -> Text:
 
 
 def short(id: str | None) -> str:
-    """The last eight characters of an id, which are random: enough to tell one from another."""
+    """The last eight characters of an id, which are random: enough to distinguish ids."""
     return id[-SHORT:] if id else ""
 
 
@@ -181,7 +181,7 @@ def number(value: object) -> str:
 
 
 def seconds(us: int | float | None) -> str:
-    """Microseconds as a person says them."""
+    """Format microseconds for a person."""
     return "" if us is None else units.duration(us / 1e6)
 
 
@@ -198,5 +198,5 @@ def ago(iso: str | None, *, now: datetime | None = None) -> str:
 
 
 def clock(iso: str | None) -> str:
-    """The time of day here."""
+    """Format the local time of day."""
     return datetime.fromisoformat(iso).astimezone().strftime("%H:%M:%S") if iso else ""

@@ -1,14 +1,14 @@
-"""Where a task's time went: every second from its submission to its end is one of five.
+"""Time spent by tasks: each second from submission to end is in one of five classes.
 
-    waited     on no device: in line, blocked or held
-    switched   promised a device, and not yet running there
-    moved      the same, on another device than the one before: its state had to travel; in a
-               migration from its last step there on
-    computed   on the seat
-    staged     on the seat, but standing still because its state was copied
+    waited     on no device: queued, blocked or held
+    switched   assigned to a device, and not yet running there
+    moved      the same, on another device than before: its state had to travel; in a migration,
+               from the end of its stay on the old device
+    computed   holding the slot
+    staged     holding the slot, but standing still because its state was copied
 
-The five add up to the time since it was submitted, by construction: of placements, which never
-overlap, each instant is read once, and what lies on none of them was waited.
+The five add up to the time since the submission, by construction: placements never overlap, each
+instant of a placement is in one class, and all other time is `waited`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from app.models import Placement, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Seconds; together as long as the task has existed."""
+    """Seconds in each class; together they are the time that the task has existed."""
 
     waited_s: float
     switched_s: float
@@ -34,7 +34,7 @@ class TimeSpent:
 
 
 def time_spent(session: Session, tasks: Iterable[str]) -> dict[str, TimeSpent]:
-    """Of each task, by id, until its end or now; read anew from its placements."""
+    """Return the times of each task, by id, until its end or now; computed from its placements."""
     line = {"partition_by": Placement.task_id, "order_by": Placement.epoch}
     before_ended = func.lag(Placement.ended_at).over(**line)
     migrates = func.lag(Placement.end).over(**line) == "moved"
