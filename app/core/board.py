@@ -139,9 +139,7 @@ class Pool:
 
     @property
     def all_memory_bytes(self) -> int:
-        """The memory of all devices that accept work; 0 if one of them doesn't report its
-        memory.
-        """
+        """The memory of all devices that accept work; 0 if one of them doesn't report it."""
         if self.sizes[0]:
             return 0
         return sum(memory * n for memory, n in self.sizes.items())
@@ -864,9 +862,7 @@ class Board:
         return since_s + max(0.0, self.patience_s(task) - waited_s)
 
     def protected(self, task: Task) -> bool:
-        """Rule F7: True if a wide gang has waited out its patience once and is no longer
-        preempted.
-        """
+        """Rule F7: True if a wide gang has waited out its patience once: it is not preempted."""
         return self._ages(task) and task.waited_s >= self.patience_s(task)
 
     def _ages(self, task: Task) -> bool:
@@ -938,9 +934,7 @@ class Board:
                 heappush(self._ripening, (ripe_s(stay), task.id, task.epoch))
 
     def _measure_turn(self, stay: Stay, task: Task) -> None:
-        """Adjust the turn's length once the cost of switching is known; before, the last cost is
-        used.
-        """
+        """Adjust the turn's length once the switching cost is known."""
         turn_us = slice_us(self.policy, task)
         if stay.ripe or stay.leaving or turn_us == stay.turn_us:
             stay.task = task
@@ -1002,9 +996,7 @@ class Board:
             self.tree.accrue(stay.leaf, stay.rate - rate)
 
     def _give_back(self, stay: Stay, devices: tuple[str, ...]) -> None:
-        """Offer devices that the task is about to release, so that others can be launched on
-        them.
-        """
+        """Offer the devices that the task will release, so that others can be launched on them."""
         stay.leaves = devices
         for id in devices:
             if self.seated.get(id) == stay.id:
@@ -1100,9 +1092,7 @@ class Board:
         self.tree.version += 1  # a task of the same user may replace it now
 
     def ripe_tops(self, kind: str) -> list[tuple[int, Branch]]:
-        """Return the top branches with preemptible stays of a kind, best served first, with
-        scores.
-        """
+        """Return (score, branch) of top branches with preemptible stays, best served first."""
         tree = self.tree
         known = self._tops.get(kind)
         if known is None or known[0] != tree.version:
@@ -1121,9 +1111,7 @@ class Board:
         )
 
     def best_served(self, kind: str, top: Branch) -> int | None:
-        """Return the highest score of another top branch with preemptible stays; None without
-        any.
-        """
+        """Return the highest score of another top branch with preemptible stays, or None."""
         for score, other in self.ripe_tops(kind):
             if other is not top:
                 return score
@@ -1159,9 +1147,7 @@ class Board:
         return max(0, round((self.now_s - since_s) * 1e6) - booked_us)
 
     def _owes(self, stay: Stay) -> int:
-        """Return what a stay owes, at least a full turn, in µs of a device times thousandths of
-        cost.
-        """
+        """Return what a stay owes, at least a full turn: device-µs times thousandths of cost."""
         unbooked_us = self.unbooked_us(stay.task)
         # a resized task had its turn before it was resized
         if not stay.leaving and stay.task.resized_s is None:

@@ -127,7 +127,7 @@ def _see_off(board: Board, leaf: Branch, kind: str, new: Mapping[Seat, Collectio
         branch = parent
 
 
-# --- a board made anew ----------------------------------------------------------------------------
+# --- memory for a new board -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ def _count_the_lost(paper: _Paper) -> None:
     board.astray |= later
 
 
-# --- 2. to 4. what is new -----------------------------------------------------------------------
+# --- 2. to 4. changed tasks ---------------------------------------------------------------------
 
 
 def _look_at_news(paper: _Paper) -> None:
@@ -416,9 +416,7 @@ def _urgent_by(board: Board, task: Task) -> str | None:
 
 
 def _keep(board: Board, task: Task, *, turns: bool) -> _Kept:
-    """Return when enough devices are expected: at ends of tasks, or with `turns` at ends of
-    turns.
-    """
+    """Return when enough devices are expected: when tasks end, or with `turns` when turns end."""
     pool, lane = board.pools[task.kind], board.lane(task)
     have = pool.fitting(lane)
     have += sum(offer.suits for offer in elastic.offers(board, task, urgent=turns))
@@ -741,9 +739,7 @@ def _take_turns(paper: _Paper) -> None:
 
 
 def _grow(paper: _Paper, kept: dict[str, _Kept]) -> None:
-    """Give elastic tasks more devices; they are charged from now on, even before a device is
-    ready.
-    """
+    """Give elastic tasks more devices; they are charged from now on, ready or not."""
     board = paper.board
     told = "Nobody waits who could take these devices: it uses them until somebody does."
     for resize in elastic.growth(board, kept):

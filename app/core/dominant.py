@@ -70,9 +70,7 @@ class FillingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """The end of progressive filling: tasks by user, their shares (not by weight), and the
-    usage.
-    """
+    """The end of progressive filling: tasks by user, shares (not by weight) and usage."""
 
     steps: tuple[FillingStep, ...]
     tasks: Mapping[str, int]
@@ -200,7 +198,7 @@ def _stays(
     return any(amount and not free[name] for name, amount in need.items())
 
 
-# --- Kueue: the dominant share of what is borrowed ----------------------------------------------
+# --- Kueue: the dominant share of borrowed resources --------------------------------------------
 
 Quantities = Mapping[tuple[str, str], Amount]
 """Amounts by (flavor, resource), such as ("a100", "gpu")."""

@@ -68,8 +68,7 @@ class Resize:
 
 
 def offers(board: Board, task: Task, *, urgent: bool = False) -> list[Offer]:
-    """Return what `task` may take from tasks that hold more than they need, in the order to take
-    it.
+    """Return what `task` may take from tasks that hold more than they need, in order.
 
     Lent devices come first.  For a task within a guarantee, devices that are not lent follow.  In
     both groups the most over-served branch gives first, then the lowest priority, then the latest
@@ -101,9 +100,7 @@ class _Claim:
         self.all_kinds = any(ALL in branch.limit for branch in above(self.leaf))
 
     def concerns(self, stay: Stay) -> bool:
-        """True if the stay's devices are of the task's kind or may count for a limit on all
-        kinds.
-        """
+        """True if the stay's devices are of the task's kind, or if a limit covers all kinds."""
         return stay.lane.kind == self.task.kind or self.all_kinds
 
     def place(self, stay: Stay) -> tuple[int, int, int, float, str]:
@@ -124,9 +121,7 @@ class _Claim:
         return same and self.pool is not None and self.pool.suits(id, self.lane)
 
     def taken(self, stay: Stay, devices: Sequence[str], *, lent: bool) -> Iterator[Offer]:
-        """Yield offers for as many of these devices as may be taken after what was taken
-        already.
-        """
+        """Yield offers for as many of these devices as may still be taken."""
         mine, theirs = sides(self.leaf, stay.leaf)
         branches = [] if mine is theirs else list(below(stay.leaf, theirs))
         kind = stay.lane.kind
@@ -146,9 +141,7 @@ class _Claim:
         return holds > branch.guarantee.get(kind, 0)
 
     def _owed(self, mine: Branch, theirs: Branch) -> bool:
-        """True if `mine` is within its guarantee and `theirs` is better served after the next
-        turn.
-        """
+        """True if `mine` is within its guarantee and less served than `theirs` after its turn."""
         score, kind = self.board.tree.score, self.task.kind
         if mine.borrows(self.lane):
             return False
@@ -308,9 +301,7 @@ def _nobodys(board: Board, kind: str) -> list[str]:
 
 
 def _could_sit(board: Board, kind: str) -> Task | None:
-    """Return a waiting task that could take the free devices but was held back; None without
-    any.
-    """
+    """Return a waiting task that could take the free devices but was held back, or None."""
     pool = board.pools[kind]
     for here in sorted(board.tree.lanes, key=lambda here: (here.width, here.memory_bytes)):
         found = board.tree.first((here,)) if here.kind == kind else None
@@ -351,9 +342,7 @@ class _Shares:
         return given
 
     def _next(self, stay: Stay, mine: Sequence[str], free: Sequence[str]) -> str | None:
-        """Return the first free device that the task may have, on its coordinator host if
-        possible.
-        """
+        """Return the first free device that the task may have; its coordinator host's go first."""
         found = None
         for id in free:
             if self._may(stay, len(mine), id):

@@ -220,7 +220,7 @@ def _at(values: tuple[float, ...], depth: int) -> float:
     return values[min(depth, len(values) - 1)]
 
 
-# --- the picture that is played forward ---------------------------------------------------------
+# --- the simulated island -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,7 @@ class Unknown:
     message: str
 
 
-# --- when it starts -----------------------------------------------------------------------------
+# --- start times --------------------------------------------------------------------------------
 
 EVENTS = 9_000  # tasks considered for one answer: what fits into half of the allowed 50 ms
 STARTS = 2_500  # starts simulated in one run; after that the average speed so far is assumed
@@ -622,7 +622,7 @@ def _grown(now_s: float, half_life_s: float) -> float:
     return float(2 ** min(now_s / half_life_s, 500.0)) if half_life_s > 0 else 1.0
 
 
-# --- what came true -----------------------------------------------------------------------------
+# --- calibration --------------------------------------------------------------------------------
 
 WINDOW = 2_000  # answers per class; enough for several bursts, which have errors that are all alike
 ENOUGH = 30  # answers before a class is used

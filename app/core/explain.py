@@ -98,9 +98,7 @@ PRIORITY_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The usage of two sides, in device-seconds per weight; `mine_s` includes the next
-    turn.
-    """
+    """Usage of two sides, in device-seconds per weight; `mine_s` includes the next turn."""
 
     mine_s: float
     theirs_s: float
@@ -435,7 +433,7 @@ def _running(shut: Shut) -> Reason:
     return _reason("TENANT_RUNNING_LIMIT", told, until, change)
 
 
-# --- others -------------------------------------------------------------------------------------
+# --- other tasks --------------------------------------------------------------------------------
 
 
 def _fairness(seen: Obstacles, ahead: Ahead) -> Iterator[Reason]:

@@ -739,9 +739,7 @@ class FairTree(Generic[Item]):
         return [(entry[0], entry[1], entry[3].branch) for entry in entries]
 
     def keys(self, branch: Branch, lane: Lane) -> Iterator[tuple[bool, int, Branch]]:
-        """Yield (does it borrow, its score, itself) for each child with room that waits in a
-        lane.
-        """
+        """Yield (does it borrow, its score, itself) for each waiting child with room."""
         line = branch.lines.get(lane)
         if line is None or not line.inner or line.head is None:
             return

@@ -265,7 +265,7 @@ class Snapshot:
     lifts: tuple[Lift, ...] = ()
 
 
-# --- what was decided ---------------------------------------------------------------------------
+# --- the plan -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,9 +296,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change that would end a reason, for a program: an action of `core.explain`, and how far it
-    goes.
-    """
+    """A change that would end a reason, as an action of `core.explain` with its extent."""
 
     action: str
     value: int | float | str | tuple[str, ...] | None = None

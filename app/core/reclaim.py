@@ -210,9 +210,7 @@ class _Claim:
         return settled and goes_before(self.board, self.task, stay.task)
 
     def _lent(self, branch: Branch, width: int) -> bool:
-        """True if the branch, less what was taken, can give `width` devices and keep its
-        guarantee.
-        """
+        """True if the branch, less what was taken, has `width` devices beyond its guarantee."""
         kind = self.lane.kind
         if not branch.guarantee:
             return True
@@ -289,9 +287,7 @@ class _Claim:
         return stay.task.state == State.running and not self._protected(stay)
 
     def gives_way(self, stay: Stay) -> bool:
-        """True if the stay gives way after its turn and after those already taken; then it is
-        taken.
-        """
+        """True if the stay gives way after its turn and after those taken so far; take it then."""
         side = self.side(stay.leaf, None)
         if side is None or self._protected(stay) or self._rule(side, stay) is None:
             return False
@@ -325,8 +321,7 @@ class _Claim:
         return left_s <= (self.board.slack_s(self.task) if promised else 0.0)
 
     def _rule(self, side: _Side, stay: Stay) -> str | None:
-        """Return the rule by which the stay gives way after those already taken; None if none
-        applies.
+        """Return the rule by which the stay gives way after those taken so far, or None.
 
         A gang that is lent in part is given back whole, but only to a branch within its guarantee.
         If more devices are guaranteed than exist, only better served branches give back such a
@@ -560,12 +555,11 @@ def below(leaf: Branch, top: Branch) -> Iterator[Branch]:
         yield leaf
 
 
-# --- when ---------------------------------------------------------------------------------------
+# --- when a task may gain -----------------------------------------------------------------------
 
 
 def next_turn_s(board: Board) -> float:
-    """Return when a waiting task may first replace a preemptible stay; NEVER if time changes
-    nothing.
+    """Return when time may first let a waiting task replace a preemptible stay, or NEVER.
 
     Scores cross because running tasks use more.  With too many pairs to compute, the result is the
     next step of an eighth of the shortest slice at which a task may gain.

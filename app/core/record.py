@@ -79,16 +79,12 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
 
 
 def _need(board: Board, task: Task) -> Lane:
-    """Return the task's lane regardless of freshness, which may have changed in the round (rule
-    F8).
-    """
+    """Return the task's lane without its freshness, which the round may have changed (F8)."""
     return both_of(board.lane_in_line(task))[1]
 
 
 def _pinned(board: Board) -> Iterator[str]:
-    """Yield one waiting task for each device that only it can resume on; others use other
-    devices.
-    """
+    """Yield one pinned task for each device to which tasks are pinned: others avoid the device."""
     for here in board.tree.lanes:
         if here.pin is not None:
             yield from board.pinned_to(here.pin)[:1]
@@ -97,9 +93,7 @@ def _pinned(board: Board) -> Iterator[str]:
 def _guaranteed(
     board: Board, tenants: Mapping[str, Tenant], kinds: Iterable[str]
 ) -> Iterator[Tenant]:
-    """Yield a tenant in place of all omitted siblings of a tenant, with their guarantees in
-    total.
-    """
+    """Yield tenants that stand for all omitted siblings, with their guarantees in total."""
     kept = Counter[tuple[Path, str]]()
     for tenant in tenants.values():
         for kind in kinds:
@@ -216,9 +210,7 @@ _KINDS: dict[str, type] = {"tenants": Tenant, "users": User, "devices": Device, 
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON; numbers beyond 2^53 become text, because JSON readers would round
-    them.
-    """
+    """Return a value for JSON; numbers beyond 2^53 become text, or readers would round them."""
     if is_dataclass(value) and not isinstance(value, type):
         named = ((name, getattr(value, name), usual) for name, usual in _defaults(type(value)))
         return {name: _plain(v) for name, v, usual in named if v != usual}

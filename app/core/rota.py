@@ -27,8 +27,9 @@ _BITS = 32  # of a score below one; ties are exact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A branch above a task: its usage, in micro-device-seconds times thousandths of cost, and its
-    weight, in thousandths.
+    """A branch above a task.
+
+    `used` is in micro-device-seconds times thousandths of cost, `weight` in thousandths.
     """
 
     name: str

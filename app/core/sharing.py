@@ -72,7 +72,7 @@ def _runs(task: Task) -> bool:
     return task.state == State.running or (task.shares and task.state == State.starting)
 
 
-# --- where ----------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 class Places:
@@ -211,9 +211,7 @@ def _is_place(board: Board, device: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """A waiting task is launched on a device beside others; the stays in `gone` make room for
-    it.
-    """
+    """The launch of a waiting task beside others; the stays in `gone` make room for it."""
 
     task: Task
     device: str
@@ -574,7 +572,7 @@ def has_others(group: Sequence[Stay], over: Branch) -> bool:
     return any(stay.leaf.path[: over.depth] != over.path for stay in group)
 
 
-# --- what the device is told ----------------------------------------------------------------------
+# --- shares for the device ------------------------------------------------------------------------
 
 
 def shares(board: Board, device: str) -> list[Share]:

@@ -653,7 +653,7 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-# --- what must always hold ----------------------------------------------------------------------
+# --- invariants ---------------------------------------------------------------------------------
 
 
 def check(world: World, seen: Snapshot, plan: Plan) -> None:

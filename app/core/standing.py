@@ -41,9 +41,7 @@ def alike(board: Board, task: Task) -> tuple[Lane, Branch, int, str]:
 
 
 def _order(board: Board) -> list[Task]:
-    """Return the waiting tasks as they would be picked; tasks shut out by a limit last, oldest
-    first.
-    """
+    """Return the waiting tasks as they would be picked; tasks shut out by a limit come last."""
     order, tree = list[Task](), board.tree
     while (found := tree.first(tree.lanes)) is not None:
         leaf, lane, task = found
@@ -55,9 +53,7 @@ def _order(board: Board) -> list[Task]:
 
 
 def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
-    """Yield each waiting task with the number of tasks before it that want the same kind of
-    device.
-    """
+    """Yield each waiting task with the number of earlier tasks that want the same kind."""
     count: Counter[tuple[object, ...]] = Counter()
     for task in order:
         groups: list[tuple[object, ...]] = [
@@ -74,7 +70,7 @@ def _ahead(order: list[Task]) -> Iterator[tuple[Task, Ahead]]:
         count.update(groups)
 
 
-# --- what keeps it off the devices ----------------------------------------------------------------
+# --- obstacles ------------------------------------------------------------------------------------
 
 
 def obstacles(board: Board, task: Task, *, gangs: bool | None = None) -> Obstacles:
@@ -227,7 +223,7 @@ def seconds(board: Board, score: int) -> float:
     return used_us / MILLI / 1e6
 
 
-# --- its place ------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------
 
 
 class Party(NamedTuple):
@@ -247,9 +243,7 @@ class Party(NamedTuple):
 
 
 def is_wanted(board: Board, device: str) -> bool:
-    """True if a task waits for such a device, or is shut out by a limit above the device's
-    holder.
-    """
+    """True if a task waits for such a device, or is shut out by a limit above its holder."""
     known, holder = board.devices.get(device), board.stays.get(board.seated.get(device, ""))
     if known is None or board.tree.root.in_line(known.kind):
         return True
@@ -320,8 +314,7 @@ def before(me: Party, k: int, others: Iterable[Party]) -> Crowd:
 
 
 def place(board: Board, task: Task) -> tuple[int, Ahead]:
-    """Return the task's place among all tasks that wait for its kind, from 1, and what is before
-    it.
+    """Return the task's place, from 1, among all that wait for its kind, and what is before it.
 
     Guarantees and limits count as they are now.  The place is exact if a turn costs every task the
     same; otherwise the mean of a branch is used.  `app.why` does the same from counts in rows.
