@@ -1,8 +1,8 @@
 """The `roundhouse` command: a few verbs over `app.client`.
 
-What was asked for goes to stdout, as a table, JSON or YAML; everything else (what is being done,
-what went wrong and what to do about it) goes to stderr.  Nothing here ends in a traceback.  What
-only some verbs need is imported by them, so that a call is quick.  Exit codes are stable:
+The requested data goes to stdout, as a table, JSON or YAML.  Everything else (progress, errors and
+what to do about them) goes to stderr.  No command ends in a traceback.  Imports that only some
+verbs need are made there, so that commands start quickly.  Exit codes are stable:
 
     0 ok · 1 the job failed · 2 usage · 3 no access · 4 refused · 5 not found · 6 no answer
     130 interrupted
@@ -35,19 +35,19 @@ from app.terminal import Output, err, facts, out, short, show, show_line, table
 
 OK, JOB_FAILED, USAGE, NO_ACCESS, REFUSED, NOT_FOUND, NO_ANSWER = range(7)
 INTERRUPTED = 130
-HERE, WORK, DATA = "The service, and you", "Work", "Data"  # under which `--help` lists the verbs
+HERE, WORK, DATA = "The service, and you", "Work", "Data"  # groups of verbs in `--help`
 SHARES, ADMIN = "Shares and devices", "Administration"
 SIMULATE = "simulate"
 NOTHING = "Not found"
 STARTED = "starting,running,paused,preempted"
 LIVE = f"queued,{STARTED}"
-SILENT_S = 5.0  # so long no event comes before a watcher is told why
+SILENT_S = 5.0  # time without events after which a watcher is told why
 
 log = logging.getLogger(__name__)
 
 
 class _Verbs(TyperGroup):
-    """Whatever a verb raises is told in words, with the exit code that belongs to it."""
+    """Runs a verb, and reports its errors in words, with the matching exit code."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
@@ -71,7 +71,7 @@ class _Verbs(TyperGroup):
 
 
 def _simulate() -> Any:
-    """The real verb: with it comes the scheduler, which is slow to import."""
+    """Return the real verb, which imports the scheduler; that is slow."""
     from app import simulating
 
     real = typer.Typer()
@@ -80,7 +80,9 @@ def _simulate() -> Any:
 
 
 def exit_code(problem: Problem) -> int:
-    """By what is to be done about it: mend the input, the key, the wish, the id, or wait."""
+    """Choose the exit code by the remedy: correct the input, the key, the action, the id,
+    or wait.
+    """
     if problem.status in (401, 403):
         return NO_ACCESS
     if problem.status == 404:
@@ -138,12 +140,14 @@ def _client(ctx: typer.Context, who: login.Login | None = None) -> Client:
 
 
 def _once(ctx: typer.Context) -> Client:
-    """For what makes a secret: nothing is asked a second time, as a lost answer's would be lost."""
+    """Return a client without retries, for calls that create a secret: a lost answer cannot be
+    repeated.
+    """
     who = login.found(ctx.obj)
     return Client(who.url, who.key, patience_s=0.0)
 
 
-# --- the service and who you are ------------------------------------------------------------------
+# --- the service and the user --------------------------------------------------------------------
 
 
 @app.command(
@@ -162,7 +166,7 @@ def log_in(
     url: Annotated[str, typer.Option(help="address of the service")] = "",
     key: Annotated[str, typer.Option(help="API key; asked for if not given")] = "",
 ) -> None:
-    """Remember where the service is and your key."""
+    """Store the address of the service and your key."""
     url = url or os.environ.get("ROUNDHOUSE_URL") or typer.prompt("Address", err=True)
     url = login.address(url, "the address")
     key = key or typer.prompt("API key", hide_input=True, err=True)
@@ -175,7 +179,7 @@ def log_in(
 
 @app.command(rich_help_panel=HERE)
 def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Who the service takes you for."""
+    """Show your user, tenant and role, as the service sees you."""
     who = login.found(ctx.obj)
     with _client(ctx, who) as client:
         me = client.get("/v1/me")
@@ -186,7 +190,7 @@ def whoami(ctx: typer.Context, output: Format = Output.table) -> None:
 
 
 class _Submit(TyperCommand):
-    """`submit`, which says where the options of a script belong."""
+    """The command `submit`, which explains where the options of a script belong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -273,7 +277,7 @@ def submit(
 
 
 def _script(source: Path | None, words: list[str]) -> tuple[Path | None, list[str]]:
-    """The folder and the command; a script becomes `python SCRIPT` in its own folder."""
+    """Return the folder and the command; a script becomes `python SCRIPT` in its own folder."""
     if misplaced := [word for word in words if word in _OWN_OPTIONS]:
         err().print(f"{misplaced[0]} stands behind --, so it goes to the script, not to submit.")
     if source is None or source.is_dir():
@@ -296,7 +300,7 @@ def _not_there(source: Path, words: list[str]) -> str:
 
 
 def _run(source: Path | None, job: str, command: list[str], bundle: Path | None) -> JSON | None:
-    """What runs, if that is said here and not in a descriptor."""
+    """Return what to run, if the options say it; None if a descriptor says it."""
     if job and command:
         raise typer.BadParameter("give either --job or a command, not both")
     if not job and not command:
@@ -338,7 +342,9 @@ def _set_params(descriptor: JSON, params: list[str]) -> None:
 
 
 def _code(descriptor: JSON, source: Path | None, given: Path | None) -> Bundle | None:
-    """The code to send; None if the descriptor names what the service already has."""
+    """Return the code to send; None if the descriptor names a bundle that the service
+    already has.
+    """
     named = descriptor.get("bundle")
     if given is not None:
         place = given
@@ -363,7 +369,7 @@ def _upload(client: Client, code: Bundle) -> None:
     err().print("  the service has it already" if sent is None else telling.unparsed(sent))
 
 
-# --- look -----------------------------------------------------------------------------------------
+# --- looking --------------------------------------------------------------------------------------
 
 
 @app.command(rich_help_panel=WORK)
@@ -403,7 +409,7 @@ def show_one(ctx: typer.Context, id: Which, output: Format = Output.table) -> No
 
 @app.command(rich_help_panel=WORK)
 def why(ctx: typer.Context, given: Which, output: Format = Output.table) -> None:
-    """Why it waits, and what would let it start."""
+    """Explain why it waits, and what would let it start."""
     with _client(ctx) as client:
         kind, id = _resolve(client, given)
         tasks = [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else _open_tasks(client, id)
@@ -434,7 +440,7 @@ def logs(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """What a request or task printed, wherever it ran and however often it was launched."""
+    """Print what a request or task printed, on all devices and in all of its launches."""
     which = {"grep": grep, "tail": tail}
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
@@ -465,9 +471,9 @@ def _lines(client: Client, path: str, which: JSON, follow: bool) -> Iterator[JSO
 
 
 class _Waits:
-    """Tells why a request waits, whenever its events were silent for SILENT_S and that changed.
+    """Prints why a request waits, when no event came for SILENT_S and the reason has changed.
 
-    It asks with a client of its own, in a thread, as the stream of events has the other.
+    It uses a client of its own, in a thread, because the stream of events occupies the first.
     """
 
     def __init__(self, client: Callable[[], Client], request_id: str) -> None:
@@ -496,7 +502,7 @@ class _Waits:
                 try:
                     self._tell(client)
                 except (Problem, Unreachable) as error:
-                    log.debug("why it waits is unknown: %s", error)  # the stream meets it, too
+                    log.debug("why it waits is unknown: %s", error)  # the stream reports it, too
 
     def _tell(self, client: Client) -> None:
         states = ("blocked", "waiting")
@@ -512,7 +518,7 @@ class _Waits:
 
 @app.command(rich_help_panel=WORK)
 def watch(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
-    """Tell what happens to a request until it ends; exits with 1 if it does not end well."""
+    """Print the events of a request until it ends; exits with 1 if it does not end well."""
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
         request_id = client.get(f"/v1/tasks/{id}")["request_id"] if kind == "tasks" else id
@@ -520,7 +526,7 @@ def watch(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
 
 
 def _watch(ctx: typer.Context, client: Client, request_id: str, output: Output) -> None:
-    """Tells events until the request has ended; exits with JOB_FAILED if it did not end well."""
+    """Print events until the request has ended; exits with JOB_FAILED if it did not end well."""
     with _Waits(partial(_client, ctx), request_id) as waits:
         for event in client.stream(f"/v1/requests/{request_id}/events"):
             waits.heard()
@@ -544,7 +550,7 @@ def outputs(
     ] = None,
     output: Format = Output.table,
 ) -> None:
-    """List what its tasks gave: outputs, and the files in a command's folder `artifacts`."""
+    """List the outputs of its tasks, and the files in a command's folder `artifacts`."""
     with _client(ctx) as client:
         kind, id = _resolve(client, id)
         found = client.get(f"/v1/{kind}/{id}")
@@ -606,7 +612,7 @@ def export(
 
 
 def _newest(client: Client, given: str) -> str:
-    """The newest checkpoint of the only task that has one; raises Problem."""
+    """Return the newest checkpoint of the only task that has one; raises Problem."""
     newest = [
         listed[0]["id"]
         for task in _tasks(client, given)
@@ -633,7 +639,7 @@ def cp(
 ) -> None:
     """Upload a file of tensors as the newest version of a datablock, or download one.
 
-    What breaks goes on where it was, also in the next call; what is there is not sent again.
+    An interrupted transfer continues where it was, also in the next call; no bytes are sent twice.
     """
     if source.startswith(BLOCK) == target.startswith(BLOCK):
         raise typer.BadParameter("one of the two is datablock:NAME, and the other one a file")
@@ -662,19 +668,21 @@ def datablocks(
     all_: Annotated[bool, typer.Option("--all", "-a", help="also versions before")] = False,
     output: Format = Output.table,
 ) -> None:
-    """List datablocks, newest first: of each name the newest version, or all of one."""
+    """List datablocks, newest first: the newest version of each name, or all versions of
+    one name.
+    """
     latest = None if all_ or name else "true"
     with _client(ctx) as client:
         found = list(client.items("/v1/datablocks", name=name, latest=latest, limit=200))
     show(found, output, lambda: table(found, telling.DATABLOCKS))
 
 
-# --- change ---------------------------------------------------------------------------------------
+# --- changing -------------------------------------------------------------------------------------
 
 
 @app.command(rich_help_panel=WORK)
 def cancel(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
-    """End it at its next safe point; what it computed is gone."""
+    """End it at its next safe point; its progress is discarded."""
     _ask(ctx, "cancel", ids, {"requests": "cancel", "tasks": "cancel"}, output)
 
 
@@ -686,7 +694,7 @@ def pause(ctx: typer.Context, ids: Several, output: Format = Output.table) -> No
 
 @app.command(rich_help_panel=WORK)
 def resume(ctx: typer.Context, ids: Several, output: Format = Output.table) -> None:
-    """Let it run again; it goes on after the last step that it finished."""
+    """Let it run again; it continues after the last step that it finished."""
     _ask(ctx, "resume", ids, {"requests": "release", "tasks": "resume"}, output)
 
 
@@ -716,7 +724,7 @@ def resize(
     most: Annotated[int, typer.Argument(min=1, help="so many devices it may hold at most")],
     output: Format = Output.table,
 ) -> None:
-    """Let a task of several ranks hold fewer devices, or more; its bits stay the same."""
+    """Let a task of several ranks hold fewer devices, or more; its results stay bit-identical."""
     with _client(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/resize", {"devices_max": most}))
@@ -727,7 +735,7 @@ def resize(
 
 @app.command(rich_help_panel=WORK)
 def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> None:
-    """Write a durable checkpoint at its next safe point; it goes on running."""
+    """Write a durable checkpoint at its next safe point; it continues to run."""
     with _client(ctx) as client:
         asked = [
             (task, client.post(f"/v1/tasks/{task['id']}/checkpoint")) for task in _tasks(client, id)
@@ -738,7 +746,7 @@ def checkpoint(ctx: typer.Context, id: Which, output: Format = Output.table) -> 
 def show_asked(
     asked: list[tuple[JSON, JSON]], output: Output, told: Callable[[JSON, JSON], Text]
 ) -> None:
-    """What was asked of each task, as (the task before, the task now)."""
+    """Show what came of an action on each task, given as (the task before, the task now)."""
     show(
         [now for _, now in asked],
         output,
@@ -749,7 +757,7 @@ def show_asked(
 def _ask(
     ctx: typer.Context, verb: str, ids: list[str], paths: dict[str, str], output: Output
 ) -> None:
-    """All of them are tried; the first problem is the one that is told in the end."""
+    """Try the action on all ids; the exit code is that of the first problem."""
     done: list[tuple[str, JSON]] = []
     first = None
     with _client(ctx) as client:
@@ -767,13 +775,13 @@ def _ask(
         raise typer.Exit(exit_code(first))
 
 
-# --- what is meant by a name ----------------------------------------------------------------------
+# --- resolving names ------------------------------------------------------------------------------
 
 
 def _resolve(client: Client, given: str) -> tuple[str, str]:
-    """("requests" or "tasks", id) of what was named; raises Problem if there is none.
+    """Return ("requests" or "tasks", id) of what was named; raises Problem if there is none.
 
-    A name means the newest request of that name; what is no name may be the end of an id.
+    A name means the newest request of that name; any other text may be the end of an id.
     """
     for prefix, kind in (("req_", "requests"), ("tsk_", "tasks")):
         if given.startswith(prefix):
@@ -808,7 +816,7 @@ def _task_named(client: Client, request_id: str, name: str) -> str:
 
 
 def _tasks(client: Client, given: str) -> list[JSON]:
-    """The task that was named, or the tasks of a request: those that have not ended, or all."""
+    """Return the named task; or a request's unfinished tasks, or all if none is unfinished."""
     kind, id = _resolve(client, given)
     return [client.get(f"/v1/tasks/{id}")] if kind == "tasks" else _open_tasks(client, id)
 
@@ -830,7 +838,7 @@ def usage(
     interval: Annotated[str, typer.Option(help="of a bucket: 10s, 1m, 10m, 1h or 1d")] = "1h",
     output: Format = Output.table,
 ) -> None:
-    """Who used what; `roundhouse share` tells what you may hold now."""
+    """Show used device time; `roundhouse share` shows what you may hold now."""
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - days * 86400))
     with _client(ctx) as client:
         report = client.get("/v1/usage", group_by=by, since=since, interval=interval)
@@ -840,7 +848,7 @@ def usage(
 
 @app.command(rich_help_panel=SHARES)
 def share(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Your share now: what you may hold, what you hold and borrow, and why."""
+    """Show your share now: what you may hold, what you hold and borrow, and why."""
     with _client(ctx) as client:
         fair = client.get("/v1/fair-share")
     show(fair, output, lambda: telling.shares(fair))
@@ -848,7 +856,7 @@ def share(ctx: typer.Context, output: Format = Output.table) -> None:
 
 @app.command(rich_help_panel=SHARES)
 def devices(ctx: typer.Context, output: Format = Output.table) -> None:
-    """The devices: which are up, which are free, what runs there."""
+    """List the devices: which are up, which are free, what runs there."""
     with _client(ctx) as client:
         found = list(client.items("/v1/devices"))
         named = _on_devices(client, found)
@@ -864,7 +872,7 @@ def top(
         Output, typer.Option("--output", "-o", help="json and yaml print it once")
     ] = Output.table,
 ) -> None:
-    """Who has what right now, live, until Ctrl-C: shares, devices, what runs."""
+    """Show shares, devices and running requests, live, until Ctrl-C."""
     screen = out()
     with _client(ctx) as client:
         if once or output != Output.table or not screen.is_terminal:
@@ -891,7 +899,7 @@ def _standing(client: Client) -> JSON:
 
 
 def _on_devices(client: Client, devices: list[JSON]) -> dict[str, str]:
-    """The names of the tasks on devices, as one may give them to any verb, by id."""
+    """Return by id the names of the tasks on devices, in the form that any verb accepts."""
     ids = {device["task_id"] for device in devices} - {None}
     if not ids:
         return {}
@@ -907,7 +915,7 @@ def _on_devices(client: Client, devices: list[JSON]) -> dict[str, str]:
 
 @app.command(rich_help_panel=SHARES)
 def presets(ctx: typer.Context, output: Format = Output.table) -> None:
-    """What is configured on a device for each type of task."""
+    """List the parameters configured on a device for each type of task."""
     with _client(ctx) as client:
         found = list(client.items("/v1/presets"))
     none = "No presets: every type of task runs with the defaults of its device."
@@ -919,7 +927,7 @@ _Place = Annotated[str, typer.Argument(metavar="HOST|DEVICE", help="like gpu7, o
 
 @app.command(rich_help_panel=SHARES)
 def drain(ctx: typer.Context, place: _Place, output: Format = Output.table) -> None:
-    """Take a host or a device out of service: what runs there goes on elsewhere."""
+    """Take a host or a device out of service: what runs there moves elsewhere."""
     _serve(ctx, "drain", place, output, {"hosts": "drain", "devices": "cordon"})
 
 
@@ -932,7 +940,10 @@ def undrain(ctx: typer.Context, place: _Place, output: Format = Output.table) ->
 def _serve(
     ctx: typer.Context, verb: str, place: str, output: Output, verbs: dict[str, str]
 ) -> None:
-    """A device's id is its host's name, a dot and a number; a host's name may have dots, too."""
+    """Drain or undrain a host or a device.
+
+    A device's id is its host's name, a dot and a number; a host's name may have dots, too.
+    """
     with _client(ctx) as client:
         hosts = {host["name"] for host in client.items("/v1/hosts")}
         kind = "hosts" if place in hosts else "devices"
@@ -944,7 +955,9 @@ def _serve(
 
 @app.command(rich_help_panel=HERE)
 def doctor(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Is the service there, does it know you, can it work?  Exits with 6 if anything is wrong."""
+    """Check that the service answers, knows you, and can work.  Exits with 6 if anything is
+    wrong.
+    """
     who = login.found(ctx.obj)
     with Client(who.url, who.key, patience_s=0.0) as client:
         began_s = time.perf_counter()
@@ -984,7 +997,7 @@ _A_BOUND = "a number, or none"
 
 @app.command(rich_help_panel=ADMIN)
 def tenants(ctx: typer.Context, output: Format = Output.table) -> None:
-    """The tenants that you see: weight, guarantee, limit, tier."""
+    """List the tenants that you can see: weight, guarantee, limit, tier."""
     with _client(ctx) as client:
         found = list(client.items("/v1/tenants"))
     show(found, output, lambda: table(telling.as_tree(found), telling.TENANTS))
@@ -1008,7 +1021,7 @@ def tenant(
     max_queued: Annotated[str, typer.Option(help=f"tasks that wait: {_A_BOUND}")] = "",
     output: Format = Output.table,
 ) -> None:
-    """Show a tenant, and change what is given of it; or make one."""
+    """Show a tenant, and change it by the given options; or create one."""
     if under and not new:
         raise typer.BadParameter("a tenant stays where it is: --under is for --new")
     with _client(ctx) as client:
@@ -1031,7 +1044,7 @@ def tenant(
 
 @app.command(rich_help_panel=ADMIN)
 def users(ctx: typer.Context, output: Format = Output.table) -> None:
-    """The users that you see, people and service accounts."""
+    """List the users that you can see, people and service accounts."""
     with _client(ctx) as client:
         found = list(client.items("/v1/users"))
         rows = _with_tenants(client, found)
@@ -1047,7 +1060,7 @@ def user(
     weight: Weight = None,
     output: Format = Output.table,
 ) -> None:
-    """Show a user of your tenant, and change what is given of them; or make one.
+    """Show a user of your tenant, and change it by the given options; or create one.
 
     `roundhouse key add USER` gives them a key.
     """
@@ -1067,7 +1080,7 @@ def _new_user(client: Client, body: JSON, tenant: str) -> JSON:
     return client.post("/v1/users", {**body, **whose})
 
 
-# --- devices that may speak -----------------------------------------------------------------------
+# --- enrolment of devices -------------------------------------------------------------------------
 
 device = typer.Typer(cls=_Verbs, help="Let devices in, or out.", no_args_is_help=True)
 app.add_typer(device, name="device", rich_help_panel=ADMIN)
@@ -1077,7 +1090,7 @@ _DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="like gpu7.0")]
 
 @device.command("key")
 def show_device_key() -> None:
-    """Print the public key of this host, which an administrator enrols its devices with."""
+    """Print the public key of this host, with which an administrator enrols its devices."""
     from app.settings import settings
     from app.signing import Signer
 
@@ -1089,7 +1102,7 @@ def show_island_key(
     ctx: typer.Context,
     island: Annotated[str, typer.Argument(metavar="ISLAND")] = "local",
 ) -> None:
-    """Print the public key of an island, which its devices are started with."""
+    """Print the public key of an island, which its devices need to start."""
     with _client(ctx) as client:
         key = client.get(f"/v1/islands/{island}")["key"]
     if key is None:
@@ -1104,7 +1117,7 @@ def enrol_devices(
     key: Annotated[str, typer.Option(help="what `roundhouse device key` prints there")],
     output: Format = Output.table,
 ) -> None:
-    """Let devices of a host in: what the host signs with its key is believed."""
+    """Enrol devices of a host: messages that the host signs with its key are accepted."""
     with _client(ctx) as client:
         made = [
             client.post("/v1/enrolments", {"device_id": each, "key": key.strip()})
@@ -1115,7 +1128,7 @@ def enrol_devices(
 
 @device.command("list")
 def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Which devices may speak, and with which key."""
+    """List the enrolled devices and their keys."""
     with _client(ctx) as client:
         found = list(client.items("/v1/enrolments"))
     show(found, output, lambda: table(found, telling.ENROLMENTS))
@@ -1123,7 +1136,7 @@ def list_enrolments(ctx: typer.Context, output: Format = Output.table) -> None:
 
 @device.command("revoke")
 def revoke_device(ctx: typer.Context, id: _DeviceId, output: Format = Output.table) -> None:
-    """Hear a device no more; `drain` it first, and no step is lost."""
+    """Ignore a device from now on; no step is lost if you `drain` it first."""
     with _client(ctx) as client:
         found = client.delete(f"/v1/enrolments/{id}")
     show([found], output, lambda: table([found], telling.ENROLMENTS))
@@ -1139,7 +1152,7 @@ _WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="its id")]
 
 @webhook.command("list")
 def list_webhooks(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Those of the tenants that you see."""
+    """List the webhooks of the tenants that you can see."""
     with _client(ctx) as client:
         found = list(client.items("/v1/webhooks"))
     show(found, output, lambda: table(found, telling.WEBHOOKS))
@@ -1168,7 +1181,7 @@ def rotate_webhook(
     overlap_s: Annotated[float, typer.Option(help="both secrets sign for so long")] = 86_400.0,
     output: Format = Output.table,
 ) -> None:
-    """Give it a new secret, and print that, once."""
+    """Give a webhook a new secret, and print the secret, once."""
     with _once(ctx) as client:
         made = client.post(f"/v1/webhooks/{id}/rotate", {"overlap_s": overlap_s})
     show(made, output, lambda: telling.webhook(made))
@@ -1176,7 +1189,7 @@ def rotate_webhook(
 
 @webhook.command("test")
 def try_webhook(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
-    """Send it a test message."""
+    """Send a test message to a webhook."""
     with _client(ctx) as client:
         sent = client.post(f"/v1/webhooks/{id}/test", {})
     show([sent], output, lambda: table([sent], telling.DELIVERIES))
@@ -1184,7 +1197,7 @@ def try_webhook(ctx: typer.Context, id: _WebhookId, output: Format = Output.tabl
 
 @webhook.command("deliveries")
 def list_deliveries(ctx: typer.Context, id: _WebhookId, output: Format = Output.table) -> None:
-    """What it was sent, and what became of that."""
+    """List the messages sent to a webhook, and what became of them."""
     with _client(ctx) as client:
         found = list(client.items(f"/v1/webhooks/{id}/deliveries"))
     show(found, output, lambda: table(found, telling.DELIVERIES))
@@ -1204,7 +1217,7 @@ def redeliver(
 
 @webhook.command("delete")
 def delete_webhook(ctx: typer.Context, id: _WebhookId) -> None:
-    """Tell it nothing more, and forget what it was sent."""
+    """Delete a webhook and its messages."""
     with _client(ctx) as client:
         client.delete(f"/v1/webhooks/{id}")
 
@@ -1221,7 +1234,7 @@ _KeyId = Annotated[str, typer.Argument(metavar="KEY", help="its id: rh_ID_...")]
 
 @key.command("list")
 def list_keys(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Of the users that you see; never the keys themselves."""
+    """List the keys of the users that you can see; the secrets are never shown."""
     with _client(ctx) as client:
         found = list(client.items("/v1/keys"))
         users = {user["id"]: user["name"] for user in client.items("/v1/users")}
@@ -1241,7 +1254,7 @@ def add_key(
     expires: Annotated[str, typer.Option(help="when, as 2026-11-21T12:00:00Z")] = "",
     output: Format = Output.table,
 ) -> None:
-    """Make a key; prints it, once."""
+    """Create a key; prints it, once."""
     body: JSON = {"role": role, "name": name or user, "scopes": scope or None}
     body |= {"expires_at": expires} if expires else {}
     with _once(ctx) as client:
@@ -1256,7 +1269,7 @@ def rotate_key(
     overlap_s: Annotated[float, typer.Option(help="the old one stays good so long")] = 86_400.0,
     output: Format = Output.table,
 ) -> None:
-    """Make a key that takes the place of this one; prints it, once."""
+    """Create a key that replaces this one; prints it, once."""
     with _once(ctx) as client:
         made = client.post(f"/v1/keys/{id}/rotate", {"overlap_s": overlap_s})
     show(made, output, lambda: telling.key(made))
@@ -1264,14 +1277,14 @@ def rotate_key(
 
 @key.command("revoke")
 def revoke_key(ctx: typer.Context, id: _KeyId) -> None:
-    """From now on it opens nothing."""
+    """Revoke a key: it gives no access from now on."""
     with _client(ctx) as client:
         client.delete(f"/v1/keys/{id}")
 
 
 @account.command("list")
 def list_accounts(ctx: typer.Context, output: Format = Output.table) -> None:
-    """Of the tenants that you see."""
+    """List the service accounts of the tenants that you can see."""
     with _client(ctx) as client:
         found = list(client.items("/v1/users", service=True))
         rows = _with_tenants(client, found)
@@ -1285,7 +1298,7 @@ def add_account(
     tenant: Annotated[str, typer.Option(help="name or id; default: your own")] = "",
     output: Format = Output.table,
 ) -> None:
-    """Make a service account; `roundhouse key add NAME` gives it a key."""
+    """Create a service account; `roundhouse key add NAME` gives it a key."""
     with _client(ctx) as client:
         made = _new_user(client, {"name": name, "service": True}, tenant)
         rows = _with_tenants(client, [made])
@@ -1296,7 +1309,9 @@ def add_account(
 
 
 def _named(client: Client, kind: str, which: str) -> JSON:
-    """The tenant or user of this id or name; of two users of one name the ids are told."""
+    """Return the tenant or user of this id or name; if the name is ambiguous, the error lists the
+    ids.
+    """
     listed = list(client.items(f"/v1/{kind}s"))
     found = [item for item in listed if which in (item["id"], item["name"], short(item["id"]))]
     if len(found) > 1:
@@ -1308,7 +1323,7 @@ def _named(client: Client, kind: str, which: str) -> JSON:
 
 
 def _with_tenants(client: Client, users: list[JSON]) -> list[JSON]:
-    """Each user with the name of its tenant."""
+    """Add the name of its tenant to each user."""
     names = {tenant["id"]: tenant["name"] for tenant in client.items("/v1/tenants")}
     return [{**user, "tenant": names.get(user["tenant_id"])} for user in users]
 
@@ -1320,7 +1335,7 @@ def _changed(client: Client, kind: str, found: JSON, changes: JSON) -> JSON:
 
 
 def _changed_kinds(now: JSON, given: list[str]) -> JSON:
-    """`now` with each KIND=DEVICES set, and each KIND=none left out."""
+    """Return `now` with each KIND=DEVICES set, and each KIND=none removed."""
     kinds = dict(now)
     for text in given:
         kind, equals, devices = text.partition("=")

@@ -148,7 +148,9 @@ def _told_apart(shares: list[TenantShare]) -> Iterator[TenantShare]:
 
 
 def _told_of(shares: list[TenantShare]) -> list[TenantShare]:
-    """Return all tenants, or the busiest: those that hold, wait for and have used most."""
+    """Return all tenants, or the ones with the most devices and waiting tasks, then the
+    most usage.
+    """
     most = settings().metrics_tenants_max
     busy = sorted(shares, key=lambda share: (-share.held - share.waiting, -share.usage_us))
     return busy[:most]
