@@ -866,7 +866,7 @@ class Board:
         return self._ages(task) and task.waited_s >= self.patience_s(task)
 
     def _ages(self, task: Task) -> bool:
-        """True if the gang's waits are added up; if not, its patience begins anew after each turn.
+        """True if the gang's waits are added up; if not, its patience starts again after each turn.
 
         Waits are not added up for narrow gangs, which may be many, nor for a gang that alone
         exceeds the share of devices that such gangs may hold.

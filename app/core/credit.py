@@ -7,13 +7,13 @@ kind of device therefore begins at the level of service of its siblings there, l
     lift = max(lift, (level - credit / weight of all that want them) * weight - usage)
 
 * The level is the lowest score of the siblings that wait and have room.  If none waits, it is the
-highest score of the siblings that hold such devices.  The level is remembered and never falls.  So
-branches that arrive one after another begin at one level, and waiting until the others are done
-gains nothing.
+  highest score of the siblings that hold such devices.  The level is remembered and never falls.
+  So branches that arrive one after another begin at one level, and waiting until the others are
+  done gains nothing.
 * The credit is what the whole kind delivers in `Policy.idle_credit_s`, divided by weight.  So
-however many branches return at once, together they keep the others waiting no longer than that.
-* A branch that stays in line is never lifted, and a lift falls only by fading: leaving and
-returning gains nothing.  A new branch begins like a returning one.
+  however many branches return at once, together they keep the others waiting no longer than that.
+* A branch that stays in line gets no new lift, and a lift falls only by fading: leaving and
+  returning gains nothing.  A new branch begins like a returning one.
 
 A lift, the idle-credit floor, is faded usage like any other, so waiting never changes an order.  It
 counts only in comparisons about that kind on that island, and the ledger does not know it.  Levels

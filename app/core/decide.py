@@ -479,7 +479,7 @@ def _regroup(paper: _Paper, kept: dict[str, _Kept]) -> bool:
     return moves
 
 
-# --- 6. seat ------------------------------------------------------------------------------------
+# --- 6. launch ----------------------------------------------------------------------------------
 
 
 def _seat(paper: _Paper, kept: dict[str, _Kept]) -> None:
@@ -539,7 +539,7 @@ def _could_gain(board: Board, lane: Lane) -> bool:
 def _find_no_seat(
     board: Board, kept: dict[str, _Kept], open_: dict[Lane, None], task: Task
 ) -> None:
-    """Close the lanes of a kind that must wait behind the first task that does not fit."""
+    """Keep devices for the first task that does not fit, or close the lanes behind it."""
     backfill = board.policy.backfill
     # With turns a gang makes room for itself, at the latest when its patience ends.
     easy = backfill == "easy" and not board.policy.turns

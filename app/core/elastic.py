@@ -5,17 +5,17 @@ no waiting task could take are lent to tasks that can use more.  Waiting tasks g
 at once.  So the following always holds.
 
 * Devices that a task holds beyond its need count as free for all waiting tasks, however well served
-those are.  The elastic task gives devices back and continues with the rest, before any task is
-paused.  There is one exception: a branch that is within its guarantee with these devices gives them
-only to a branch that is within its own guarantee and less served.
+  those are.  The elastic task gives devices back and continues with the rest, before any task is
+  paused.  There is one exception: a branch that is within its guarantee with these devices gives
+  them only to a branch that is within its own guarantee and less served.
 * Growing is no claim: no task is paused for it, and no limit is exceeded.  What tasks need decides
-alone whether a task has room, borrows or lends.  So growing does not change which task pauses
-which.
+  alone whether a task has room, borrows or lends.  So growing does not change which task pauses
+  which.
 * If ranks are led by their task's coordinator host (`Policy.homebound`), the task never gives back
-the first device that it took, which is on that host.  It grows onto devices of that host first, and
-onto other hosts only if it may live `across_hosts`.
+  the first device that it took, which is on that host.  It grows onto devices of that host first,
+  and onto other hosts only if it may live `across_hosts`.
 * Growing is slow: a task grows only after `grow_after_s` and a turn have passed since it was seated
-or resized.  So resizing costs no more of the time than taking turns does.
+  or resized.  So resizing costs no more of the time than taking turns does.
 
 Why there is no cycle: a task gives devices back only to a task that is seated with them, and grows
 only onto devices that no waiting task could take.  So each move adds to the running tasks, or

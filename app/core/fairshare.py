@@ -3,11 +3,12 @@
 Three things always hold.
 
 * Usage fades lazily (rule F2).  A charge made at time t is stored as charge * 2^((t - T0) / H) and
-never touched again.  The common factor 2^-((now - T0) / H) turns the sum into today's usage.  The
-factor is the same for all branches, so waiting never changes the *order*, and the order is kept
-without the factor.
+  never touched again.  The common factor 2^-((now - T0) / H) turns the sum into today's usage.  The
+  factor is the same for all branches, so waiting never changes the *order*, and the order is kept
+  without the factor.
 * Order is exact (rule F3).  Faded usage is an integer in units of 2^-40 µs.  A score is an integer
-that orders exactly as usage / weight does; no float is ever compared.  True ties go to the oldest.
+  that orders exactly as usage / weight does; no float is ever compared.  True ties go to the
+  oldest.
 * A pick costs O(depth * log fan-out): every branch of the tree keeps a heap of its own children.
 
 `app.ledger` does what rule F1 says (what is charged); `core.board` adds what running tasks owe

@@ -4,18 +4,18 @@ Two tasks are compared where their branches part.  The compared sides are two si
 above the waiting task, and `theirs`, above the running task.
 
 * F5: if `mine` stays within its guarantee with the devices that it gains, `theirs` gives back what
-it borrowed.
+  it borrowed.
 * F6, F8: otherwise `theirs` gives way if it is strictly better served than `mine` will be once the
-next turn is charged.  Devices within a guarantee are taken only for a branch within its own.
+  next turn is charged.  Devices within a guarantee are taken only for a branch within its own.
 * F4: if a limit leaves no room for the task, only tasks below that limit give way, and so many that
-the limit is kept.  F7, F9: for a task that waited too long, victims need not be better served; all
-other conditions hold.
+  the limit is kept.  F7, F9: for a task that waited too long, victims need not be better served;
+  all other conditions hold.
 * F8: among equally urgent tasks of one user, a task that has held its devices for a minute (and a
-slice) gives way to a fresh task (`Board.is_fresh`) and to an older one.  These are two levels of
-foreground-background scheduling, as in Tiresias (NSDI 2019), with first come, first served in each
-level: a short task does not wait for a long one, and many long tasks do not all end late.
+  slice) gives way to a fresh task (`Board.is_fresh`) and to an older one.  These are two levels of
+  foreground-background scheduling, as in Tiresias (NSDI 2019), with first come, first served in
+  each level: a short task does not wait for a long one, and many long tasks do not all end late.
 * No task gives way before a full slice, nor while its tier (F9) or patience (F7) protects it.  No
-task is paused if elastic tasks hold enough devices beyond their need (`core.elastic`).
+  task is paused if elastic tasks hold enough devices beyond their need (`core.elastic`).
 
 Why there is no cycle: a victim must have held its devices for a full slice since its last launch.
 So at one instant no task is paused twice, and between two pauses of one task a slice passes.  There

@@ -2,11 +2,11 @@
 
 `seen_by` reduces a board to what mattered: tasks that were moved or held devices, the tasks they
 were compared with, their users and tenants, and all devices of their kinds.  Waiting tasks that
-were not picked stay only if they changed something: a task tried in vain before others of its lane;
-a task for which devices were kept; a task that stood before a branch about to borrow; a task pinned
-to one device.  The rest counts only in sums: the usage of the users, the guarantees of the tenants,
-and the devices promised in part to started tasks.  `decide` makes the same decisions from the
-reduced snapshot (tested).  Fields at their default are omitted too.
+were not picked stay only if they changed something: a task tried without success before others of
+its lane; a task for which devices were kept; a task that stood before a branch about to borrow; a
+task pinned to one device.  The rest counts only in sums: the usage of the users, the guarantees of
+the tenants, and the devices promised in part to started tasks.  `decide` makes the same decisions
+from the reduced snapshot (tested).  Fields at their default are omitted too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _waited(board: Board, moved: Iterable[Task]) -> list[Task]:
         task = new.pop()
         if task.id not in found:
             found[task.id] = task
-            # A task that went first in its lane, in vain, closed the lane to the tasks behind it.
+            # A task that went first in its lane and failed closed the lane to the tasks behind it.
             others = (*tried.pop(_need(board, task), ()), *board.tried.get(task.id, ()))
             new += [tasks[id] for id in others if id in tasks]
     return [found[id] for id in sorted(found)]

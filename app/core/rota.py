@@ -1,8 +1,8 @@
 """Choose which of the co-located tasks runs next on a device, from what the device measured.
 
 The island sends how well served each of these tasks is, in the order of rule F3.  For each level of
-the tenant tree it sends the branch's usage and weight, as of the seat time of each task that was
-booked.  From then on the device counts itself: the task that holds the seat uses more, and so do
+the tenant tree it sends the branch's usage and weight, as of the slot time of each task that was
+booked.  From then on the device counts itself: the task that holds the slot uses more, and so do
 the branches above the task.  At the end of a turn the device walks the tree from the top to the
 lowest usage per weight.  So shares follow the weights within turns, not within rounds of the
 island, and a task with too long a turn then waits longer.
@@ -21,7 +21,7 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-TURN_US = 5_000  # how long a task keeps the seat before the next task is chosen
+TURN_US = 5_000  # how long a task keeps the slot before the next task is chosen
 _BITS = 32  # of a score below one; ties are exact
 
 
@@ -41,7 +41,7 @@ class Level:
 class Share:
     """A task's part in sharing a device.
 
-    `path` leads from the top of the tree.  `held_us` of the task's seat time is booked there
+    `path` leads from the top of the tree.  `held_us` of the task's slot time is booked there
     already, and each further microsecond adds `rate` to each level.  Among the tasks of one user,
     tasks without a turn yet go first, then the lowest `place`.
     """
@@ -59,7 +59,7 @@ def least_served(
 ) -> str:
     """Return the task that goes next.
 
-    `among` restricts the choice; `held_us` is how long each task has held the seat so far.  A task
+    `among` restricts the choice; `held_us` is how long each task has held the slot so far.  A task
     that has just ended counts too: its user has had that time.
     """
     here, depth = sorted(shares, key=lambda share: share.task), 0

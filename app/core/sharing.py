@@ -17,7 +17,7 @@ Usage is counted over all devices, so a user with graphs on two devices evens ou
 there is no such user, some graphs move from one device to the other (`core.regroup`).
 
 One graph of each user takes turns on a device.  If places are left, the user's next graph is
-launched too, as a *standby* (heir).  The standby gets one turn to begin with, and more once the
+launched too, as a *standby* (`heir`).  The standby gets one turn to begin with, and more once the
 graphs before it have ended.  So a user with many graphs gets a share without gaps between them.
 """
 
@@ -584,7 +584,7 @@ def shares(board: Board, device: str) -> list[Share]:
 
 
 def _share(board: Board, stay: Stay, place: int) -> Share:
-    """Return a task's share as the ledger has it: how much of its seat time is booked."""
+    """Return a task's share as the ledger has it: how much of its slot time is booked."""
     task = stay.task
     path = reversed([branch for branch in above(stay.leaf) if branch.parent is not None])
     return Share(

@@ -1,21 +1,21 @@
 """Multi-island gangs: which members may take devices, keep them, or must release them.
 
 A gang that is too wide for any one island takes a *ticket* on each of several islands, in the order
-of the islands' names.  It takes its own seats on the last island, its *home*.  A ticket is a task
-like others of its island: it waits for its turn by fair share, is charged for what it holds, and
-gives way when its slice is over.  But a ticket runs nothing: it keeps its devices for one epoch of
-its gang.
+of the islands' names.  It takes its own slots on the last island, its *home island*.  A ticket is a
+task like others of its island: it waits for its turn by fair share, is charged for what it holds,
+and gives way when its slice is over.  But a ticket runs nothing: it keeps its devices for one epoch
+of its gang.
 
     tickets: 1. reserve, in order   a: waiting -> running   b: waiting -> running
-    gang:    2. commit, at home     c: waiting -> starting: ranks on the seats of a, b and c
+    gang:    2. commit, at home     c: waiting -> starting: ranks on the slots of a, b and c
 
-The last seats are taken and the ranks are launched in one transaction.  A scheduler that decides
+The last slots are taken and the ranks are launched in one transaction.  A scheduler that decides
 about a member locks the gang's row and looks at all members again.  So either all tickets are good
 for the epoch of that launch, or none is used.
 
-This is `core.ticket` with seats in place of memory.  A member with seats on one island waits only
-for seats on later islands, so no gangs wait for each other in a ring.  A member that cannot
-continue releases all seats on later islands.
+This is `core.ticket` with slots in place of memory.  A member with slots on one island waits only
+for slots on later islands, so no gangs wait for each other in a ring.  A member that cannot
+continue releases all slots on later islands.
 
 Every scheduler writes only its own members, from what the rows of all members say at that moment.
 The only message is "look again", so a scheduler that restarts finds what there is to do.
@@ -30,7 +30,7 @@ from app.core.island import Terms
 from app.core.lifecycle import ENDED, NOT_STARTED, ON_A_DEVICE, State
 
 OVER = "over"  # `Terms.lets_go`: the gang has ended
-BACK = "back"  # `Terms.lets_go`: the gang does not use these seats
+BACK = "back"  # `Terms.lets_go`: the gang does not use these slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,6 @@ def _lets_go(ticket: Member, gang: Member, *, may_stay: bool) -> str:
     if ticket.state not in ON_A_DEVICE:
         return ""
     if gang.state in ON_A_DEVICE and ticket.good_for == gang.epoch:
-        # the ranks still use the seats; a ticket that is asked back waits until they have left
+        # the ranks still use the slots; a ticket that is asked back waits until they have left
         return ""
     return "" if may_stay and is_held(ticket, gang) else BACK

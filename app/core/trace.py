@@ -3,11 +3,11 @@
 There are two formats, recognised by their header.
 
 * Comma-separated, as in the Philly trace: `timestamp` (submission), `duration` (seconds),
-`num_gpus`, `cluster` (the tenant), and optionally `user`, `kind`, `tier`, `priority`, `min_gpus`. A
-job with fewer `min_gpus` is elastic.  Other columns are ignored.
+  `num_gpus`, `cluster` (the tenant), and optionally `user`, `kind`, `tier`, `priority`, `min_gpus`.
+  A job with fewer `min_gpus` is elastic.  Other columns are ignored.
 * The output of Slurm's `sacct --parsable2`: `Submit`, `ElapsedRaw` (seconds), `Account` (the
-tenant), `AllocTRES` or `ReqTRES` (`gres/gpu=8`), and optionally `User` and `JobID`.  Steps of jobs
-and jobs without accelerators are counted and left out.
+  tenant), `AllocTRES` or `ReqTRES` (`gres/gpu=8`), and optionally `User` and `JobID`.  Steps of
+  jobs and jobs without accelerators are counted and left out.
 
 A time is ISO 8601 with a space or a T, or seconds since 1970.  Lines need not be sorted; the first
 job arrives at 0 s.
