@@ -1,5 +1,4 @@
-"""Authenticates calls: an API key, an identity provider's token or a browser session gives a
-Caller.
+"""Authenticates calls: an API key, a token of the identity provider, or a browser session.
 
 A key is `rh_<id>_<secret><check>`.  The id finds the row.  Only a SHA-256 of the secret is stored;
 as the secret has 256 random bits, a slow hash would add nothing.  The check tells a mistyped key
@@ -41,7 +40,7 @@ from app.settings import settings
 
 COOKIE = rates.SESSION_COOKIE
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-NO_SECRET = ""  # the hash of no secret
+NO_SECRET = ""  # `secret_sha256` of a key without a secret
 USES_EVERY_S = 60.0  # seconds; `last_used_at` is written at most this often
 
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

@@ -46,9 +46,7 @@ def get_checkpoint(id: str, caller: Authed, session: Db) -> Checkpoint:
     responses=declared(410, 503),
 )
 def list_tensors(id: str, caller: Authed, session: Db) -> dict[str, Any]:
-    """Lists all tensors that the job holds, by attribute; the checkpoint is not unpickled for
-    that.
-    """
+    """Lists all tensors of the job, by attribute, without unpickling the checkpoint."""
     manifest = _manifest(_visible(session, caller, id))
     tensors = [
         {

@@ -116,8 +116,7 @@ class Paging:
         by: InstrumentedAttribute[Any],
         newest_first: bool = False,
     ) -> Found:
-        """Read the page in the order of `by`, a column whose values differ in all rows of the
-        query.
+        """Read the page in the order of `by`, a column with a different value in every row.
 
         A row is what the query selects; a single value is given as itself.  Raises BadInput.
         """

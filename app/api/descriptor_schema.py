@@ -54,9 +54,7 @@ def _object(properties: dict[str, Any], required: Sequence[str] = ()) -> dict[st
 
 
 def _ref(name: str) -> dict[str, Any]:
-    """Return a reference to a schema of COMPONENTS, so that a generated client has one class for
-    it.
-    """
+    """Return a reference to a schema of COMPONENTS, for which a generated client has one class."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 

@@ -100,9 +100,7 @@ class AtOnce:
 
 
 class BodyTooLarge(HTTPException):
-    """The body is too large; an HTTPException, because FastAPI answers other body errors with
-    400.
-    """
+    """The body is too large.  An HTTPException, because FastAPI answers others with 400."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(413, f"the body is larger than {limit_bytes} bytes")
@@ -222,9 +220,7 @@ def _check_given_once(headers: Headers) -> None:
 
 
 def _check_media_type(headers: Headers) -> None:
-    """Reject other media types than JSON: a form of another origin could send them without
-    preflight.
-    """
+    """Reject other types than JSON: a form of another origin could send them without preflight."""
     has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     packed = headers.get("content-encoding", "identity").strip().lower()
     if has_body and packed != "identity":

@@ -98,7 +98,7 @@ class Gate:
         self._waiting.move_to_end(whose)
         if not queue:
             del self._waiting[whose]
-        if not admitted.done():  # else it was cancelled at this very moment
+        if not admitted.done():  # else its wait was cancelled at this moment
             self._inside[whose] += 1
             admitted.set_result(None)
 

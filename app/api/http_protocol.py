@@ -154,9 +154,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._abort_later()
 
     def _abort_later(self) -> None:
-        """Abort the transport after WRITE_S; else a closing one waits for the client without
-        end.
-        """
+        """Abort the transport after WRITE_S, because a closing one may wait for ever."""
         self._writing = _cancelled(self._writing)
         self._writing = self.loop.call_later(self.WRITE_S, self.transport.abort)
 

@@ -46,9 +46,7 @@ class Callers:
         return known.caller if known is not None and time.monotonic() < known.until_s else None
 
     def keep(self, token: str, caller: Caller, round: int) -> None:
-        """Keep a caller that was looked up in `round`; ignored if the cache was emptied since
-        then.
-        """
+        """Keep a caller looked up in `round`; ignored if the cache was emptied since."""
         known = _Known(caller, time.monotonic() + KNOWN_S)
         with self._lock:
             if round == self.round:

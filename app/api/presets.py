@@ -58,8 +58,9 @@ def get_preset(task_type: TaskType, kind: Kind, caller: Authed, session: Db) -> 
 def put_preset(
     task_type: TaskType, kind: Kind, body: PresetIn, caller: PlatformAdmin, session: Db
 ) -> Preset:
-    """Applies from the next launch on.  If a device does not take a value, the task fails with the
-    difference.
+    """Applies from the next launch on.  If a device does not take a value, the task fails.
+
+    The failure's detail shows the difference.
     """
     if kind not in preset.KINDS:
         known = ", ".join(preset.KINDS)

@@ -279,9 +279,7 @@ def _database_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """Answer an unexpected error; Starlette raises it again afterwards, so that the server logs
-    it.
-    """
+    """Answer an unexpected error; Starlette then raises it again, for the server's log."""
     answer = of_error(request, AppError())
     answer.headers["X-Request-ID"] = request_id_of(request)  # this answer bypasses the middleware
     return answer

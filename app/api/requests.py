@@ -273,9 +273,7 @@ def _same(before: dict[str, Any], now: dict[str, Any]) -> bool:
     responses=declared(403, 404, 409),
 )
 def change_request(id: str, body: RequestPatch, caller: Authed, session: Db) -> dict[str, Any]:
-    """Changes priority, which counts within the tenant, or labels.  `labels` replaces all
-    labels.
-    """
+    """Changes the priority, which counts within the tenant.  `labels` replaces all labels."""
     found = request_to_act_on(session, caller, id)
     given = {"priority": body.priority, "labels": body.labels}
     wishes.change_request(session, found, by=caller.user_name, **given)  # type: ignore[arg-type]

@@ -365,9 +365,7 @@ class TimeSpentOut(Out):
 
 
 class Explained(Out):
-    """Why a task waits, and until when (empty if it does not wait), and how it spent its time so
-    far.
-    """
+    """Why a task waits, until when (empty if it does not wait), and how it spent its time."""
 
     model_config = example(
         task_id=_TASK,

@@ -331,7 +331,7 @@ _ROUND = {
 )
 def list_decisions(paging: Paged, session: Db, caller: Authed) -> dict[str, Any]:
     """Lists every decision of an island, newest first: the move, its task, the rule, the reason,
-    and the task that lost.  That one's tenant is "another tenant" unless the caller may see it.
+    and the competing task, whose tenant is "another tenant" unless the caller may see it.
     """
     before = cursors.opened_numbers(paging.cursor)[0] if paging.cursor is not None else None
     found = reports.decisions(

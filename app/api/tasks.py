@@ -69,9 +69,7 @@ def list_tasks(
 
 
 def words_in(text: str | None, known: Any, name: str) -> list[str]:
-    """Return the words between commas; raises BadInput at ?`name` for a word that is not
-    `known`.
-    """
+    """Return the words between commas; raises BadInput at ?`name` for an unknown word."""
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if unknown := [word for word in words if word not in get_args(known)]:
         listed = ", ".join(get_args(known))
@@ -181,9 +179,7 @@ def list_checkpoints(id: str, paging: Paged, caller: Authed, session: Db) -> dic
     summary="Where it ran, newest first",
 )
 def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Lists one entry per launch, and one per device that the task borrowed; the held time is
-    charged.
-    """
+    """Lists one entry per launch, and one per borrowed device; the held time is charged."""
     task = visible_task(session, caller, id)
     query = select(Placement).where(Placement.task_id == task.id)
     return paging.read(session, query, by=Placement.id, newest_first=True).page()
@@ -250,8 +246,7 @@ def checkpoint_task(id: str, caller: Authed, session: Db) -> TaskOut:
 def migrate_task(
     id: str, caller: Authed, session: Db, body: Annotated[MigrateIn, Body()] = MigrateIn()
 ) -> TaskOut:
-    """Copies the task while it runs, stops it for the last difference, and resumes it on the
-    target.
+    """Copies the task while it runs, stops it for the last difference, and resumes it there.
 
     No step is lost.  If the move fails at any point, the task stays in its state and on its device,
     and its events say why.
@@ -307,9 +302,7 @@ def _must_fit(session: Session, task: Task, to: str) -> None:
     responses=declared(403),
 )
 def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """Cancels the task; tasks that need it fail.  To cancel twice, or after its end, is no
-    error.
-    """
+    """Cancels the task; tasks that need it fail.  To cancel it twice is no error."""
     task = task_to_act_on(session, caller, id)
     wishes.cancel_task(session, task, by=caller.user_name)
     return _after(session, task)

@@ -62,8 +62,7 @@ users = v1_router("users and keys")
 def create_tenant(
     body: TenantIn, response: Response, caller: AnyAdmin, session: Db
 ) -> dict[str, Any]:
-    """Makes a tenant.  Its share of the busy devices is its weight over the weights of all its
-    siblings that want some.
+    """Makes a tenant, which shares busy devices by its weight with the siblings that want some.
 
     A tenant admin makes tenants below the own one, and divides its guarantee among them.
     """
@@ -254,9 +253,7 @@ def _check_quota(tenant: Tenant, changed: str) -> None:
 
 
 def _bad_kinds(tenant: Tenant) -> Iterator[Fault]:
-    """Yield faults for names that are not valid device kinds; whether such devices exist is not
-    checked.
-    """
+    """Yield faults for names that are not valid device kinds; the devices need not exist."""
     for name, given in (("guarantee", tenant.guarantee), ("limit", tenant.limit)):
         for kind in given:
             if re.fullmatch(KIND, kind) or (name, kind) == ("limit", tree.ALL):

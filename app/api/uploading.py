@@ -39,9 +39,7 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})")
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The bytes from `start` to `end` of `total` that the body holds; none if the call only
-    `asks`.
-    """
+    """The bytes `start` to `end` of `total` are in the body; none if the call only `asks`."""
 
     start: int
     end: int

@@ -274,8 +274,9 @@ def rotate_webhook(
     responses=declared(403, 404, 409),
 )
 def test_webhook(id: str, response: Response, caller: Authed, session: Db) -> dict[str, Any]:
-    """Sends a message of the type `webhook.test`, signed and retried like any other.  `Location`
-    leads to its delivery.
+    """Sends a message of the type `webhook.test`, signed and retried like any other.
+
+    `Location` leads to its delivery.
     """
     hook = _webhook(session, caller, id)
     if hook.url is None:
@@ -318,9 +319,7 @@ def list_deliveries(
     responses=declared(404),
 )
 def list_request_deliveries(id: str, paging: Paged, caller: Authed, session: Db) -> dict[str, Any]:
-    """Lists deliveries to `notify`, newest first.  Those to the tenant's webhooks are listed
-    there.
-    """
+    """Lists deliveries to `notify`, newest first, without those to the tenant's webhooks."""
     request = visible_request(session, caller, id)
     query = select(Delivery).join(Webhook, Webhook.id == Delivery.webhook_id)
     query = query.where(Delivery.request_id == request.id, Webhook.url.is_(None))

@@ -42,9 +42,7 @@ class Break:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result: `head` is the last valid link; `checked` counts valid links after the known
-    one.
-    """
+    """The result: `head` is the last valid link; `checked` counts valid ones after the known."""
 
     checked: int
     head: Known
@@ -52,9 +50,7 @@ class Verdict:
 
 
 def link_hash(previous: str, says: Mapping[str, Any]) -> str:
-    """Return the SHA-256, in hexadecimal, of the hash before and the record as JSON with sorted
-    keys.
-    """
+    """Return the SHA-256, as hex, of the previous hash and the record as JSON with sorted keys."""
     body = json.dumps(says, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(f"{previous}\n{body}".encode()).hexdigest()
 

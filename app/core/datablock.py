@@ -151,9 +151,7 @@ class Datablock:
         return self._moved(place, Move.Expect)
 
     def landed(self, place: str) -> Datablock:
-        """Record that the bytes are whole at `place`; a copy that was `exclusive` becomes
-        `shared`.
-        """
+        """Record that the bytes are whole at `place`; an `exclusive` copy becomes `shared`."""
         others = self.whole
         if not others:
             return self._moved(place, Move.Made)
@@ -164,15 +162,11 @@ class Datablock:
         return self._moved(place, Move.Fail)
 
     def spilled(self, place: str) -> Datablock:
-        """Move the copy at `place` to a slower place, to come back; another copy must be whole by
-        then.
-        """
+        """Move the copy at `place` to a slower place, to come back; another must be whole."""
         return self._moved(place, Move.Spill)._settled()
 
     def dropped(self, place: str) -> Datablock:
-        """Free the copy at `place`; raises StillNeeded if it is the last whole copy and still
-        needed.
-        """
+        """Free the copy at `place`; raises StillNeeded for the last whole copy if needed."""
         if self.refs and self.whole == (place,):
             raise StillNeeded(self.id, place, self.refs)
         return self._moved(place, Move.Drop)._settled()

@@ -80,8 +80,7 @@ class BadDescriptor(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a task runs: `kind` is one of RUNS, with `entry` "module:Name" or, for a command,
-    `argv`.
+    """What a task runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
     (`core.taskgraph`). `part` is the part of the graph that a leg runs (`core.legs`).  `took_ms`
@@ -370,9 +369,7 @@ def source_of(said: str) -> Source | None:
 
 
 def datablock(said: str) -> Source | None:
-    """Return the datablock that "NAME" or "NAME@VERSION" names, or None if the form is not
-    valid.
-    """
+    """Return the datablock that "NAME" or "NAME@VERSION" names, or None for another form."""
     name, at, version = said.partition("@")
     if not NAME.fullmatch(name) or (at and not _VERSION.fullmatch(version)):
         return None
@@ -526,8 +523,7 @@ def _rfc3339(at_s: float | None) -> str | None:
 
 
 class Fields:
-    """Reads the fields of one object of the input and collects faults; fields never read are
-    unknown.
+    """Reads the fields of one object and collects faults; fields that are never read are unknown.
 
     A field that is missing, null or wrong reads as its default, so that reading can go on.
     """
@@ -550,9 +546,7 @@ class Fields:
                 self.fault(key, f"{key} is required", "missing")
 
     def close(self) -> None:
-        """Report each field that was not read as unknown, up to UNKNOWN_TOLD of them, with a
-        hint.
-        """
+        """Report each field that was not read as unknown, with a hint; UNKNOWN_TOLD at most."""
         known = set(self._known)
         unknown = [key for key in self.body if key not in known]
         for key in unknown[:UNKNOWN_TOLD]:
@@ -668,9 +662,7 @@ class Fields:
 
 
 def not_plain(body: object) -> Iterator[Fault]:
-    """Yield faults for values that JSON in Postgres cannot hold, and for nesting beyond
-    MAX_DEPTH.
-    """
+    """Yield faults for values that JSON in Postgres cannot hold, and for too deep nesting."""
     stack: list[tuple[str, object, int]] = [("", body, 0)]
     while stack:
         where, value, depth = stack.pop()

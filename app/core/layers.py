@@ -1,5 +1,4 @@
-"""The layers of a sandbox: what each withholds from a tenant's process, and how missing ones are
-reported.
+"""The layers of a sandbox: what each withholds from a tenant's process, and what its lack means.
 
 `workers.sandbox` sets them up.  A device worker reports the layers that are active on its host, and
 its mode for missing ones: `required` (it does not serve), `preferred` (it serves with the active

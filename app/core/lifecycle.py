@@ -1,5 +1,4 @@
-"""The states of a task and the moves between them, as one table: "a STATE task after MOVE becomes
-...".
+"""The states of a task and the moves between them: "a STATE task that sees MOVE becomes ...".
 
 Two rules hold.  A state changes only by a move in this table, and only `app.journal` applies moves.
 A paused task is a *waiting* task with an image, so there is one queue with one rule.  A migration

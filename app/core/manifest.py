@@ -76,9 +76,7 @@ Cut = tuple[Span, ...]  # the bytes of the spans, in order, are one chunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A content-addressed piece; `address` is the BLAKE3 hash of the bytes of its spans, in
-    order.
-    """
+    """A content-addressed piece; `address` is the BLAKE3 hash of its spans' bytes, in order."""
 
     address: str
     spans: Cut

@@ -364,8 +364,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Acknowledges the heartbeat sent at `sent_us`: the device may go on until `sent_us +
-    lease_us`.
+    """Acknowledges the heartbeat of `sent_us`; the device may go on until `sent_us + lease_us`.
 
     `heard` maps "task/epoch" to the last event seq recorded; `logged` to the next line expected.
     Of the residents that the heartbeat named, those in `keep` are known to be here and may have the

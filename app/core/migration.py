@@ -112,9 +112,7 @@ class Act(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """What to do now.  `because` is for the task's owner; a stopped task must be moved by
-    `until_s`.
-    """
+    """What to do now, and why, for the task's owner; a stopped task must be moved by `until_s`."""
 
     act: Act
     because: str = ""

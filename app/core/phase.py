@@ -52,8 +52,8 @@ MOST_ADVANCED = (Phase.running, Phase.starting, Phase.preempted, Phase.queued, P
 def task_phase(state: str, *, hold: str, begun: bool, retries: bool, has_image: bool) -> Phase:
     """Return the phase of a task.
 
-    `hold`: the person who holds it, or ""; `begun`: it has run; `retries`: an attempt failed.
-    `has_image`: a device holds its state, so it left its last device without a failure.
+    `hold`: "user" or "admin" if it is held, else ""; `begun`: it has run; `retries`: an attempt
+    failed. `has_image`: a device holds its state, so it left its last device without a failure.
     """
     if state not in NOT_STARTED:
         return OF_STATE[State(state)]
@@ -65,9 +65,7 @@ def task_phase(state: str, *, hold: str, begun: bool, retries: bool, has_image: 
 
 
 def request_phase(state: str, phases: Iterable[str]) -> Phase:
-    """Return the phase of a request in `state`; `phases` are those of its tasks, without
-    tickets.
-    """
+    """Return a request's phase; `phases` are those of its tasks, without tickets."""
     if state in ENDED:
         return Phase(state)
     found = set(phases)

@@ -106,9 +106,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Devices and links.  Copies travel over links, through hosts if needed, and also stay
-    there.
-    """
+    """Devices and links.  Copies travel over links, through hosts if needed, and stay there."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
@@ -214,9 +212,7 @@ def place_by_rule(graph: Graph, topology: Topology, rule: str) -> Placement:
 def place_so(
     graph: Graph, topology: Topology, seats: Mapping[str, tuple[str, ...]], order: Iterable[str]
 ) -> Placement:
-    """Return the plan with these devices and this order; raises Unplaceable if a node cannot run
-    there.
-    """
+    """Return the plan with these devices and this order; raises Unplaceable if impossible."""
     numbers = Numbers(graph, topology)
     found = numbers.found(seats, tuple(order))
     return numbers.placement(replace(found, least_makespan_ns=found.makespan_ns))
@@ -339,7 +335,8 @@ class Numbers:
                 raise Unplaceable(f"node {id}", f"it cannot sit on {', '.join(devices)}")
             chosen[number[id]] = choices.index(wanted)
         whole = [number[id] for id in order]
-        whole += range(len(number), self.problem.tasks)  # deliveries
+        # tasks that deliver blocks to their last places
+        whole += range(len(number), self.problem.tasks)
         line = Timeline(self.problem)
         line.run(whole, chosen)
         return Found(

@@ -53,9 +53,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Island:
-    """An island with its capacity by kind.  Blocks on its `places`, devices and hosts, lie on
-    it.
-    """
+    """An island with its capacity by kind; blocks on its devices and hosts (`places`) lie on it."""
 
     id: str
     rooms: Mapping[str, Room]

@@ -126,9 +126,7 @@ class Search:
         return self._within(best)
 
     def _within(self, best: Found) -> Found:
-        """Reduce the time if the search has meanwhile found a better makespan, and so a lower
-        limit.
-        """
+        """Reduce the time if a better makespan, and so a lower limit, is known by now."""
         if best.makespan_ns > self.limit_ns:
             best = self.sink(best, self.limit_ns, until=self.left - 10 * self.problem.tasks)
         if best.makespan_ns > self.limit_ns and self.quickest:
@@ -148,9 +146,7 @@ class Search:
         return list(dict.fromkeys([*list(seen.values())[:2], *within[:1], *within[:3]]))[:4]
 
     def shake(self, best: Found) -> Found:
-        """Move a few tasks at random, reduce again, keep improvements, until the effort is
-        spent.
-        """
+        """Move some tasks at random, reduce again, keep improvements, until no effort is left."""
         movable = [t for t, options in enumerate(self.problem.options) if len(options) > 1]
         at = best
         while movable and self.left > 0:
@@ -194,15 +190,15 @@ class Search:
         return found
 
     def _batch(self, found: Found, limit_ns: int, until: int) -> Found:
-        """Look for many moves by their bytes alone, then test them against the limit (large
-        graphs).
+        """Look for many moves by bytes alone, then test them against the limit (large graphs).
 
         One evaluation of the makespan serves many moves.  A batch that is too slow is split into
         halves. Clusters move first, large ones before small ones, then tasks.
         """
         sweep = _Sweep(self, found, limit_ns)
         for units in self.levels:
-            cap_ns = (self.least_ns + limit_ns) // 2  # full lines would be late lines
+            # a line filled up to the limit would end after it
+            cap_ns = (self.least_ns + limit_ns) // 2
             passed = _Pass(self.problem, units, sweep.layout.seats, cap_ns)
             todo = [passed.moves()]
             self.left -= 3 * passed.looked  # roughly the effort of this pass
@@ -313,9 +309,7 @@ class _Sweep:
             self.chain = _chain(search.problem, line, found)
 
     def hot(self, task: int) -> bool:
-        """True if moving the task may help.  A makespan over the limit is due to one chain of
-        tasks.
-        """
+        """True if moving the task may help: a late makespan is due to one chain of tasks."""
         return self.chain is None or task in self.chain
 
     @property

@@ -54,9 +54,7 @@ def of_function(node: ast.FunctionDef, file: str, *, first: int) -> Signature | 
 
 
 def of_class(node: ast.ClassDef, file: str) -> Signature | None:
-    """Return the signature of the class's own `__init__`; None if there is none, or it may be
-    bypassed.
-    """
+    """Return the signature of the class's own `__init__`; None if it has none or may bypass it."""
     own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
     if node.decorator_list or node.keywords or "__init__" not in own or "__new__" in own:
         return None

@@ -113,9 +113,7 @@ def spread(graph: TaskGraph, executors: int, effort: Effort = EFFORT) -> Spread:
 
 
 def _in_order(graph: TaskGraph, first: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the planned order, as near as possible for nodes whose shards lie apart in the
-    plan.
-    """
+    """Return the planned order; nodes whose shards lie apart in it go as near as possible."""
     needed, followers = waits(graph), defaultdict[str, list[str]](list)
     for name, others in needed.items():
         for other in others:
@@ -299,8 +297,9 @@ def copies(graph: TaskGraph, spread: Spread) -> tuple[Copy, ...]:
 
 
 def _needed(node: Node, executor: int, executors: int) -> tuple[str, ...]:
-    """Return the blocks that this executor's part of the node reads; of mapped lists only its
-    items.
+    """Return the blocks that this executor's part of the node reads.
+
+    Of listed items that the node maps over, these are only the executor's own.
     """
     found = list[str]()
     for port, taken in node.inputs.items():

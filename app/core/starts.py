@@ -43,8 +43,9 @@ def measure(problem: Problem, seats: Sequence[int], order: Sequence[int]) -> Fou
 
 
 def ranks(problem: Problem) -> list[int]:
-    """Return HEFT's upward ranks: mean time of a task and of the longest chain after it, with
-    copies.
+    """Return HEFT's upward ranks: mean time of each task and of the longest chain after it.
+
+    The chain includes the mean times of copies.
     """
     places = sorted({p for options in problem.options for o in options for p in o.places})
     speeds = Counter(
@@ -134,8 +135,7 @@ def by_start(order: Sequence[int], begin: Sequence[int]) -> list[int]:
 
 
 def listed(problem: Problem, weight: int) -> Found:
-    """Place by upward rank, each task where it ends first; `weight` times its copies count as
-    delay.
+    """Place by upward rank, each task where it ends first; copies count `weight` times as delay.
 
     Unlike HEFT, the rule takes busy links into account, and fills no gaps.
     """

@@ -122,8 +122,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGraph:
-    """A flat graph: `outputs` maps its output ports to blocks; `inputs` are declarations of its
-    inputs.
+    """A flat graph: `outputs` maps its outputs to blocks; `inputs` are declarations of its inputs.
 
     `memory_bytes` limits what all blocks take on the device at once; 0 means no limit but the
     device's. `made_bytes` are block sizes that an earlier run measured; users never write them.
@@ -147,9 +146,7 @@ class TaskGraph:
 
 
 def parse(body: object, pointer: str = "") -> TaskGraph:
-    """Read a graph; raises BadDescriptor with all its faults, whose pointers begin with
-    `pointer`.
-    """
+    """Read a graph; raises BadDescriptor with all its faults, at pointers below `pointer`."""
     faults = [replace(fault, pointer=pointer + fault.pointer) for fault in not_plain(body)]
     if faults:
         raise BadDescriptor(tuple(faults))
@@ -319,9 +316,7 @@ def _size(fields: Fields, pointer: str, said: object) -> int | str:
 
 
 def _sub_graph(fields: Fields, name: str, made: dict[str, str]) -> Iterator[Node]:
-    """Yield the nodes of a sub-graph; add to `made` which of their blocks "NAME.PORT" stands
-    for.
-    """
+    """Yield the nodes of a sub-graph; `made` maps its outputs "NAME.PORT" to their blocks."""
     given = _inputs(fields)
     inner = _graph(fields.inside("graph"))
     fields.close()
@@ -393,9 +388,7 @@ def canonical(body: JSON) -> bytes:
 
 
 def check(graph: TaskGraph) -> tuple[Fault, ...]:
-    """Report unknown blocks, a cycle, and declarations that do not fit; empty if the graph is
-    sound.
-    """
+    """Report unknown blocks, a cycle, and declarations that do not fit; empty if sound."""
     made = {block for node in graph.nodes for block in node.writes}
     faults = [*_unbound(graph, made)]
     if faults:
@@ -575,9 +568,7 @@ def _too_large(
 def least_bytes(
     node: Node, made: Mapping[str, tuple[Tensor, bool]], sizes: _Sizes | None = None
 ) -> int:
-    """Return the least bytes that a node, or one shard of it, needs at once, by its
-    declarations.
-    """
+    """Return the least bytes that a node, or one of its shards, needs at once, as declared."""
     sizes = sizes or _Sizes()
     written = (output for output in node.outputs if output not in node.inout)
     known = {f"{node.name}.{port}": node.tensors.get(port) for port in written}
@@ -720,9 +711,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What a resident runs.  `blocks` are names by number; the task's inputs come first, by
-    port.
-    """
+    """What a resident runs; `blocks` are names by number, the task's inputs first, by port."""
 
     units: tuple[Unit, ...]
     blocks: tuple[str, ...]
@@ -735,9 +724,7 @@ class Program:
 
 
 def program(graph: TaskGraph, names: Sequence[str] = ()) -> Program:
-    """Build the program with the nodes in the order `names`, or in the order that `order`
-    returns.
-    """
+    """Build the program with the nodes in the order `names`, or else in that of `order`."""
     by_name = {node.name: node for node in graph.nodes}
     nodes = [by_name[name] for name in names or order(graph)]
     blocks = [f"{INPUT}{port}" for port in graph.ports]

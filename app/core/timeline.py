@@ -160,9 +160,7 @@ class Problem:
         )
 
     def sorted_by(self, rank: Callable[[int], int]) -> list[int]:
-        """Return the tasks in an order in which each follows what it needs, else by descending
-        rank.
-        """
+        """Return the tasks so that each follows what it needs, else by descending rank."""
         waits = [len(before) for before in self.after]
         ready = [(-rank(task), task) for task in range(self.tasks) if not waits[task]]
         heapify(ready)
@@ -310,9 +308,7 @@ class Timeline:
         return start + option.time_ns
 
     def _ready(self, task: int, option: Option, come: int) -> int:
-        """Return when the task's needs are done and at its places; missing blocks are brought
-        there.
-        """
+        """Return when the task's needs are done and at its places; bring missing blocks there."""
         start, end, arrive = 0, self.end, self.arrive
         for other in self.problem.after[task]:
             if end[other] > start:

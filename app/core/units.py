@@ -4,9 +4,7 @@ from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """Format a duration with two units at most: "340 ms", "12.3 s", "4m 05s", "3h 20m", "2d
-    04h".
-    """
+    """Format a duration in two units at most: "340 ms", "12.3 s", "4m 05s", "3h 20m", "2d 04h"."""
     seconds = max(0.0, seconds)
     if 0 < seconds < 0.95:
         return f"{seconds * 1000:.0f} ms"

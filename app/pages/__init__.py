@@ -40,9 +40,7 @@ def mount(app: FastAPI) -> None:
 
 
 def routers() -> list[APIRouter]:
-    """Return the routers in matching order: the very last route takes every address that is
-    left.
-    """
+    """Return the routers in matching order: the very last route takes all other addresses."""
     from app.pages import administering, operating, views, wishing
 
     return [wishing.router, administering.router, operating.router, views.router]

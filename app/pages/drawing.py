@@ -148,9 +148,7 @@ def usage_chart(
 
 
 def _carry_back(cells: dict[int, list[float]], latest_first: range, devices: int) -> None:
-    """Move what exceeds `devices` in an interval to the interval before, from all names in
-    proportion.
-    """
+    """Move what exceeds `devices` in an interval to the one before, in proportion."""
     for at in latest_first:
         whole = sum(cells[at])
         if whole <= devices:

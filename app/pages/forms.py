@@ -1,5 +1,4 @@
-"""Forms on pages: proof that a form comes from our page in this session, and the next page's
-message.
+"""Forms on pages: proof that our page sent a form in this session, and the message afterwards.
 
 A form carries a token that is made from the session's cookie and that no other site can read.  The
 cookie is SameSite, and the browser reports the origin of the sending page.  The message of the next

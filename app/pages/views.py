@@ -87,9 +87,7 @@ templates.env.filters.update(
 
 @lru_cache
 def asset(name: str) -> str:
-    """Return the address of a static file; it changes with the file, so no browser keeps an old
-    one.
-    """
+    """Return a static file's address, which changes with the file, so that no cache is stale."""
     return f"/static/{name}?v={hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:10]}"
 
 
@@ -318,9 +316,7 @@ def _door(request: Request, next: str, wrong: str = "") -> Response:
 
 
 def _own(path: str) -> str:
-    """Return `path` if it is one of the pages, else HOME, so that no link leads elsewhere by our
-    sign-in.
-    """
+    """Return `path` if it is one of the pages, else HOME, so that no link leads elsewhere."""
     return path if path.startswith(HOME) and "\\" not in path else HOME
 
 
@@ -392,9 +388,7 @@ def show_queue(request: Request, session: Db, caller: Visitor, after: str = "") 
 def _usage(
     session: Db, tenant: str | None, window: str, now: datetime, *, devices: int
 ) -> dict[str, Any]:
-    """Return the usage part of the overview: a chart by user (or, for all, by tenant), totals, the
-    week.
-    """
+    """Return the overview's usage: a chart by user (for all: by tenant), totals, the week."""
     look = drawing.WINDOWS[window]
     by = "user" if tenant else "tenant"
     since, interval_s = now - timedelta(seconds=look.span_s), reports.INTERVALS[look.interval]
