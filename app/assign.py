@@ -284,7 +284,7 @@ class _Scene:
             of: Offer(tuple(Alike(of[0], row.host, row.memory_bytes, row.devices) for row in rows))
             for of, rows in found.items()
         }
-        if len(all_) < 2:  # nothing is weighed where there is no choice
+        if len(all_) < 2:  # with a single island there is no choice to weigh
             return cls(up=up, all=all_, offers=offers)
         scene = cls(
             up=up,

@@ -100,9 +100,10 @@ class Follower:
             self.memory, self.board = Memory.of(self.board), None
 
     def look(self, session: Session, *, now_s: float) -> Board:
-        """Return the board as the rows are now; it may lack changes beyond `AT_ONCE` tasks.
+        """Return the board after reading what has changed.
 
-        The caller must have written the decisions of the last look.
+        A look reads at most `AT_ONCE` changed tasks; the next look reads the rest.  The caller must
+        have written the decisions of the last look.
         """
         self.news = self._ask(session, now_s)
         if self.board is not None:

@@ -39,7 +39,7 @@ TOLD = 2000  # answers remembered until their tasks have started
 EVENTS = 600  # tasks looked at in the simulations for one answer: some 2 ms
 PLAYED = 100  # largest number of tasks ahead that are simulated
 TURNS = 25  # largest number of turns in which a tenant that keeps a device is simulated
-PARTS = 8  # number of turns in which a task of usual length is simulated
+PARTS = 8  # largest number of turns in which a task of usual length is simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ def _held(board: Board, task: Task, rows: Sequence[Row[Any]], *, slice_s: float)
     """
     by_id = {row.id: row for row in rows}
     turn_s = slice_us(board.policy, task) / 1e6
-    beside = {id for others in board.beside.values() for id in others}  # a device is played once
+    beside = {id for others in board.beside.values() for id in others}  # simulate a device once
     for stay in board.stays.values():
         holder = stay.task
         if holder.kind != task.kind or stay.leaving or stay.id in beside:

@@ -300,7 +300,7 @@ def _entry_fault(n: int, task: TaskDescriptor, entry_points: Mapping[str, str]) 
 
 
 def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> Iterator[Fault]:
-    """Parameters that the class of a new job does not take, or lacks."""
+    """Yield faults for parameters that the class of a new job does not take, or lacks."""
     for n, task in enumerate(descriptor.tasks):
         found = signatures.get(task.run.entry)
         if found is None or task.run.kind != "job" or task.from_checkpoint is not None:
@@ -312,7 +312,9 @@ def _params_faults(descriptor: Descriptor, signatures: Mapping[str, JSON]) -> It
 
 
 def _listed(entry_points: Mapping[str, str], wanted: str, named: str = "") -> str:
-    """List the ten names closest to `named`, and the number of further ones."""
+    """List the names; of more than ten, the ten closest to `named` and the number of
+    further ones.
+    """
     there = sorted(name for name, sort in entry_points.items() if sort == wanted)
     if not there:
         return "none (a job is a top-level class with a step method)"

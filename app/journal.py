@@ -122,8 +122,10 @@ class _Desk:
 
 
 def _desk(session: Session, plan: Plan) -> _Desk | None:
-    """Load and lock the rows of a plan.  None if another transaction has locked one of its
-    tasks.
+    """Load and lock the rows of a plan.
+
+    None if another transaction has locked one of its tasks, or if the conditions of a gang have
+    changed.
     """
     wanted = {decision.task for decision in plan.decisions}
     if not wanted:
@@ -168,8 +170,9 @@ def _are_as_seen(session: Session, plan: Plan, gangs: Collection[str]) -> bool:
 
 
 def _keep_cycle(session: Session, plan: Plan, seen: Snapshot | None) -> Cycle | None:
-    """Store the round and its snapshot.  None if the round only started tasks: only rounds that
-    gave or took a device are recorded.
+    """Store the round and its snapshot.  None if the round gave and took no device.
+
+    Such a round only applied start conditions (rule "start").
     """
     if seen is None or all(decision.rule == "start" for decision in plan.decisions):
         return None
@@ -665,7 +668,7 @@ def lock(session: Session, alives: Sequence[Alive]) -> Believed:
 
 
 def _shelve(session: Session, tasks: Mapping[str, Task], alives: Sequence[Alive]) -> None:
-    """Lock the datablock names of all tenants with tasks that are about to publish, in one
+    """Take the datablock locks of all tenants with tasks that are about to publish, in one
     statement.
 
     So two islands that publish for the same tenants cannot deadlock.

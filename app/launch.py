@@ -32,7 +32,7 @@ from app.settings import settings
 from app.signing import block_key, input_name
 
 IMAGES_OFFERED = 3
-RESENDS_SURE = 10  # fewer than the resends after which a Launch that never shows counts as lost
+RESENDS_SURE = 10  # resends during which no Launch counts as lost (`journal.LAUNCHES_UNSEEN`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     idle_credit_s: float = Field(3 * 86400.0, ge=0, allow_inf_nan=False)
     slice_min_s: float = Field(1.0, ge=0, allow_inf_nan=False)
     slice_max_s: float = Field(60.0, ge=0, allow_inf_nan=False)
-    sharers_max: int = Field(4, ge=0)  # graphs that take turns on one device; 0: none, as with 1
+    sharers_max: int = Field(4, ge=0)  # graphs that may take turns on one device; 0 or 1: no turns
     grow_after_s: float = Field(
         5.0, ge=0, allow_inf_nan=False
     )  # minimum time from the start or a resize of a task until it grows

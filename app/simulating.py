@@ -78,7 +78,10 @@ ResizeCost = Annotated[
 
 
 def replay_file(source: Path, asked: Asked) -> JSON:
-    """{"trace", "jobs", "left_out", "runs": [report of `core.what_if`, with `took_s`]}."""
+    """Replay a list of jobs under each policy.
+
+    Returns {"trace", "jobs", "left_out", "runs": [report of `core.what_if`, with `took_s`]}.
+    """
     if asked.devices is None:
         raise typer.BadParameter("say how many --devices there are: 640, or cuda=512,cpu=16")
     kind = next(iter(asked.devices))
