@@ -1,11 +1,11 @@
 """Three tenants share two devices: real training, one `kill -9`, and a judgment at the end.
 
-When all are done, a job of four ranks has both devices, until somebody else comes.
+When all jobs are done, a job of four ranks gets both devices, until another job comes.
 
     make demo        (or: python -m examples.demo)
 
-Ends by itself in a few minutes, with status 0 only if every promise held.  The data goes to a
-temporary folder, or to ROUNDHOUSE_HOME if that is set.
+The demo ends by itself in a few minutes, with status 0 only if every promise held. The data goes to
+a temporary folder, or to ROUNDHOUSE_HOME if that is set.
 """
 
 from __future__ import annotations
@@ -37,30 +37,33 @@ from examples.view import ENDED, View, summary, verdicts
 JSON = dict[str, Any]
 
 DEVICES = 2
-JOB_S = 6.0  # of device time that one job takes, about
-BURST = 3  # jobs of each tenant at first; while more are submitted, so many have not ended
-SUBMIT_S = 65.0  # for so long more are submitted
+JOB_S = 6.0  # of device time per job, roughly
+BURST = 3  # jobs of each tenant at first; more are submitted whenever fewer are unfinished
+SUBMIT_S = 65.0  # time during which more jobs are submitted
 KILL_AFTER_S = 25.0
-LEAST_WINDOW_S = 45.0  # shorter, and the shares would prove little
+LEAST_WINDOW_S = 45.0  # in a shorter window the shares would prove little
 GIVE_UP_S = 270.0  # five minutes are promised
 LOOK_S = 1.0
 PLAIN_WIDTH = 120  # columns, where the terminal does not say
 KILLED = "device.1"
 CHECKPOINT_EVERY_S = 2.0
 RANKS = 4  # of the last job
-RANKS_STEPS = 2.3  # of its steps for each of a digits job: on one device it takes 15 to 40 s
+# steps of the last job per step of a digits job: on one device it takes 15 to 40 s
+RANKS_STEPS = 2.3
 
 ENV = {
     "ROUNDHOUSE_DEVICE_THREADS": "1",
     "ROUNDHOUSE_GROW_AFTER_S": "2",
-    "ROUNDHOUSE_SLICE_MAX_S": "2",  # many turns in short time, for the onlooker
+    "ROUNDHOUSE_SLICE_MAX_S": "2",  # many turns in a short time, so that there is something to see
     "OMP_NUM_THREADS": "1",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a tenant submits again and again: the class in examples/FOLDER, with other seeds."""
+    """The kind of job that a tenant submits: the class in examples/FOLDER, each time with another
+    seed.
+    """
 
     folder: str
     params: Mapping[str, Any]
@@ -68,7 +71,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One accepted job, as it was asked for."""
+    """An accepted job, with the parameters of its request."""
 
     tenant: str
     name: str
@@ -85,7 +88,7 @@ WEIGHTS = {"alpha": 1.0, "beta": 1.0, "gamma": 2.0}
 
 
 def main() -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as tidy an end as Ctrl-C's
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as tidily as on Ctrl-C
         signal.signal(number, signal.default_int_handler)
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     console, began_s = Console(highlight=False, width=width), time.monotonic()
@@ -109,7 +112,7 @@ def main() -> int:
 
 
 class Demo:
-    """One run of it; `jobs` are the accepted ones, by task id."""
+    """A run of the demo; `jobs` are the accepted jobs, by task id."""
 
     def __init__(self, console: Console, system: Handle, began_s: float) -> None:
         self.console, self.system, self.began_s = console, system, began_s
@@ -124,18 +127,18 @@ class Demo:
         self.kill: Kill | None = None
 
     def run(self) -> list[judge.Verdict]:
-        # 1. How long does a step take here?  So that the demo is as long on any machine.
+        # 1. Measure a step here, so that the demo takes equally long on any machine.
         steps = {folder: round(1e3 * JOB_S / ms) for folder, ms in step_times_ms().items()}
         told = ", ".join(f"{folder} {count}" for folder, count in steps.items())
         self.console.print(f"steps of each job: {told}")
-        # 2. A burst of each tenant.
+        # 2. Submit a burst of jobs for each tenant.
         for tenant in WISHES:
             for _ in range(BURST):
                 self._submit(tenant, steps)
         # 3. Watch, submit more so that there is always work waiting, and kill a device worker.
         with View(self.console, WEIGHTS, self.system.facts["devices"]) as view:
             self._watch(view, steps)
-            # 4. Four ranks take all devices, give one back to who comes, and take it again.
+            # 4. Four ranks take all devices, give one back to a new job, and take it again.
             self._splice(view, steps)
         # 5. Judge.
         return self._judge([self._life(id, job) for id, job in self.jobs.items()])
@@ -149,7 +152,7 @@ class Demo:
         return bundle.sha256
 
     def _submit(self, tenant: str, steps: Mapping[str, int]) -> str:
-        """The id of the task."""
+        """Submit a job of the tenant; returns the task's id."""
         wish = WISHES[tenant]
         n = sum(job.tenant == tenant for job in self.jobs.values()) + 1
         params = {**wish.params, "steps": steps[wish.folder], "seed": n}
@@ -194,7 +197,7 @@ class Demo:
             time.sleep(LOOK_S)
 
     def _until(self, view: View, id: str, *, lent: bool, told: str) -> bool:
-        """Watch until it holds more than one device, or no more; False if it ended before."""
+        """Watch until the task holds lent devices, or none any more; False if it ended before."""
         while self._at_s() < GIVE_UP_S:
             self._look(view, self._at_s())
             task = self.admin.get(f"/v1/tasks/{id}")
@@ -210,7 +213,7 @@ class Demo:
         return time.monotonic() - self.began_s
 
     def _look(self, view: View, at_s: float) -> Sample:
-        """Takes a sample and shows it."""
+        """Take a sample and show it."""
         shares = self.admin.get("/v1/fair-share")["tenants"]
         total_us = {share["tenant"]: share["total_us"] for share in shares}
         tasks: dict[str, list[JSON]] = {tenant: [] for tenant in WISHES}
@@ -281,12 +284,12 @@ class Demo:
 
 
 def why(life: Life) -> str:
-    """What a job that did not get done has to say."""
+    """Describe why a job did not get done."""
     said = life.task["message"] or "it gave no reason"
     return f"{life.name} is {life.task['state']}: {said}\n{life.task['detail'] or ''}"
 
 
-# --- what is asked for ----------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def descriptor(job: Job, bundle: str) -> JSON:
@@ -302,7 +305,9 @@ def descriptor(job: Job, bundle: str) -> JSON:
 
 
 def step_times_ms() -> dict[str, float]:
-    """How long a step of each kind of job takes, with as many at once as there will be."""
+    """Return the milliseconds of a step of each kind of job, with as many at once as in the
+    demo.
+    """
     kinds = {wish.folder: wish for wish in WISHES.values()}
     with ThreadPoolExecutor(DEVICES) as pool:
         return dict(zip(kinds, pool.map(step_ms, kinds.values()), strict=True))
@@ -314,7 +319,7 @@ def step_ms(wish: Wish) -> float:
 
 
 def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:
-    """The result of a job that runs in a process of its own, with nobody else's hands on it."""
+    """Return the result of a job that runs undisturbed in a process of its own."""
     words = (str(folder_of(folder)), "train:Train", "--params", json.dumps(dict(params)))
     said = run_python("-m", "workers.job", *words, "--preset", json.dumps(preset))
     result: JSON = json.loads(said.splitlines()[-1])["result"]
@@ -322,7 +327,7 @@ def alone(folder: str, params: Mapping[str, Any], preset: JSON) -> JSON:
 
 
 def on_devices_enough(job: Job) -> JSON:
-    """The result of a job of several ranks, run by hand, where each has a seat of its own."""
+    """Return the result of a job of several ranks, run by hand with a slot for each rank."""
     many = (
         "--ranks",
         str(job.ranks),
@@ -339,7 +344,7 @@ def on_devices_enough(job: Job) -> JSON:
 
 
 def run_python(*words: str) -> str:
-    """What it printed; what it complained about goes where our complaints go."""
+    """Run a Python command and return its output; its errors go to our standard error."""
     command, env = [sys.executable, *words], {**os.environ, **ENV}
     return subprocess.run(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True
@@ -352,7 +357,7 @@ def folder_of(name: str) -> Path:
 
 @contextmanager
 def home() -> Iterator[Path]:
-    """ROUNDHOUSE_HOME, which stays, or a folder that goes away again."""
+    """Yield ROUNDHOUSE_HOME, which is kept, or a temporary folder."""
     if named := os.environ.get("ROUNDHOUSE_HOME"):
         yield Path(named).absolute()
         return

@@ -1,7 +1,7 @@
-"""Judges the demo from what the API tells afterwards: pure functions, no network, no clock.
+"""Judge the demo by what the API reports afterwards: pure functions, no network, no clock.
 
-A `Life` is one job's whole story.  Each judge returns a `Verdict`: a promise, whether it held, and
-the numbers that say so.
+A `Life` is one job's whole story. Each judge returns a `Verdict`: a promise, the verdict on it, and
+the numbers behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 JSON = dict[str, Any]
 
-TOLERANCE = 0.05  # of all device time: how far a tenant's share may lie from its weight's
+# largest difference of a tenant's share from its weight's, as a fraction of all device time
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Life:
 
     @property
     def stays(self) -> list[JSON]:
-        """The placements that took their seat."""
+        """The placements that got their slot."""
         return [stay for stay in self.placements if stay["first_step"] is not None]
 
     @property
@@ -58,7 +59,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What each tenant had used at one instant, and how many of its jobs had not ended."""
+    """The usage of each tenant at one instant, and the number of its unfinished jobs."""
 
     at_s: float
     used_us: Mapping[str, int]
@@ -77,7 +78,9 @@ class Window:
 
 
 def saturated(samples: Sequence[Sample]) -> Window:
-    """From the first sample to the last in which each tenant had two unfinished jobs or more."""
+    """Return the window from the first to the last sample with two unfinished jobs or more per
+    tenant.
+    """
     full = [s for s in samples if all(count >= 2 for count in s.unfinished.values())]
     if not full:
         return Window(seconds=0.0, used_us={})
@@ -112,7 +115,7 @@ def all_done(lives: Sequence[Life]) -> Verdict:
 
 
 def ledger_adds_up(lives: Sequence[Life], usage: Mapping[str, int]) -> Verdict:
-    """`usage` is what each tenant was booked, in microseconds."""
+    """The held time of placements must be equal to `usage`, the booked microseconds by tenant."""
     held = {tenant: 0 for tenant in usage}
     for life in lives:
         held[life.tenant] += sum(placement["held_us"] for placement in life.placements)
@@ -124,7 +127,7 @@ def ledger_adds_up(lives: Sequence[Life], usage: Mapping[str, int]) -> Verdict:
 
 
 def pauses_lose_nothing(lives: Sequence[Life], kill: Kill) -> Verdict:
-    """A planned pause loses no step, unless the host memory that held its image was killed."""
+    """A planned pause loses no step, unless the kill destroyed the image in host memory."""
     planned = [
         (life.name, before, after)
         for life in lives
@@ -140,7 +143,7 @@ def pauses_lose_nothing(lives: Sequence[Life], kill: Kill) -> Verdict:
 
 
 def kill_costs_little(lives: Sequence[Life], kill: Kill) -> Verdict:
-    """What the killed device held goes on from its newest checkpoint or from something newer."""
+    """Jobs on the killed device must go on from their newest checkpoint or from something newer."""
     struck = [
         (life, before, after)
         for life in lives
@@ -161,7 +164,7 @@ def kill_costs_little(lives: Sequence[Life], kill: Kill) -> Verdict:
 
 
 def same_bits(life: Life, alone: JSON) -> Verdict:
-    """`alone` is the result of the same job, run by nobody but itself."""
+    """The job must end with the bits of `alone`, the result of the same job run undisturbed."""
     here = (life.task["result"] or {}).get("parameters", "none")
     story = f"paused {life.task['pauses']} times"
     story += ", moved" if life.moved else ""
@@ -174,7 +177,7 @@ def same_bits(life: Life, alone: JSON) -> Verdict:
 
 
 def spliced(life: Life, enough: JSON) -> Verdict:
-    """`enough` is the result of the same job with a device for each rank."""
+    """The job must end with the bits of `enough`, its result with a device for each rank."""
     here = (life.task["result"] or {}).get("parameters", "none")
     lent = [stay for stay in life.placements if stay["guest"]]
     ends = [stay["end"] for stay in lent]
@@ -189,7 +192,9 @@ def spliced(life: Life, enough: JSON) -> Verdict:
 
 
 def most_disturbed(lives: Sequence[Life]) -> Life:
-    """Whose result proves most: who survived the kill, moved, was paused most."""
+    """Return the job with the strongest proof: survived the kill, moved, or paused most, in this
+    order.
+    """
     done = [life for life in lives if _is_done(life)] or list(lives)
     return max(done, key=lambda life: (life.killed, life.moved, life.task["pauses"]))
 
@@ -203,7 +208,7 @@ def _lost(before: JSON, after: JSON) -> int:
 
 
 def _struck(before: JSON, after: JSON, kill: Kill) -> bool:
-    """Whether the kill fell on what lay on the device between two launches of one task."""
+    """True if the kill hit a task's device between the launches of these two placements."""
     return before["device_id"] == kill.device and _when(before["launched_at"]) <= kill.at <= _when(
         after["launched_at"]
     )

@@ -1,4 +1,4 @@
-"""How long a step of a job takes on this machine, in milliseconds: the demo's length hangs on it.
+"""Measure a step of a job on this machine, in milliseconds; the demo derives its length from it.
 
 python -m examples.pace FOLDER PARAMS_AS_JSON
 """
@@ -15,11 +15,11 @@ import torch
 
 WARM_STEPS = 20
 TIMED_STEPS = 25
-TIMES = 8  # the quickest counts: what else the machine does only makes it slower
+TIMES = 8  # the quickest counts, because other load only makes it slower
 
 
 class Alone:
-    """What a job sees of us, as far as these jobs look."""
+    """A minimal `ctx`, with all that these jobs use of it."""
 
     device = "cpu"
 

@@ -1,10 +1,11 @@
-"""Ten programs of small tasks on real data, each one graph: what runs is in examples/graphs.
+"""Ten programs of small tasks on real data, each as one graph; their functions are in
+examples/graphs.
 
     python -m examples.programs                    # their names
     python -m examples.programs ensemble           # a request with the graph, but for the bundle
     roundhouse submit FILE --bundle examples/graphs
 
-A graph is written down by calling its functions; nothing is run here.
+Calling the functions here only writes the graph down; nothing is run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def ensemble() -> JSON:
 
 
 def text() -> JSON:
-    """Tokenize, cut into shards, count pairs of letters in each, merge, test."""
+    """Tokenize, cut into shards, count letter pairs in each, merge, test."""
     with graph() as g:
         raw = node("text_ops:read", "text")(limit=300_000)
         train, test = node("text_ops:tokenized", "train", "test")(text=raw)
@@ -56,7 +57,7 @@ def text() -> JSON:
 
 
 def sweep() -> JSON:
-    """Eight learning rates; after each rung the worse half is stopped."""
+    """Try eight learning rates; after each rung the worse half is stopped."""
     train = node("digit_ops:train_run", "run", inout=["run"])
     better = node("digit_ops:better_half", "runs")
     with graph() as g:
@@ -71,7 +72,7 @@ def sweep() -> JSON:
 
 
 def k_fold() -> JSON:
-    """Five folds, a model for each, mean and deviation of what they get right."""
+    """Train a model for each of five folds; mean and deviation of their accuracies."""
     with graph() as g:
         x, y, _, _ = load()
         held = node("digit_ops:folds", "folds")(x=x, y=y, k=5)
@@ -82,7 +83,7 @@ def k_fold() -> JSON:
 
 
 def features() -> JSON:
-    """Random features of each shard, their moments summed up, one regression on all."""
+    """Compute random features of each shard, sum their moments, and solve one regression."""
     made = {"seed": 2, "width": 200}
     with graph() as g:
         x, y, x_test, y_test = load()
@@ -94,7 +95,7 @@ def features() -> JSON:
 
 
 def k_means() -> JSON:
-    """Rounds of a graph within the graph: assign each shard, move the centers."""
+    """Run rounds of a graph within the graph: assign each shard, move the centers."""
     assigned = node("digit_ops:assigned", "sums")
     moved = node("digit_ops:moved_centers", "centers", "inertia", inout=["centers"])
     with graph("round") as round_:
@@ -113,7 +114,7 @@ def k_means() -> JSON:
 
 
 def directions() -> JSON:
-    """The direction of most variance, by two hundred small nodes in a chain."""
+    """Find the direction of most variance, by two hundred small nodes in a chain."""
     sharpened = node("digit_ops:sharpened", "v", draws=False)
     with graph() as g:
         x, _, _, _ = load()
@@ -126,7 +127,7 @@ def directions() -> JSON:
 
 
 def distillation() -> JSON:
-    """A wide teacher learns from labels, a narrow student from the teacher."""
+    """Train a wide teacher on labels, and a narrow student on the teacher's output."""
     heat = {"temperature": 2.0}
     with graph() as g:
         x, y, x_test, y_test = load()
@@ -146,7 +147,7 @@ def _model(seed: int, width: int) -> Block:
 
 
 def federated() -> JSON:
-    """Four who keep their shards to themselves; after each round their models are averaged."""
+    """Train on four private shards; after each round the four models are averaged."""
     locally = node("digit_ops:locally", "model", inout=["model"])
     averaged = node("digit_ops:averaged", "model")
     with graph("round") as round_:
@@ -164,7 +165,7 @@ def federated() -> JSON:
 
 
 def seeds() -> JSON:
-    """The same training from six seeds, a branch for each: how much of a result is luck?"""
+    """Train the same from six seeds, a branch for each: how much of a result is luck?"""
     with graph() as g:
         x, y, x_test, y_test = load()
         right = [
@@ -186,7 +187,7 @@ PROGRAMS: dict[str, Callable[[], JSON]] = {
 
 
 def request(name: str) -> JSON:
-    """A request that runs it; its results are in the result of its one task."""
+    """Return a request that runs the program; its only task's result has the outputs."""
     return {"name": name, "tasks": [{"name": "graph", "run": {"graph": PROGRAMS[name]()}}]}
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows: a live picture on a terminal, plain lines anywhere else."""
+"""The demo's display: a live picture on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAR = 24  # characters for all device time
 
 
 class View:
-    """`weights` and `names` (of tenants by id) do not change while it runs."""
+    """The display; `weights` and `names` (of tenants by id) do not change while it runs."""
 
     def __init__(self, console: Console, weights: Mapping[str, float], devices: Sequence[str]):
         self.console, self.weights, self.devices = console, weights, devices
@@ -37,7 +37,7 @@ class View:
             self._live.stop()
 
     def note(self, at_s: float, what: str) -> None:
-        """Something happened that stays worth reading."""
+        """Record an event that stays visible."""
         self.notes.append(f"[{at_s:5.1f} s] {what}")
         if not self.console.is_terminal:
             self.console.print(self.notes[-1], markup=False, highlight=False)
@@ -45,7 +45,7 @@ class View:
     def show(
         self, at_s: float, tasks: Mapping[str, Sequence[JSON]], used_us: Mapping[str, int]
     ) -> None:
-        """`tasks` by tenant."""
+        """Show the state now; `tasks` by tenant."""
         if self.console.is_terminal:
             self._live.update(self._picture(at_s, tasks, used_us))
         elif at_s >= self._shown_s + PLAIN_EVERY_S:
@@ -100,7 +100,7 @@ class View:
 
 
 def summary(window: Window, weights: Mapping[str, float], lives: Sequence[Life]) -> Group:
-    """Device-seconds against weights; pauses and steps lost per job."""
+    """Return tables of device-seconds against weights, and of pauses and lost steps per job."""
     total = sum(weights.values())
     shares = Table(
         title=f"device-seconds in {window.seconds:.0f} s of full demand",
@@ -148,7 +148,7 @@ def _job_row(life: Life) -> tuple[str, ...]:
 
 
 def _seats(tasks: Mapping[str, Sequence[JSON]]) -> dict[str, str]:
-    """Device -> who holds it, with its step."""
+    """Return for each device the task that holds it, with its step."""
     holding = ("starting", "running", "pausing")
     return {
         task["seat"]: f"{tenant} {task['name']} step {task['step']}"
@@ -163,7 +163,7 @@ def _count(tasks: Sequence[JSON], *states: str) -> int:
 
 
 def _bar(share: float, wanted: float) -> str:
-    """A bar as long as the share, with a mark where the weight says it should end."""
+    """Return a bar as long as the share, with a mark where the weight says it should end."""
     filled, mark = round(share * BAR), min(BAR - 1, round(wanted * BAR))
     cells = ["█" if n < filled else "·" for n in range(BAR)]
     cells[mark] = "[bold yellow]|[/bold yellow]"

@@ -1,7 +1,7 @@
 """Learn to write Python: a small character transformer, on the source of the standard library.
 
-A job is a class, and needs no import of ours and no code that saves or loads.  It may be paused
-between any two steps and go on elsewhere; the result has the same bits.
+A job is a class. It imports nothing of Roundhouse and has no code that saves or loads. It may be
+paused between any two steps and go on elsewhere; the result has the same bits.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 TEXT_BYTES = 400_000
-CONTEXT = 48  # bytes that the model looks back
+CONTEXT = 48  # bytes that the model sees before the predicted one
 BATCH = 8
 
 
 class Train:
-    """`work` minibatches make one step."""
+    """A training job; `work` minibatches make one step."""
 
     def __init__(self, ctx, *, lr=1e-3, width=48, layers=2, steps=400, seed=0, work=1):
         torch.manual_seed(seed)
@@ -27,7 +27,8 @@ class Train:
         self.model = Writer(width, layers).to(ctx.device)
         self.opt = torch.optim.AdamW(self.model.parameters(), lr)
         self.rate = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, T_max=steps)
-        self.dice = torch.Generator().manual_seed(seed)  # a torch one: its state can be captured
+        # a torch generator, because its state can be captured
+        self.dice = torch.Generator().manual_seed(seed)
         self.steps, self.work, self.device = steps, work, ctx.device
 
     def step(self, ctx):
@@ -49,7 +50,7 @@ class Train:
         return {"loss": loss.item()}
 
     def batch(self, text):
-        """(BATCH, CONTEXT + 1) pieces of the text."""
+        """Return (BATCH, CONTEXT + 1) random pieces of the text."""
         starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=self.dice)
         return text[starts + torch.arange(CONTEXT + 1)].long().to(self.device)
 
@@ -59,7 +60,9 @@ class Train:
 
     @torch.no_grad()
     def accuracy(self):
-        """The share of bytes guessed right, over a few pieces that it has not seen."""
+        """Return the share of bytes guessed right, over a few pieces that the model has not
+        seen.
+        """
         self.model.eval()
         pieces = torch.cat([self.batch(self.test) for _ in range(20)])
         return (self.model(pieces[:, :-1]).argmax(-1) == pieces[:, 1:]).float().mean().item()
@@ -81,7 +84,7 @@ class Writer(nn.Module):
         self.register_buffer("later", later, persistent=False)
 
     def forward(self, pieces):
-        """(batch, time) bytes to (batch, time, 256) scores of the byte that follows."""
+        """Map (batch, time) bytes to (batch, time, 256) scores of the next byte."""
         time = pieces.shape[1]
         x = self.bytes(pieces) + self.places.weight[:time]
         for layer in self.layers:
@@ -90,7 +93,7 @@ class Writer(nn.Module):
 
 
 def standard_library():
-    """The first TEXT_BYTES bytes of Python's own modules, in the order of their names."""
+    """Return the first TEXT_BYTES bytes of Python's own modules, in the order of their names."""
     text = bytearray()
     for file in sorted(Path(os.__file__).parent.glob("*.py")):
         text += file.read_bytes()
@@ -100,7 +103,7 @@ def standard_library():
 
 
 def fingerprint(model):
-    """The SHA-256 of all parameters, bit by bit."""
+    """Return the SHA-256 of all parameters, bit by bit."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

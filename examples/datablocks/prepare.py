@@ -1,10 +1,10 @@
-"""Digits as they were uploaded become examples to learn from: in one order, from -1 to 1, split."""
+"""Turn uploaded digits into training examples: shuffled once, scaled to -1..1, and split."""
 
 import torch
 
 
 def split(ctx, digits, *, test=297, seed=0):
-    """`digits` are tensors by name, as they lie in the datablock."""
+    """Split the digits; `digits` are the datablock's tensors by name."""
     images = digits["images"].float().div(8).sub(1).unsqueeze(1)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     images, labels = images[order], digits["labels"][order]

@@ -1,4 +1,4 @@
-"""Learn to read the digits of a datablock; what was learned becomes another one."""
+"""Learn to read the digits of a datablock; the trained model becomes another datablock."""
 
 import torch
 from torch import nn

@@ -1,7 +1,7 @@
 """Learn to read handwritten digits with several ranks: plain DistributedDataParallel.
 
-The default process group is there when the job begins.  The ranks take turns on as many devices as
-the task holds at the time; the result has the same bits, however many those are and when.
+The default process group exists when the job begins. The ranks take turns on as many devices as the
+task holds at the time. The result has the same bits, however many devices it holds and when.
 """
 
 import hashlib
@@ -11,12 +11,14 @@ from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-TRAINED_ON = 1500  # of 1,797; the rest tells how good it is
+TRAINED_ON = 1500  # of 1,797; the rest is for testing
 BATCH = 16  # of each rank
 
 
 class Train:
-    """`work` minibatches on each rank make one step; the ranks see different digits."""
+    """A training job; `work` minibatches on each rank make one step, and the ranks see different
+    digits.
+    """
 
     def __init__(self, ctx, *, lr=2e-3, width=64, steps=400, seed=0, work=4):
         torch.manual_seed(seed)  # all ranks begin with the same parameters
@@ -25,7 +27,7 @@ class Train:
         self.test = images[TRAINED_ON:], labels[TRAINED_ON:]
         self.model = DistributedDataParallel(net(width))
         self.opt = torch.optim.AdamW(self.model.parameters(), lr)
-        torch.manual_seed(1000 * seed + ctx.rank)  # and each has chances of its own
+        torch.manual_seed(1000 * seed + ctx.rank)  # and each draws random numbers of its own
         self.steps, self.work = steps, work
 
     def step(self, ctx):
@@ -60,7 +62,7 @@ class Train:
 
 
 def digits():
-    """Images (1797, 64) from 0 to 1, and labels (1797,)."""
+    """Return images (1797, 64) from 0 to 1, and labels (1797,)."""
     from sklearn.datasets import load_digits  # slow to import, and needed only once in a life
 
     bundled = load_digits()
@@ -75,7 +77,7 @@ def net(width):
 
 
 def fingerprint(model):
-    """The SHA-256 of all parameters, bit by bit."""
+    """Return the SHA-256 of all parameters, bit by bit."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

@@ -1,7 +1,7 @@
-"""Learn to read handwritten digits: scikit-learn's 1,797 scanned ones, a small convolutional net.
+"""Learn to read handwritten digits: scikit-learn's 1,797 scanned digits, a small convolutional net.
 
-A job is a class, and needs no import of ours and no code that saves or loads.  It may be paused
-between any two steps and go on elsewhere; the result has the same bits.
+A job is a class. It imports nothing of Roundhouse and has no code that saves or loads. It may be
+paused between any two steps and go on elsewhere; the result has the same bits.
 """
 
 import hashlib
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-TRAINED_ON = 1500  # of 1,797; the rest tells how good it is
+TRAINED_ON = 1500  # of 1,797; the rest is for testing
 BATCH = 32
 
 
 class Train:
-    """`work` minibatches make one step."""
+    """A training job; `work` minibatches make one step."""
 
     def __init__(self, ctx, *, lr=2e-3, width=16, steps=400, seed=0, work=1):
         torch.manual_seed(seed)
@@ -25,7 +25,8 @@ class Train:
         self.model = net(width).to(ctx.device)
         self.opt = torch.optim.AdamW(self.model.parameters(), lr)
         self.rate = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, T_max=steps)
-        self.dice = torch.Generator().manual_seed(seed)  # a torch one: its state can be captured
+        # a torch generator, because its state can be captured
+        self.dice = torch.Generator().manual_seed(seed)
         self.steps, self.work = steps, work
 
     def step(self, ctx):
@@ -62,7 +63,7 @@ class Train:
 
 
 def digits():
-    """Images (1797, 1, 8, 8) from 0 to 1, and labels (1797,)."""
+    """Return images (1797, 1, 8, 8) from 0 to 1, and labels (1797,)."""
     from sklearn.datasets import load_digits  # slow to import, and needed only once in a life
 
     bundled = load_digits()
@@ -84,7 +85,7 @@ def net(width):
 
 
 def fingerprint(model):
-    """The SHA-256 of all parameters, bit by bit."""
+    """Return the SHA-256 of all parameters, bit by bit."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())

@@ -1,7 +1,7 @@
 """Functions of graphs on scikit-learn's 1,797 handwritten digits.
 
-A function takes what its ports read, and returns a dict of the blocks that it writes.  It needs no
-import of ours.  Chance comes from seeds that are given, so that a plain loop draws the same.
+A function takes the blocks that its ports read, and returns a dict of the blocks that it writes. It
+imports nothing of Roundhouse. Random numbers come from given seeds, so a plain loop draws the same.
 """
 
 import copy
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-TRAINED_ON = 1500  # the rest tells how good it is
+TRAINED_ON = 1500  # the rest is for testing
 
 
 def load(ctx):
-    """Images (n, 64) from 0 to 1 and labels, to train on and to test with."""
+    """Return images (n, 64) from 0 to 1 and labels, for training and for testing."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -32,7 +32,7 @@ def standardized(ctx, x, x_test):
 
 
 def augmented(ctx, x, y, *, seed):
-    """Each image once more, moved by up to a pixel each way."""
+    """Add each image once more, moved by up to a pixel in each direction."""
     dice = torch.Generator().manual_seed(seed)
     down, right = torch.randint(-1, 2, (2, len(x)), generator=dice)
     moved = [
@@ -43,7 +43,7 @@ def augmented(ctx, x, y, *, seed):
 
 
 def values(ctx, *, values):
-    """A list to map over."""
+    """Return a list to map over."""
     return {"values": list(values)}
 
 
@@ -53,7 +53,7 @@ def fresh(ctx, seed, *, width=32):
 
 
 def fit(ctx, model, x, y, *, seed=0, lr=0.5, steps=60, batch=128):
-    """Writes to the model that it is given."""
+    """Train the given model in place."""
     dice = torch.Generator().manual_seed(seed)
     opt = torch.optim.SGD(model.parameters(), lr)
     for _ in range(steps):
@@ -77,7 +77,7 @@ def accuracy(ctx, p, y):
 
 
 def vote(ctx, ps, y):
-    """Of each model, and of all of them together."""
+    """Return the accuracy of each model, and of all of them together."""
     each = [(p.argmax(-1) == y).float().mean().item() for p in ps]
     together = (torch.stack(list(ps)).sum(0).argmax(-1) == y).float().mean().item()
     return {"each": each, "together": together}
@@ -87,7 +87,7 @@ def vote(ctx, ps, y):
 
 
 def begin_runs(ctx, *, rates, seed):
-    """Runs of a sweep: {lr, model, opt}."""
+    """Return the runs of a sweep: {lr, model, opt}."""
     runs = []
     for lr in rates:
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def begin_runs(ctx, *, rates, seed):
 
 
 def train_run(ctx, run, x, y, *, epochs):
-    """Writes to the run that it is given."""
+    """Train the given run in place."""
     for _ in range(epochs):
         loss = F.cross_entropy(run["model"](x), y)
         run["opt"].zero_grad()
@@ -107,7 +107,7 @@ def train_run(ctx, run, x, y, *, epochs):
 
 
 def better_half(ctx, runs):
-    """The others are stopped: nothing more is computed for them."""
+    """Return the better half of the runs; nothing more is computed for the others."""
     best = sorted(runs, key=lambda run: run["loss"])
     return {"runs": best[: max(1, len(best) // 2)]}
 
@@ -123,7 +123,7 @@ def winner(ctx, runs, x, y):
 
 
 def folds(ctx, x, y, *, k):
-    """Of each fold: what to train on, and what to test with."""
+    """Return for each fold its training and its test data."""
     parts = [torch.arange(n, len(x), k) for n in range(k)]
     held = []
     for n, part in enumerate(parts):
@@ -155,20 +155,20 @@ def shards(ctx, x, y, *, count):
 
 
 def features(ctx, x, *, seed, width):
-    """Fixed random features, as in an extreme learning machine."""
+    """Return fixed random features, as in an extreme learning machine."""
     dice = torch.Generator().manual_seed(seed)
     weights = torch.randn(64, width, generator=dice) / 8
     return {"h": torch.tanh(x @ weights).double()}
 
 
 def moments(ctx, shard, *, seed, width):
-    """What a shard adds to the normal equations."""
+    """Return a shard's part of the normal equations."""
     h = features(ctx, shard["x"], seed=seed, width=width)["h"]
     return {"sums": (h.T @ h, h.T @ F.one_hot(shard["y"], 10).double())}
 
 
 def solved(ctx, sums, *, ridge):
-    """Ridge regression on all shards at once."""
+    """Solve the ridge regression on all shards at once."""
     gram = sum(one for one, _ in sums)
     hit = sum(other for _, other in sums)
     return {"w": torch.linalg.solve(gram + ridge * torch.eye(len(gram)), hit)}
@@ -187,7 +187,7 @@ def first_centers(ctx, x, *, count, seed):
 
 
 def assigned(ctx, shard, centers):
-    """Of each center: the sum of the images that are nearest to it, and how many they are."""
+    """Return for each center the sum and the number of its nearest images, and the inertia."""
     distance = torch.cdist(shard["x"], centers)
     one_hot = F.one_hot(distance.argmin(1), len(centers)).float()
     inertia = distance.min(1).values.square().sum()
@@ -222,7 +222,7 @@ def sharpened(ctx, c, v):
 
 
 def explained(ctx, c, v):
-    """The part of the variance that lies along v."""
+    """Return the fraction of the variance that lies along v."""
     return {"part": (v @ c @ v / c.trace()).item()}
 
 
@@ -235,7 +235,7 @@ def soft_labels(ctx, model, x, *, temperature):
 
 
 def taught(ctx, model, x, soft, *, temperature, lr, steps):
-    """The student learns what the teacher says, from labels that it never sees itself."""
+    """Train the student on the teacher's soft labels; it never sees the true labels."""
     opt = torch.optim.SGD(model.parameters(), lr)
     for _ in range(steps):
         loss = F.cross_entropy(model(x) / temperature, soft)
@@ -250,7 +250,7 @@ def taught(ctx, model, x, soft, *, temperature, lr, steps):
 
 
 def locally(ctx, shard, model, *, lr, steps):
-    """The model, trained on what one shard alone knows; each shard is given a copy."""
+    """Train the model on one shard alone; each shard gets a copy."""
     opt = torch.optim.SGD(model.parameters(), lr)
     for _ in range(steps):
         loss = F.cross_entropy(model(shard["x"]), shard["y"])
@@ -262,7 +262,8 @@ def locally(ctx, shard, model, *, lr, steps):
 
 
 def averaged(ctx, models):
-    mean = copy.deepcopy(models[0])  # what a function reads it leaves as it is
+    # a copy, because a function must not change blocks that it only reads
+    mean = copy.deepcopy(models[0])
     with torch.no_grad():
         for own, *parts in zip(*(m.parameters() for m in (mean, *models)), strict=True):
             own.copy_(torch.stack(parts).mean(0))

@@ -1,4 +1,4 @@
-"""Functions of a graph on the source text of Python's own library: a model of pairs of letters."""
+"""Functions of a graph on the source text of Python's own library: a model of letter pairs."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ LETTERS = 128
 
 
 def read(ctx, *, limit):
-    """The first `limit` bytes of the library's modules, in the order of their names."""
+    """Return the first `limit` bytes of the library's modules, in the order of their names."""
     text = bytearray()
     for file in sorted(Path(os.__file__).parent.glob("*.py")):
         text += file.read_bytes()
@@ -19,7 +19,9 @@ def read(ctx, *, limit):
 
 
 def tokenized(ctx, text):
-    """Numbers of letters; what is no ASCII is letter 0.  Nine tenths to learn from, one to test."""
+    """Return the letters as numbers, 0 for all that is not ASCII; nine tenths train, the rest
+    tests.
+    """
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     tokens[tokens >= LETTERS] = 0
     cut = len(tokens) * 9 // 10
@@ -27,25 +29,25 @@ def tokenized(ctx, text):
 
 
 def sharded(ctx, tokens, *, count):
-    """Pieces that overlap by one letter, so that no pair is lost."""
+    """Cut the tokens into pieces that overlap by one letter, so that no pair is lost."""
     size = -(-len(tokens) // count)
     starts = range(0, len(tokens), size)
     return {"shards": [tokens[at : at + size + 1].clone() for at in starts]}
 
 
 def pairs(ctx, shard):
-    """How often each letter follows each other one in this shard."""
+    """Count how often each letter follows each letter in this shard."""
     codes = shard[:-1] * LETTERS + shard[1:]
     return {"counts": torch.bincount(codes, minlength=LETTERS**2).view(LETTERS, LETTERS)}
 
 
 def merged(ctx, counts, *, smoothing):
-    """The logarithms of the chances of the next letter."""
+    """Return the log-probabilities of the next letter."""
     total = sum(counts).double() + smoothing
     return {"model": (total / total.sum(1, keepdim=True)).log()}
 
 
 def surprise(ctx, model, tokens):
-    """Bits for each letter of a text that was not learned from."""
+    """Return the bits per letter of a text that was not used for training."""
     nats = -model[tokens[:-1], tokens[1:]].mean()
     return {"bits": (nats / torch.log(torch.tensor(2.0))).item()}

@@ -1,7 +1,7 @@
-"""A plain training script, as it would run anywhere: Roundhouse runs it as it is.
+"""A plain training script, as it would run anywhere: Roundhouse runs it unmodified.
 
-It saves its own checkpoint into the folder it runs in, and goes on from it if there is one.  Under
-Roundhouse that folder is kept; a pause needs none of it, as the processes are frozen as they stand.
+It saves its own checkpoint into the folder it runs in, and goes on from it if there is one. Under
+Roundhouse that folder is kept. A pause needs no checkpoint, because the processes are frozen.
 """
 
 import argparse
@@ -50,14 +50,14 @@ def main():
 
 
 def save(model, opt, dice, step):
-    """Written beside and put in place, so that there is always a whole one."""
+    """Save to a new file and rename it, so that there is always a complete checkpoint."""
     state = {"model": model.state_dict(), "opt": opt.state_dict(), "dice": dice.get_state()}
     torch.save({**state, "step": step}, f"{CHECKPOINT}.new")
     os.replace(f"{CHECKPOINT}.new", CHECKPOINT)
 
 
 def report(**metrics):
-    """Lines of JSON for whoever shows them; only under Roundhouse."""
+    """Append metrics as lines of JSON for display; only under Roundhouse."""
     if path := os.environ.get("ROUNDHOUSE_METRICS"):
         with open(path, "a") as file:
             file.write(json.dumps(metrics) + "\n")

@@ -28,8 +28,8 @@ def main():
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     train(distributed.get_rank(), options.steps)
-    # A thread of gloo that outlives the interpreter aborts it (pytorch/pytorch#179291), and the
-    # model holds the group in a ring.
+    # A gloo thread that outlives the interpreter aborts it (pytorch/pytorch#179291), and the model
+    # holds the group in a reference cycle.
     gc.collect()
     distributed.destroy_process_group()
 
@@ -63,7 +63,7 @@ def fingerprint(model):
 
 
 def report(**metrics):
-    """Lines of JSON for whoever shows them; only under Roundhouse."""
+    """Append metrics as lines of JSON for display; only under Roundhouse."""
     if path := os.environ.get("ROUNDHOUSE_METRICS"):
         with open(path, "a") as file:
             file.write(json.dumps(metrics) + "\n")

@@ -1,4 +1,4 @@
-"""The whole system, started once for all acceptance tests, and hands to touch it with."""
+"""The whole system, started once for all acceptance tests, and helpers to use and disturb it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ SUMS = """
 
 
 class TenantClient(Client):
-    """A member of a tenant, who has the test jobs at hand; patient while something is restarted."""
+    """A client of one user that can upload the test jobs; it retries while something is
+    restarted.
+    """
 
     def __init__(self, url: str, key: str) -> None:
         super().__init__(url, key, patience_s=60.0)
@@ -42,7 +44,7 @@ class TenantClient(Client):
 
     @property
     def bundle(self) -> str:
-        """The test jobs, uploaded."""
+        """The bundle of the test jobs, uploaded at first use."""
         if not self._bundle:
             found = bundle_folder(JOBS)
             self.upload(found.sha256, found.body)
@@ -50,7 +52,7 @@ class TenantClient(Client):
         return self._bundle
 
     def submit_job(self, entry: str, *, name: str, params: JSON | None = None, **task: Any) -> str:
-        """Submits one task that runs this class; returns the request's id."""
+        """Submit one task that runs this class; returns the request's id."""
         job = {"name": "job", "type": "train", "run": {"job": entry}, "params": params or {}}
         request = {"name": name.lower(), "bundle": self.bundle, "tasks": [{**job, **task}]}
         return str(self.submit(request)["id"])
@@ -59,11 +61,11 @@ class TenantClient(Client):
         return self.get(f"/v1/requests/{id}")
 
     def wait(self, id: str, *, timeout_s: float) -> JSON:
-        """The request, once it has ended."""
+        """Wait for the request to end and return it."""
         return self.wait_until(id, lambda request: request["state"] in ENDED, timeout_s=timeout_s)
 
     def wait_until(self, id: str, what: Any, *, timeout_s: float) -> JSON:
-        """The request, once `what(request)` is true."""
+        """Wait until `what(request)` is true and return the request."""
         until_s = time.monotonic() + timeout_s
         while not what(request := self.request(id)):
             if time.monotonic() > until_s:
@@ -72,7 +74,7 @@ class TenantClient(Client):
         return request
 
     def log_text(self, task_id: str) -> list[str]:
-        """The lines that a task printed."""
+        """Return the lines that a task printed."""
         request_id = self.get(f"/v1/tasks/{task_id}")["request_id"]
         lines = self.items(f"/v1/requests/{request_id}/logs", task=task_id, limit=200)
         return [line["text"] for line in lines]
@@ -84,7 +86,7 @@ class System:
         self._clients: dict[tuple[str, str], TenantClient] = {}
 
     def client(self, tenant: str, role: str = "member") -> TenantClient:
-        """The one client of this tenant and role; `close` ends them all."""
+        """Return the only client of this tenant and role; `close` closes all clients."""
         who = (tenant, role)
         if who not in self._clients:
             self._clients[who] = TenantClient(self.url, self.keys[tenant][role])
@@ -95,7 +97,7 @@ class System:
             client.close()
 
     def wait_running(self, client: TenantClient, id: str, timeout_s: float = 60.0) -> None:
-        """Waits until a task of this request has made a step."""
+        """Wait until a task of this request has made a step."""
 
         def steps(request: JSON) -> bool:
             return any(task["state"] == "running" and task["step"] for task in request["tasks"])
@@ -103,7 +105,7 @@ class System:
         client.wait_until(id, steps, timeout_s=timeout_s)
 
     def kill(self, victim: str) -> None:
-        """`kill -9` of a process of the system, by its name in up.json, or of a "resident"."""
+        """Send `kill -9` to a process of the system, by its name in up.json, or to a "resident"."""
         if victim == "resident":
             os.kill(self.resident(), signal.SIGKILL)
             return
@@ -111,7 +113,7 @@ class System:
         self.handle.wait_restarted(victim, pid)
 
     def resident(self) -> int:
-        """The process id of a job that computes now."""
+        """Return the process id of a job that computes now."""
         until_s = time.monotonic() + SETTLE_S
         while time.monotonic() < until_s:
             before = {process: sum(process.cpu_times()[:2]) for process in self.residents()}
@@ -123,7 +125,9 @@ class System:
         raise TimeoutError(f"no job computes within {SETTLE_S} s")
 
     def residents(self) -> list[psutil.Process]:
-        """device worker -> zygote -> (keeper ->) resident: the last in each line, but no zygote."""
+        """Return the residents: device worker -> zygote -> (keeper ->) resident, the last of each
+        chain.
+        """
         below = [child for zygote in self.zygotes() for child in zygote.children(recursive=True)]
         return [process for process in below if not process.children()]
 
@@ -132,7 +136,9 @@ class System:
         return [child for pid in devices for child in psutil.Process(pid).children()]
 
     def holders_of(self, name: str) -> list[str]:
-        """Processes below the device workers that have this shared memory open, or mapped."""
+        """Return processes below the device workers that have this shared memory open, or
+        mapped.
+        """
         devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
         below = [p for pid in devices for p in psutil.Process(pid).children(recursive=True)]
         found = []
@@ -145,7 +151,7 @@ class System:
         return found
 
     def until(self, true: Callable[[], object]) -> bool:
-        """Whether it becomes true before long."""
+        """Wait until `true()` holds, at most SETTLE_S; returns whether it did."""
         until_s = time.monotonic() + SETTLE_S
         while not (came := bool(true())) and time.monotonic() < until_s:
             time.sleep(0.1)
@@ -157,7 +163,7 @@ class System:
             return connection.execute(query, values).fetchall()
 
     def check_ledger(self) -> None:
-        """What placements, usage and accounts say must be the same, to the microsecond."""
+        """Assert that placements, usage and accounts agree, to the microsecond."""
         [(held, booked, charged, booked_charges, accounts)] = self.sql(SUMS)
         assert held == booked
         assert charged == booked_charges == accounts

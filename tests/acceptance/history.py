@@ -1,4 +1,4 @@
-"""Reads what tasks said and what the ledger says, and judges whether a promise was broken."""
+"""Read task logs and the ledger, and judge if a promise was broken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One step, as told by the process that ran it; nanoseconds of the host's monotonic clock."""
+    """A step as reported by the process that ran it; nanoseconds of the host's monotonic clock."""
 
     process: int
     step: int
@@ -35,7 +35,7 @@ def runs(lines: Iterable[str]) -> list[Run]:
 
 
 def overlaps(found: list[Run]) -> list[tuple[Run, Run]]:
-    """Pairs of steps of one task that two processes ran at once."""
+    """Return pairs of steps of one task that two processes ran at once."""
     pairs = []
     for before, after in pairwise(found):
         ended = before.ended_ns if before.ended_ns is not None else before.began_ns

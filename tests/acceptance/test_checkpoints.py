@@ -1,4 +1,4 @@
-"""Checkpoints through HTTP alone, on a system whose store is a bucket: no folder in common."""
+"""Checkpoints through HTTP alone, on a system with a bucket as store, so without shared folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def on_s3():
 
 
 def checkpoint_of(client, request_id):
-    """The newest checkpoint of its only task, once there is one."""
+    """Save a checkpoint of the request's only task and return the newest one."""
     task_id = client.request(request_id)["tasks"][0]["id"]
     client.post(f"/v1/tasks/{task_id}/checkpoint")
 
@@ -65,13 +65,13 @@ def test_a_run_goes_on_after_a_kill_and_from_a_checkpoint_and_shows_its_tensors(
     (placement,) = client.items(f"/v1/tasks/{task['id']}/placements")
     assert placement["first_step"] == saved["step"]
 
-    # Its tensors.
+    # Its tensors can be downloaded.
     file = tmp_path / "model.safetensors"
     assert client.download(f"/v1/checkpoints/{saved['id']}/safetensors", file) > 1000
     shapes = {tuple(tensor.shape) for tensor in load_file(file).values()}
     assert {(32, 16), (32,), (4, 32), (4,)} <= shapes
 
-    # And they are nobody else's.
+    # Another tenant cannot use them.
     with pytest.raises(Problem, match="no checkpoint"):
         on_s3.client("beta").get(f"/v1/checkpoints/{saved['id']}/tensors")
     with pytest.raises(Problem, match="no such checkpoint"):

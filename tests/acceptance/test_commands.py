@@ -1,4 +1,4 @@
-"""An unmodified script through HTTP alone: paused, killed, begun again in its working folder."""
+"""An unmodified script through HTTP alone: paused, killed, restarted in its working folder."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_plain_script_that_is_paused_and_killed_prints_what_it_prints_alone(sy
         return client.get(f"/v1/tasks/{task_id}")
 
     def has_come_to(step):
-        """It has said itself that it made so many steps; the task's own step at that moment."""
+        """Wait until the script has reported this many steps; returns the task's own step then."""
         client.wait_until(id, lambda _: task()["metrics"].get("step", 0) >= step, timeout_s=60)
         return task()["step"]
 
@@ -66,7 +66,8 @@ def test_a_plain_script_that_is_paused_and_killed_prints_what_it_prints_alone(sy
     lines = client.log_text(task_id)
     assert lines[-1] == alone[-1]
     begun = [line for line in lines if line.startswith("begins after")]
-    assert len(begun) == 2  # once anew, once in the kept folder; the pause began nothing
+    # started from scratch, then in the kept folder; the pause started nothing
+    assert len(begun) == 2
     assert begun[1] != "begins after step 0"
 
 
@@ -84,7 +85,7 @@ def test_a_command_needs_no_bundle_and_its_last_words_are_told(system):
 def test_a_script_for_torchrun_ends_with_torchruns_bits_on_one_device_though_it_is_paused(
     system, tmp_path
 ):
-    """Two ranks under stock gloo, a process for each, against two that take turns."""
+    """Compare two ranks under stock gloo, with a process each, with two ranks that take turns."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     said = subprocess.run(
         [torchrun, "--standalone", "--nproc-per-node", "2", str(TORCHRUN / "train.py")],

@@ -1,4 +1,4 @@
-"""Datablocks through HTTP alone: taken, published once whatever is killed, nobody else's."""
+"""Datablocks through HTTP alone: read, published once whatever is killed, private to the tenant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUMS = ROWS.sum(1).cumsum(0)
 
 @pytest.fixture
 def client(system, tmp_path):
-    """A member of alpha, whose tenant has the datablock `rows`."""
+    """Return a client of a tenant that has the datablock `rows`."""
     client = system.client("alpha")
     save_file({"x": ROWS}, tmp_path / "rows")
     client.put_datablock("rows", tmp_path / "rows")
@@ -37,7 +37,7 @@ def versions(client, name):
 
 
 def submit(client, publish, **more):
-    """Sums up the rows and publishes the sums."""
+    """Submit a job that sums up the rows and publishes the sums."""
     given = {"inputs": {"x": "datablock:rows"}, "outputs": ["sums"], "publish": {"sums": publish}}
     return client.submit_job("blocks:Total", name=publish, **given, **more)
 
@@ -58,7 +58,7 @@ def test_killing_the_device_while_it_works_publishes_the_right_thing_once(system
     assert done["outputs"]["sums"]["datablock"] == "killed-sums@1"
     after, before = client.items(f"/v1/tasks/{task['id']}/placements")
     assert (before["end"], after["end"]) == ("lost", "finished")
-    # Once it came from the store; then it lay on the host, for whichever device.
+    # The first read was from the store; then the block was on the host, for any device.
     assert after["input_bytes"] == before["input_bytes"] > ROWS.nbytes
     assert after["fetched_bytes"] == 0
     assert versions(client, "killed-sums") == [1]
@@ -162,7 +162,9 @@ def test_a_version_that_is_deleted_while_a_task_needs_it_is_there_for_that_task(
 
 
 def test_the_example_by_the_words_of_its_own_file(system, tmp_path, monkeypatch):
-    """Each line that it shows, and at the end the parameters of the same code run without us."""
+    """Run each line that the file shows, and compare the parameters with a plain run of the
+    code.
+    """
     for name in ("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(system.handle.wanted.home))

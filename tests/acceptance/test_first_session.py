@@ -47,7 +47,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Runs the command as one who typed `make up` in another terminal."""
+    """Run the command line as a user would who typed `make up` in another terminal."""
     for name in ("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(system.handle.wanted.home))
@@ -58,7 +58,7 @@ def run(system: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def shown(run: Run, id: str) -> dict[str, Any]:
-    """The one task of a request."""
+    """Return the only task of a request."""
     request = json.loads(run("show", id, "-o", "json").stdout)
     return {**request["tasks"][0], "request_state": request["state"]}
 
@@ -123,7 +123,8 @@ def test_the_readmes_request_runs(run: Run, tmp_path: Path) -> None:
 SESSION = re.search(
     r"^\. \.venv/bin/activate\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
 )
-ENDLESS = {"top": ["--once"]}  # what goes on until Ctrl-C, and what ends it here
+# commands that go on until Ctrl-C, and the option that ends them here
+ENDLESS = {"top": ["--once"]}
 PATIENCE_S = 60.0
 
 
@@ -159,7 +160,7 @@ def _do(run: Run, line: str) -> None:
 
 
 def _works(run: Run, words: list[str]) -> None:
-    """A task that was preempted just now, or has no checkpoint yet, is asked again."""
+    """Run a command; retry while its task was just preempted or has no checkpoint yet."""
     words += next((more for verb, more in ENDLESS.items() if verb in words), [])
     until_s = time.monotonic() + PATIENCE_S
     while (result := run(*words)).exit_code in (cli.REFUSED, cli.NOT_FOUND):

@@ -1,4 +1,4 @@
-"""Graphs of functions through HTTP: run by name, and brought to their end whoever is killed."""
+"""Graphs of functions through HTTP: run by name, and finished whatever process is killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ COUNT = SHARDS + LENGTH + 3
 
 
 def graph(nap_s=0.03):
-    """Shards that draw numbers, then a chain that trains; each of them naps."""
+    """Return a graph of shards that draw numbers, then a chain that trains; each node sleeps a
+    little.
+    """
     before = ["begin", *(f"train-{n}" for n in range(LENGTH))]
     chain = [
         {
@@ -58,7 +60,7 @@ def graph(nap_s=0.03):
 
 
 def submit(client, name, sent, **more):
-    """A function makes the data, the graph works on it, and another function reads its output."""
+    """Submit a function that makes the data, and the graph that works on it."""
     tasks = [
         {
             "name": "data",
@@ -150,7 +152,7 @@ def test_a_graph_that_is_moved_ends_with_the_same_bits(system, undisturbed):
 
 @pytest.fixture
 def one_device(system):
-    """The only device that takes work, and the admin who sees all that is on it."""
+    """Leave one device uncordoned; yields it with an admin's client that sees all tasks."""
     admin = system.client("platform", "platform_admin")
     first, *others = [device["id"] for device in admin.items("/v1/devices")]
     for device in others:
@@ -161,7 +163,7 @@ def one_device(system):
 
 
 def newcomer(system, admin, name, weight=1):
-    """A member of a tenant that nothing is promised to, and that has used nothing."""
+    """Return a client of a new tenant without guarantee and usage."""
     tenant = admin.post("/v1/tenants", {"name": name, "weight": weight})["id"]
     user = admin.post("/v1/users", {"tenant_id": tenant, "name": "ann"})["id"]
     made = admin.post("/v1/keys", {"user_id": user, "role": "member", "name": "for the test"})
@@ -203,7 +205,7 @@ HELD = """
 
 
 def with_data(sent):
-    """The same graph, which makes its data itself."""
+    """Return the graph with a node that makes its data."""
     data = {"name": "data", "function": "ops:data", "outputs": ["x"], "params": {"shards": SHARDS}}
     noisy, *others = sent["nodes"]
     return {**sent, "nodes": [data, {**noisy, "inputs": {"x": "data.x"}}, *others]}
@@ -227,9 +229,9 @@ def test_graphs_of_four_tenants_share_two_devices_by_weight_and_give_the_same_bi
         return set().union(*(device["tasks"] for device in admin.items("/v1/devices")))
 
     assert system.until(lambda: tasks <= on_devices()), on_devices()
-    time.sleep(6)  # who came first has waited for the others
+    time.sleep(6)  # until the first ones have waited for the others
     before = dict(system.sql(HELD, list(weights)))
-    time.sleep(12)  # what is judged
+    time.sleep(12)  # the judged time
     held = {name: s - before[name] for name, s in system.sql(HELD, list(weights))}
     for name, weight in weights.items():
         part = held[name] / sum(held.values())
@@ -283,14 +285,14 @@ def test_three_graphs_on_two_devices_move_between_them_and_have_two_thirds_each(
 
 
 def test_whoever_is_killed_just_as_a_graph_moves_between_devices_all_end_right(system, undisturbed):
-    """The scheduler after it decided one move, after another the device that is left."""
+    """Kill the scheduler after it decided a move, and after another move the target device."""
     admin = system.client("platform", "platform_admin")
     clients = [newcomer(system, admin, f"killed-{name}") for name in "abc"]
     sent = [submit(client, "killed", graph(nap_s=0.3), retry={"max": 1}) for client in clients]
     tasks = [client.request(id)["tasks"][1]["id"] for client, id in zip(clients, sent, strict=True)]
 
     def moves():
-        """From which device each of them moved."""
+        """Return the device that each of the graphs left, move by move."""
         return [device for (device,) in system.sql(MOVED, tasks)]
 
     for victim in ("island", "device"):
@@ -324,7 +326,7 @@ def test_a_graph_is_lent_a_second_device_and_gives_the_same_bits(system, undistu
 
 
 def test_a_graph_that_needs_two_devices_begins_on_both_at_once(system, undisturbed):
-    """It waits until both are free, and ends with the same bits."""
+    """Check that the graph waits until both devices are free, and ends with the same bits."""
     client, other = system.client("beta"), system.client("alpha")
     first = other.submit_job("train:Train", name="before", params={"steps": 40})
     system.wait_running(other, first)

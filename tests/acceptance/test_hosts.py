@@ -1,7 +1,7 @@
-"""A job whose ranks may part, and a graph whose executors may: they live on devices of two hosts,
-and their bits never show it.
+"""Jobs and graphs that may use devices of two hosts: their ranks or executors spread over both.
 
-Through HTTP alone; two device workers play a host each, and their ranks meet by TCP only.
+The bits must never depend on it. Through HTTP alone; each of two device workers plays a host, and
+their ranks communicate by TCP only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_gang_that_needs_two_devices_begins_on_two_hosts_and_is_paused_as_any_
     id = train(client, "wide", devices={"min": 2, "max": 2, **APART})
     hosts.wait_running(client, id)
     assert len(client.request(id)["tasks"][0]["lent"]) == 1
-    for _ in range(6):  # at any time: also while its images are being kept
+    for _ in range(6):  # at any time, also while its images are being kept
         client.post(f"/v1/requests/{id}/hold")
         client.wait_until(id, lambda it: it["tasks"][0]["state"] != "running", timeout_s=REST_S)
         client.wait_until(id, lambda it: not it["tasks"][0]["seat"], timeout_s=REST_S)
@@ -128,7 +128,9 @@ def until_executors_hold(client, id, devices):
 
 @pytest.fixture(scope="module")
 def alone(hosts):
-    """The graph on one device, and what passed between its two executors there."""
+    """Return the result of the graph on one device, and the blocks passed between two executors
+    there.
+    """
     client = hosts.client("alpha")
     task = test_graphs.done(client, submit(client, "graph-alone", nap_s=0.0))
     id = submit(client, "graph-of-two", nap_s=0.0, world_size=2)
@@ -137,7 +139,9 @@ def alone(hosts):
 
 
 def passed(client, id):
-    """What was planned to pass, as it ran before and its blocks are known, is what did."""
+    """Assert that the blocks passed as planned, with sizes known from the earlier run; return
+    them.
+    """
     (plan,) = client.get(f"/v1/requests/{id}/plan")["graphs"]
     assert plan["moved_bytes"] == plan["planned_bytes"] > 0
     return {(c["block"], c["source"], c["target"]): c["moved_bytes"] for c in plan["copies"]}
@@ -214,7 +218,7 @@ def test_a_graph_on_two_hosts_is_cancelled_and_leaves_nothing(hosts, alone):
 
 
 class OnHosts(Processes):
-    """Of an island, each device on a host of its own."""
+    """The processes of an island with each device on a host of its own."""
 
     def device(self, name):
         number = name.partition(".")[2]
@@ -222,7 +226,7 @@ class OnHosts(Processes):
 
 
 def test_legs_of_a_graph_on_two_islands_have_executors_on_two_hosts_each(hosts):
-    """The last one here: the other island goes again."""
+    """Runs last, because the other island is removed again."""
     client = hosts.client("alpha")
     whole = ended(client, submit_graph(client, "broad-whole", islands=1, nap_s=0.0, graph=broad))
     east = OnHosts(hosts.handle, "east")

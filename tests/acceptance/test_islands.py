@@ -1,5 +1,5 @@
-"""Two islands, each with a scheduler of its own and a standby: what a request has on both of them,
-and what becomes of it when one is killed whole.
+"""Two islands, each with a scheduler of its own and a standby: requests that run on both, and what
+happens to them when a whole island is killed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SETTINGS = {
 
 
 class Processes:
-    """Celery workers of an island, started by us: nobody starts them again."""
+    """Celery workers of an island, started by the test and never restarted automatically."""
 
     def __init__(self, handle, island, **more):
         self.handle, self.island, self.more = handle, island, more
         self.running = {}
 
     def start(self, *names):
-        """Of "leader", "standby" and "device.N"."""
+        """Start processes, named "leader", "standby" or "device.N"."""
         for name in names:
             worker, sort = f"{self.island}.{name}", name.partition(".")[0]
             module = "workers.device" if sort == "device" else "workers.island"
@@ -73,7 +73,7 @@ class Processes:
         return {**env, "DATABASE_URL": facts["database_url"]}
 
     def kill(self, *names):
-        """`kill -9`; all of them at once if none are named."""
+        """Send `kill -9`, to all of them at once if none are named."""
         killed = [self.running.pop(name) for name in names or [*self.running]]
         for process in killed:
             process.kill()
@@ -83,8 +83,10 @@ class Processes:
 
 @contextlib.contextmanager
 def two_islands(*, devices, **more):
-    """`local` and `east`, of so many devices each, and with `more` settings; the system, and the
-    processes of `east`.
+    """Run `local` and `east` with this number of devices each; yields the system and `east`'s
+    processes.
+
+    `more` are further settings.
     """
     with (
         temporary_home() as home,
@@ -103,7 +105,7 @@ def two_islands(*, devices, **more):
 
 @pytest.fixture(scope="module")
 def islands():
-    """Of one device each, and each with a standby."""
+    """Run two islands with one device and a standby each."""
     with two_islands(devices=1) as (system, east):
         local = Processes(system.handle, "local")
         try:
@@ -179,7 +181,7 @@ def test_what_an_island_has_not_ended_goes_on_on_the_other_when_it_is_killed_who
     assert sorted(ends)[:2] == ["finished", "lost"]
     system.check_ledger()
 
-    # It comes back: nothing runs there that has ended elsewhere, and it works again.
+    # The island comes back: tasks that ended elsewhere do not run there, and it works again.
     east.start("leader", "standby", "device.0")
     assert system.until(lambda: is_up(client, "east.0"))
     more = [submit(client, f"after-{n}", steps=60) for n in range(3)]
@@ -189,13 +191,13 @@ def test_what_an_island_has_not_ended_goes_on_on_the_other_when_it_is_killed_who
     system.check_ledger()
 
 
-# --- one graph on both ----------------------------------------------------------------------------
+# --- one graph on both islands --------------------------------------------------------------------
 
 ROUNDS = 4
 
 
 def pipeline(nap_s, word=""):
-    """Two stages, one on each island if there are two: forward through both, and back.
+    """Return two stages, one on each island if there are two: forward through both, and back.
 
     With another `word` its nodes have other names, and draw other numbers.
     """
@@ -215,7 +217,9 @@ def pipeline(nap_s, word=""):
 
 
 def fork(nap_s):
-    """What `first` makes is read by both others: one on its own island, and one on the other."""
+    """Return a graph with `first` read by both other nodes: on its own island, and on the other
+    one.
+    """
     work = {"function": "ops:stage", "outputs": ["h"]}
     first = {"name": "first", **work, "est": {"ms": 500}, "params": {"nap_s": nap_s / 6}}
     more = {**work, "est": {"ms": nap_s * 1000}, "inputs": {"x": "first.h"}}
@@ -228,7 +232,7 @@ def fork(nap_s):
 
 
 def broad(nap_s, est_ms=1200):
-    """Four chains that have nothing to do with each other until the end."""
+    """Return four chains that are independent until the end."""
     nodes = []
     for lane in "abcd":
         for n in range(2):
@@ -267,7 +271,7 @@ def ended(client, id):
 
 @pytest.fixture(scope="module")
 def whole(islands):
-    """What the graph gives that stays in one piece."""
+    """Return the result of the graph when it stays in one piece."""
     system, _ = islands
     client = system.client("alpha")
     id = submit_graph(client, "whole", islands=1, nap_s=0.01)
@@ -289,13 +293,14 @@ def test_a_graph_that_may_use_two_islands_gives_the_same_bits_on_both(islands):
         assert one["moved_bytes"] == one["planned_bytes"] == 32 * 32 * 4
         assert 0 < one["head_bytes"] < 20_000
         assert one["ways"] == ["host"], (one, plan, ways_of(client, id))
-    assert "store" not in ways_of(client, id)  # nobody had to look there
-    assert len(plan["tasks"]) == 2  # a leg on each island, to which the other's blocks come late
+    assert "store" not in ways_of(client, id)  # no reader had to look in the store
+    # one partition per island; blocks of the other island arrive late
+    assert len(plan["tasks"]) == 2
     system.check_ledger()
 
 
 def test_a_datablock_comes_from_a_host_that_has_it_and_the_bytes_are_the_same(islands, tmp_path):
-    """The first who takes it reads the store; the other host is told where it lies by then."""
+    """The first reader reads the store; by then the other host is told where the block is."""
     system, _ = islands
     client, admin = system.client("alpha"), system.client("platform", "platform_admin")
     rows = torch.arange(100_000).reshape(100, 1000)
@@ -343,7 +348,8 @@ def test_who_made_a_block_is_killed_and_it_comes_from_the_store_with_the_same_bi
     request = client.wait_until(id, all_placed, timeout_s=60)
     client.post(f"/v1/tasks/{on(request, 'east')['id']}/resume")
     client.wait_until(id, lambda _: "task.lacks" in told(client, id), timeout_s=60)
-    assert told(client, id).count("task.lacks") == 1  # nobody needs the device that waits there
+    # the waiting device is needed for nothing else
+    assert told(client, id).count("task.lacks") == 1
     east.kill("device.0")
     client.post(f"/v1/tasks/{on(request, 'local')['id']}/resume")
     client.wait_until(id, lambda _: "store" in ways_of(client, id), timeout_s=60)
@@ -371,7 +377,7 @@ def on(request, island):
 
 
 def ways_of(client, id):
-    """How each input came, of each launch."""
+    """Return how each input arrived, over all launches."""
     return [
         way
         for task in client.request(id)["tasks"]
@@ -381,7 +387,7 @@ def ways_of(client, id):
 
 
 def test_a_leg_begins_while_the_one_whose_block_it_reads_runs_on(islands):
-    """Whoever is killed then, all ends with the same bits."""
+    """Kill the maker meanwhile; everything must still end with the same bits."""
     system, east = islands
     client = system.client("alpha")
     alone = submit_graph(client, "fork-whole", islands=1, nap_s=0.01, graph=fork)
@@ -404,7 +410,7 @@ def test_a_leg_begins_while_the_one_whose_block_it_reads_runs_on(islands):
 
 
 def kill_executor(system):
-    """That of the leg that runs on local, and whoever lingers there; nobody is killed twice."""
+    """Kill the executor of the partition on `local` and lingering ones, each process only once."""
 
     def killed():
         found = 0
@@ -427,7 +433,7 @@ def submit(client, name, steps=STEPS):
 
 
 def client_waits(system, client, ids):
-    """The request that runs on east, once it has a checkpoint there."""
+    """Return the request that runs on east, once it has a checkpoint there."""
     found = []
 
     def saved():
@@ -453,7 +459,7 @@ def wide_islands():
 
 
 def test_legs_of_a_graph_that_needs_two_devices_begin_on_two_each(wide_islands):
-    """On both islands; and give the bits that one executor gives."""
+    """Check on both islands that partitions with two executors give the bits of one executor."""
     system, client = wide_islands, wide_islands.client("alpha")
     alone = ended(client, submit_graph(client, "narrow", islands=1, nap_s=0.01, graph=broad))
     id = submit_graph(client, "broad", graph=broad, devices={"min": 2, "max": 2})

@@ -1,4 +1,4 @@
-"""What becomes of jobs that behave, misbehave, wait and depend; through HTTP alone."""
+"""Jobs that behave, misbehave, wait and depend, and what becomes of them; through HTTP alone."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_not_before_keeps_a_task_until_its_time(client):
 
 
 def test_a_task_waits_for_fair_share_with_a_reason_while_others_use_less(system):
-    """Two tenants keep both devices busy; the third's flood waits, and is told why."""
+    """Keep both devices busy for two tenants; the third's flood waits, with an explanation."""
     busy = [system.client("beta"), system.client("gamma")]
     long = [c.submit_job("train:Train", name="busy", params={"steps": 100_000}) for c in busy]
     for c, id in zip(busy, long, strict=True):

@@ -20,14 +20,14 @@ VICTIMS = ["api", "control", "island", "device.0", "resident", "redis", "postgre
 
 @pytest.fixture(scope="module")
 def undisturbed(system):
-    """The parameters that this job ends with when nothing happens to it."""
+    """Return the parameters with which this job ends when it runs undisturbed."""
     client = system.client("alpha")
     done = client.wait(submit(client, "undisturbed"), timeout_s=60)
     return done["tasks"][0]["result"]["parameters"]
 
 
 def submit(client, name):
-    # A killed resident counts as a crash of the job, which its owner must allow for.
+    # A killed resident counts as a crash of the job, which its owner must allow.
     return client.submit_job(
         "train:Train",
         name=name,

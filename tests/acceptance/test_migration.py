@@ -13,13 +13,13 @@ pytestmark = pytest.mark.acceptance
 
 STEP_S = 0.05
 STEPS_A_MOVE = 150
-KILLED = 240  # steps of a job that is killed on its way
+KILLED = 240  # steps of a job that is killed during its move
 ENDED = ("done", "failed", "cancelled")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(system):
-    """With how many steps -> the parameters that the job ends with when nothing happens to it."""
+    """Return a function: number of steps -> parameters at the end of the undisturbed job."""
     client = system.client("alpha")
 
     def parameters(steps):
@@ -35,7 +35,7 @@ def submit(client, name, steps, *, step_s=STEP_S, **task):
 
 
 def started(system, client, name, steps, **task):
-    """A request whose task runs; the task's id."""
+    """Submit a job and wait until it runs; returns the ids of the request and its task."""
     id = submit(client, name, steps, **task)
     system.wait_running(client, id)
     return id, client.request(id)["tasks"][0]["id"]
@@ -46,7 +46,7 @@ def events(client, id, type_):
 
 
 def told(client, id, type_, *, timeout_s=60.0):
-    """Waits until there is an event of this type; the newest, or None if the request has ended."""
+    """Wait for an event of this type; returns the newest, or None if the request has ended."""
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
         if found := events(client, id, type_):
@@ -81,7 +81,7 @@ STAGES = ("task.moving", "task.pausing", "task.launched")
 VICTIMS = ("source", "target", "island")
 
 
-#: Each stage and each victim once; all nine with the long ones.
+#: Each stage and each victim once; all nine in the long tests.
 KILLS = [
     pytest.param(stage, victim, marks=() if v == s else pytest.mark.long)
     for v, victim in enumerate(VICTIMS)

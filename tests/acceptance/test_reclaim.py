@@ -1,7 +1,7 @@
 """Quotas in the whole system: a guarantee is there when it is wanted, a limit is never exceeded.
 
-Two tenants and two devices.  What is compared are instants that the database wrote down, so nothing
-here depends on how fast the machine or this test is.
+Two tenants and two devices. All compared times were written by the database, so nothing here
+depends on the speed of the machine or of this test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def idle(system):
 
 @contextlib.contextmanager
 def quota(admin, name, **wanted):
-    """What a tenant may hold, until the context ends."""
+    """Set a tenant's quotas until the context ends."""
     tenant = next(tenant for tenant in admin.items("/v1/tenants") if tenant["name"] == name)
     before = {field: tenant[field] for field in wanted}
     change(admin, tenant["id"], wanted)
@@ -67,7 +67,7 @@ def ended(client, id):
 
 
 def both_ran_a_slice(greedy, ids):
-    """Two of its tasks hold the devices, and each has had a full turn."""
+    """Wait until two of its tasks hold the devices, and each has had a full turn."""
     until_s = time.monotonic() + SETTLE_S
     while True:
         held = [task_of(greedy, id) for id in ids]
@@ -79,7 +79,7 @@ def both_ran_a_slice(greedy, ids):
 
 
 def story(admin, task_id):
-    """What was decided about a task, the first first: [(move, rule, against whose task, when)]."""
+    """Return the decisions about a task, oldest first: [(move, rule, against which task, when)]."""
     mine = [one for one in admin.items("/v1/decisions", limit=200) if one["task_id"] == task_id]
     rounds = [admin.get(f"/v1/decisions/{one['id']}") for one in reversed(mine)]
     return [_told(found["decision"], found["now_s"]) for found in rounds]
@@ -104,24 +104,24 @@ def test_who_was_idle_has_its_guarantee_within_a_slice_and_nobody_loses_a_step(
 
         mine = ended(idle, submit(idle, "guaranteed", steps=30))
 
-        # It waited no longer than a slice may last, from being there to the decision.
+        # From submission to decision it waited no longer than a slice may last.
         launch = next(one for one in story(admin, mine["id"]) if one[0] == "Launch")
         _, rule, victim, decided_s = launch
         assert decided_s - seconds(mine["submitted_at"]) <= settings().slice_max_s
-        # The story: whose device it was, by which rule it went, and to whom.
+        # The story: which task's device it was, by which rule it went, and to which task.
         assert rule == "F5"
         greedy_tasks = {task_of(greedy, id)["id"]: id for id in ids}
         assert victim in greedy_tasks
         given_up = [one for one in story(admin, victim) if one[0] == "Pause"]
         assert ("Pause", "F5", mine["id"], decided_s) in given_up
-        # Its owner is told by which rule, and of the other only that it is another tenant.
+        # The victim's owner sees the rule, and of the other task only that it is another tenant's.
         told = [one for one in greedy.items("/v1/decisions") if one["task_id"] == victim]
         assert [one["against"]["task_id"] for one in told if one["rule"] == "F5"] == [None]
-        # F6: it had held it for a full slice.
+        # F6: the victim had held its device for a full slice.
         held = [p for p in greedy.items(f"/v1/tasks/{victim}/placements") if p["end"] == "paused"]
         assert min(p["held_us"] for p in held) >= settings().slice_min_s * 1e6
 
-        # And nothing is lost: every task of the other ends as if nothing had happened.
+        # And nothing is lost: every task of the victim's tenant ends as if nothing had happened.
         for id in ids:
             task = ended(greedy, id)
             assert task["result"] == undisturbed

@@ -1,4 +1,4 @@
-"""A gang that is too wide for any island takes its tickets on two, and its bits never show it.
+"""A gang that is too wide for any island takes its tickets on two; its bits never depend on it.
 
 Through HTTP alone; each island has a scheduler of its own and two devices.
 """
@@ -77,7 +77,8 @@ def test_it_is_paused_with_its_tickets_and_goes_on_without_losing_a_step(islands
         client.post(f"/v1/requests/{id}/release")
     client.wait_until(id, runs, timeout_s=REST_S)
     (ticket,) = tickets(client.request(id))
-    client.post(f"/v1/tasks/{ticket['id']}/pause")  # one ticket alone: its gang gives way, too
+    # only one ticket is paused, but its whole gang gives way
+    client.post(f"/v1/tasks/{ticket['id']}/pause")
     request = client.wait_until(id, nobody_sits, timeout_s=REST_S)
     told = client.get(f"/v1/tasks/{gang(request)['id']}/explain")["reasons"]
     assert (told[0]["code"], told[0]["change"]["value"]) == ("TICKETS", ["east"])
@@ -91,7 +92,7 @@ def nobody_sits(request):
 
 
 def test_two_such_gangs_and_the_jobs_of_others_take_turns(islands, undisturbed):
-    """Each island by its own fair share; nobody waits for ever, nobody loses a step."""
+    """Let each island follow its own fair share: all tasks end, and no task loses a step."""
     system, _ = islands
     alpha, beta = system.client("alpha"), system.client("beta")
     wides = {wide(client, "turns"): client for client in (alpha, beta)}

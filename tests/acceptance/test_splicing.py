@@ -1,4 +1,4 @@
-"""A job of several ranks holds what nobody asks for, and gives it back; its bits never show it.
+"""A job of several ranks borrows idle devices and gives them back; its bits never depend on it.
 
 Through HTTP alone, on two CPU devices.
 """
@@ -15,7 +15,7 @@ REST_S = 60.0
 
 @pytest.fixture(scope="module")
 def undisturbed(system):
-    """What the job ends with on one device, as quick as it can."""
+    """Return the finished job on one device, without sleeps in its steps."""
     client = system.client("alpha")
     return client.wait(train(client, "splice-alone", step_s=0.0), timeout_s=REST_S)["tasks"][0]
 
@@ -37,7 +37,7 @@ def until_held(client, id, devices):
 
 
 def ended_right(client, id, undisturbed):
-    """It is done, with the bits of who was left alone; no step of it ran twice."""
+    """Assert that the job is done with the bits of the undisturbed job; returns its task."""
     request = client.wait(id, timeout_s=2 * REST_S)
     task = request["tasks"][0]
     assert (request["state"], task["result"]) == ("done", undisturbed["result"]), task

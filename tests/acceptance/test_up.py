@@ -25,7 +25,7 @@ def home():
 
 
 def family(home: Path) -> list[str]:
-    """Every process of this machine that names `home` in its command line or environment."""
+    """Return every process of this machine that names `home` in its command line or environment."""
     found = []
     for process in psutil.process_iter():
         try:

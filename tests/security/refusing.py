@@ -1,4 +1,4 @@
-"""Turn into another program, under a seccomp filter that refuses what Docker's default refuses.
+"""Run another program under a seccomp filter that refuses what Docker's default refuses.
 
     python -m tests.security.refusing PROGRAM ARGUMENT...
 
@@ -14,7 +14,7 @@ import platform
 import struct
 import sys
 
-_REFUSED = {  # on x86-64, on arm64
+_REFUSED = {  # system call numbers on x86-64, on arm64
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),

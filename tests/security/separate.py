@@ -1,4 +1,4 @@
-"""A device in a process of its own, with a job that asked to outlive it.
+"""Run a device in a process of its own, with a job that asks to outlive it.
 
 python -m tests.security.separate HOME [--sandbox off]
 """

@@ -39,8 +39,9 @@ _hop: ContextVar[object] = ContextVar("hop")
 
 @pytest.fixture
 def carried(committed: None) -> list[str]:
-    """Statements after which a connection was given back in another piece of work than it was
-    taken in.  Each piece of work of a thread has a copy of the context of its own.
+    """Record statements after which a connection was returned in another hop than it was taken in.
+
+    A hop is a piece of work of a thread, with its own copy of the context.
     """
     found: list[str] = []
     said: dict[int, str] = {}
@@ -70,7 +71,7 @@ def people_there(committed: None) -> World:
 
 
 def _paths(app: FastAPI) -> list[str]:
-    """Of every operation that reads and needs no id."""
+    """Return the paths of all operations that read and need no id."""
     paths = app.openapi()["paths"]
     return sorted(path for path, known in paths.items() if "get" in known and "{" not in path)
 
@@ -144,7 +145,7 @@ def _status(client: httpx2.Client, path: str) -> int:
 
 
 def _wait_until_idle() -> None:
-    """Open streams hold no connection once they have read what there is."""
+    """Wait until no connection is held: open streams hold none once they have read all there is."""
     until_s = time.monotonic() + 5
     while (held := db.engine().pool.checkedout()) and time.monotonic() < until_s:
         time.sleep(0.01)

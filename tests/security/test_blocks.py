@@ -1,4 +1,4 @@
-"""Who knows all that a viewer may know of a block does not get it from a device worker over TCP."""
+"""A viewer's knowledge of a block is not enough to fetch it from a device worker over TCP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def desk(tmp_path):
 
 
 def fetched(place, key, sha256=SHA256):
-    """The block, as a device worker takes it; raises OSError."""
+    """Fetch the block as a device worker does; raises OSError."""
     with links.at_desk(links.BLOCK, place, key, sha256) as sock:
         size = int.from_bytes(links.read(sock, 8), "big")
         return links.read(sock, size)
@@ -35,7 +35,7 @@ def test_whoever_was_told_the_key_gets_it(desk):
 
 def test_a_hash_an_address_and_a_public_key_are_not_enough(desk, tmp_path):
     public = Signer.at(tmp_path / "signing.key").public
-    before = Giver(filled(tmp_path / "before"))  # the worker before this one: its secret is over
+    before = Giver(filled(tmp_path / "before"))  # the worker before this one, with another secret
     before.close()
     guesses = {
         "nothing": "00" * 32,
@@ -54,7 +54,7 @@ def test_a_hash_an_address_and_a_public_key_are_not_enough(desk, tmp_path):
 
 
 def test_a_handshake_that_was_heard_opens_nothing_again(desk, monkeypatch):
-    """What a taker sent once is sent once more: the challenge is another one."""
+    """Replay a reader's recorded messages: they fail, because the challenge is a new one."""
     heard = []
     sendall = socket.socket.sendall
     monkeypatch.setattr(

@@ -1,7 +1,7 @@
-"""What a body costs the API grows no faster than its length, and stays small.
+"""The API's cost of a body grows no faster than its length, and stays small.
 
-CPU time is compared with that of the same bytes as a text, so that a busy or slow machine fails
-nothing.
+CPU time is compared with that of the same bytes as one text, so a busy or slow machine fails no
+test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What docker-compose.yml promises, read from it; `test_device_compose` tries it."""
+"""The promises of docker-compose.yml, read from the file; `test_device_compose` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml as it is, in a real container runtime (`tests.security.compose_in_runc`)."""
+"""docker-compose.yml as shipped, in a real container runtime (`tests.security.compose_in_runc`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 URL = "http://127.0.0.1:8000"
-#: A tenant's function that looks for what it should not find, and what it found.
+#: A tenant's function that tries to reach what it should not, and returns what it reached.
 SPY = """
 import os, socket
 
@@ -71,7 +71,7 @@ def system(folder: Path, tmp_path: Path) -> Iterator[Deployment]:
 
 
 class Client:
-    """The API of the containers, asked from their network by a process of this machine."""
+    """A client of the containers' API, run in their network as a process of this machine."""
 
     def __init__(self, system: Deployment) -> None:
         self.system, self.key = system, ""
@@ -85,7 +85,7 @@ class Client:
         )
 
     def call(self, code: str) -> object:
-        """The value of an expression with the API's client as `c`."""
+        """Return the value of an expression with the API's client as `c`."""
         program = (
             "import json, os; from app.client import Client\n"
             f"with Client({URL!r}, os.environ['ROUNDHOUSE_KEY']) as c: print(json.dumps({code}))"
@@ -128,7 +128,7 @@ def test_compose_serves_tenants_behind_their_sandbox(system, tmp_path):
     until(lambda: _ready(client)["devices"]["detail"] == "2 of 2 are up")
     assert all(check["ok"] for check in _ready(client).values())
 
-    # 1. All layers stand on both devices but a user of its own, which only root can give.
+    # 1. Both devices have all layers except a user of its own, which only root can provide.
     assert _ready(client)["sandbox"]["detail"] == "local.0, local.1: its sandbox stands (required)"
     shown = client.call("[*c.items('/v1/devices')]")
     assert [device["sandbox"]["missing"] for device in shown] == [[], []]
@@ -156,7 +156,7 @@ def test_compose_serves_tenants_behind_their_sandbox(system, tmp_path):
     states = "[each['state'] for each in c.items('/v1/requests')]"
     until(lambda: set(client.call(states)) == {"done"}, 240)
 
-    # 4. Whatever takes messages is healthy, and nobody of Redis' users was refused anything.
+    # 4. All message consumers are healthy, and Redis has refused nothing to any of its users.
     for id in ("control", "island-0", "device-0", "device-1"):
         assert system.is_healthy(id, "island" if id == "island-0" else id)
     logs = "".join(log.read_text() for log in (system.folder / "logs").iterdir())
@@ -186,7 +186,7 @@ def test_without_our_seccomp_profile_a_device_refuses_to_serve(system):
 
 
 def _redis(system: Deployment, role: str, *command: str) -> str:
-    """What Redis answers a user; "" is nobody."""
+    """Return Redis' answer to a user of this role; "" stands for no user."""
     words = ["redis-cli", "--tls", "--cacert", "/run/roundhouse/secrets/ca.pem"]
     if role:
         secret = (system.volume(f"for-{role}") / "redis_url").read_text()
@@ -215,4 +215,4 @@ def test_redis_gives_each_kind_of_process_its_own_queues_and_nothing_else(system
     assert "NOPERM" in _redis(system, "device", "BRPOP", "island.local", "1")
     assert "NOPERM" in _redis(system, "api", "BRPOP", "device.h.0", "1")
     plain = system.execute("redis", ["redis-cli", "ping"])[1]
-    assert "PONG" not in plain  # without TLS nothing is answered
+    assert "PONG" not in plain  # without TLS there is no answer

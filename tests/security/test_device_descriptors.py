@@ -1,4 +1,4 @@
-"""What a tenant's process inherits cannot be used against its device worker."""
+"""Descriptors that a tenant's process inherits cannot be used against its device worker."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_descriptor_locks_held_by_a_resident_delay_no_launch(ground):
     attack(ground, "bad", "hold_descriptors")
     ground.until(lambda: ground.printed("bad"))
     done = json.loads(ground.printed("bad")[0])
-    ground.launch("t1", "jobs:Count", params={"steps": 3})  # is prepared beside it
+    ground.launch("t1", "jobs:Count", params={"steps": 3})  # is prepared at the same time
     ground.until(lambda: ground.view("t1"))
     ground.pause("bad")
     serves(ground, "t2", timeout_s=10.0)
@@ -47,7 +47,7 @@ def test_sockets_sent_by_a_resident_keep_nobody_waiting_when_they_are_closed(gro
 
 @pytest.mark.parametrize("sandbox", ["preferred", "off"])
 def test_resident_that_asked_to_outlive_its_device_worker_is_ended_by_the_next(tmp_path, sandbox):
-    """The device worker is killed; a new one serves, and the old job's process is gone."""
+    """Kill the device worker; a new one must serve, and the old job's process must be gone."""
     device = subprocess.Popen(
         [sys.executable, "-m", "tests.security.separate", str(tmp_path), "--sandbox", sandbox],
         stdout=subprocess.PIPE,

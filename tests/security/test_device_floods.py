@@ -1,4 +1,6 @@
-"""Whatever a tenant's process says on its wire, its device worker reports, launches and ends on."""
+"""A device worker reports, launches and ends tasks, whatever a tenant's process sends on its
+wire.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def ground(tmp_path_factory) -> Iterator[Ground]:
 
 
 def _failed_by(ground: Ground, do: str, **wait: float) -> tuple[Failed, float]:
-    """How the attack ended, and how long its device said nothing meanwhile."""
+    """Return how the attack ended, and the longest time in which its device did not report."""
     since = len(ground.reports)
     attack(ground, do, do)
     failed = ground.event(Failed, do, **wait)

@@ -1,4 +1,4 @@
-"""A tenant's process takes all it can: the kernel stops it, its task fails and is told why, and a
+"""A tenant's process takes all it can: the kernel stops it, its task fails with the reason, and a
 neighbour's job on the same device goes on.
 """
 
@@ -28,7 +28,7 @@ _number = count(1)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
-    """One device for all tests, whose residents may take 768 MiB each."""
+    """A device for all tests, with residents that may take 768 MiB each."""
     made = Ground(tmp_path_factory.mktemp("small"), **SMALL)
     made.open()
     yield made
@@ -42,7 +42,7 @@ def _needs(ground: Ground, *limits: str) -> None:
 
 
 def _goes_on_beside(ground: Ground, attack: str) -> Failed:
-    """How the attack ended; a neighbour steps before and after, in the same process."""
+    """Return how the attack ended; a neighbour must step before and after, in the same process."""
     number = next(_number)
     good, bad = f"good{number}", f"bad{number}"
     steps: dict[str, Any] = {"params": {"steps": 4000, "nap_s": 0.02}}

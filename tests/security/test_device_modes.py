@@ -21,7 +21,7 @@ OF_OTHERS = 0o077
 
 
 def _open_paths(root: Path) -> Iterator[str]:
-    """The paths that another account can reach and do something with, with their modes."""
+    """Yield the paths that another account can reach and use, with their modes."""
     for path in sorted(root.iterdir()):
         mode = stat.S_IMODE(path.lstat().st_mode)
         if path.is_symlink() or not mode & OF_OTHERS:
@@ -38,7 +38,7 @@ def _all_modes(root: Path) -> dict[str, int]:
 
 
 def test_a_device_worker_after_a_run_has_left_nothing_that_others_can_read(grounds, tmp_path):  # noqa: F811
-    umask = os.umask(0o022)  # a careless one
+    umask = os.umask(0o022)  # a careless umask
     try:
         ground = grounds(sandbox="preferred")
         ground.launch("t1", "jobs:Count")
@@ -56,7 +56,7 @@ def test_a_device_worker_after_a_run_has_left_nothing_that_others_can_read(groun
     store = _all_modes(home / "store")
     assert {name for name, mode in store.items() if mode not in (0o700, 0o400)} == set()
     assert len(store) > 5
-    # A resident has a user of its own, and is shown its code without passing by these folders.
+    # A resident has a user of its own, and gets its code without access to these folders.
     code = _all_modes(ground.house.folder / "code")
     assert {name for name, mode in code.items() if mode & 0o022} == set()
 

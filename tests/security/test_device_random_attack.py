@@ -1,7 +1,7 @@
-"""A job that behaves badly in ways drawn at random, beside a well-behaved one of another tenant.
+"""A job that misbehaves in ways drawn at random, beside a well-behaved job of another tenant.
 
 The neighbour loses no step, no device is silent for longer than a lease, the next job runs where
-the bad one was, and the bad job is charged for all the time that it held its device.
+the bad job was, and the bad job is charged for all the time that it held its device.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def both(tmp_path) -> Iterator[tuple[Ground, Ground]]:
 
 
 def _behave_badly(bad: Ground, dice: random.Random, number: int) -> float:
-    """One draw; how long its device was silent at most."""
+    """Play one draw; returns the longest silence of its device in seconds."""
     task, do = f"bad{number}", "+".join(dice.sample(WAYS, dice.randint(1, 3)))
     since = len(bad.reports)
     attack(bad, task, do)

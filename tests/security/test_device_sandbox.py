@@ -1,4 +1,4 @@
-"""A device whose sandbox does not stand does not serve, and says so where it is looked for."""
+"""A device with a sandbox that cannot be set up does not serve, and reports why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_device_worker_by_default_requires_its_sandbox(monkeypatch, tmp_path):
     monkeypatch.delenv("ROUNDHOUSE_SANDBOX", raising=False)
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(tmp_path))
     assert Settings().sandbox == House.of(Settings()).sandbox == "required"
-    monkeypatch.setenv("ROUNDHOUSE_SANDBOX", "on")  # a word that is none of the three
+    monkeypatch.setenv("ROUNDHOUSE_SANDBOX", "on")  # a word that is not a mode
     with pytest.raises(ValueError, match="sandbox"):
         Settings()
 
@@ -39,7 +39,7 @@ def test_the_layers_that_are_raised_are_those_that_are_told_of():
 
 
 def _reports(home: Path, mode: str) -> tuple[list[dict[str, object]], str, str]:
-    """What a device told its island where namespaces are refused, how it ended, and its log."""
+    """Run a device where namespaces are refused; returns its reports, its end and its log."""
     words = (*REFUSING, sys.executable, "-m", "tests.security.one_device", str(home), mode)
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     *reports, end = done.stdout.splitlines()

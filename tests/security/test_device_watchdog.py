@@ -1,4 +1,4 @@
-"""A supervisor that hangs is ended, and with it all that it holds."""
+"""A supervisor that hangs is ended, together with everything that it holds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_hanging_supervisor_is_ended_with_its_residents(tmp_path, monkeypatch):
     after.open()
     try:
         assert after.reports[0].hung == [["t1", 1]]
-        after.until(lambda: not after.reports[-1].hung)  # it was answered
+        after.until(lambda: not after.reports[-1].hung)  # the island has confirmed the report
         assert not after.supervisor._hung_file.exists()
     finally:
         after.close()

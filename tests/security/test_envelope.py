@@ -1,4 +1,4 @@
-"""What is signed is opened only by whom it is for, and only if the right key signed it."""
+"""A signed message is opened only by its recipient, and only if the right key signed it."""
 
 from __future__ import annotations
 

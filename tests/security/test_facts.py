@@ -1,4 +1,4 @@
-"""What a device says of itself is shown as far as everybody may know it, and nothing else of it."""
+"""Of the facts that a device reports, only those on an allow-list are shown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = ("/ui/", "/ui/requests", "/ui/devices", "/ui/decisions", "/ui/datablocks
 
 @pytest.fixture
 def told(session, submitted):
-    """Devices that say all of it, as those of an older version did, too."""
+    """Make devices report all of these facts, as devices of an older version did."""
     said = {"facts": FACTS, "links": [ADDRESS, 54321], "secret": SECRET}
     session.execute(update(Device).values(**said))
     _settle(session, submitted, ended=True)

@@ -1,6 +1,6 @@
-"""Somebody who may read and write all of Redis, and a whole system: nothing is run, told or ended.
+"""An intruder who can read and write all of Redis cannot run, report or end anything.
 
-What they can do is forge, change, redirect and repeat what travels, and fill queues with garbage.
+The intruder can forge, change, redirect and repeat messages, and fill queues with garbage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STAYS = {"command": ["sh", "-c", "echo began; sleep 300"]}
 
 
 class Intruder:
-    """Reads all that is sent over Redis, and writes there whatever they like."""
+    """Reads all that is sent over Redis, and writes anything there."""
 
     def __init__(self, url, folder):
         self.redis = redis.Redis.from_url(url, socket_timeout=60.0)
@@ -50,7 +50,7 @@ class Intruder:
         self._listener.start()
 
     def close(self):
-        """Listen no more."""
+        """Stop listening."""
         for client in self.redis.client_list():
             if client["cmd"] == "monitor":
                 self.redis.client_kill_filter(_id=client["id"])
@@ -64,7 +64,9 @@ class Intruder:
                     self.seen.append((command[1], command[2].encode("latin-1")))
 
     def news(self, device, *messages, signer=None, instead=None):
-        """Send it to a device; `instead` is a key that the text names in place of the signer's."""
+        """Send news to a device; `instead` is a key to name in the text instead of the signer's
+        key.
+        """
         text = sealed_news(signer or self.signer, device, [encode(each) for each in messages])
         self._send(broker.DEVICE_NEWS, broker.device_queue(device), text, instead)
 
@@ -78,7 +80,9 @@ class Intruder:
         broker.send(self.celery, name, queue, text)
 
     def repeat(self, *, elsewhere):
-        """All that was seen so far once more; `elsewhere` maps queues to where it goes instead."""
+        """Send all recorded messages again; `elsewhere` maps queues to the queues to use
+        instead.
+        """
         for queue, item in [*self.seen]:
             self.redis.lpush(elsewhere.get(queue, queue), item)
 
@@ -118,7 +122,7 @@ def victim(system, intruder):
 
 
 def believed(system, device):
-    """(its key, its process, when it was heard) by the database."""
+    """Return the device's key, its process and when it was heard, from the database."""
     url = system.handle.facts["database_url"].replace("postgresql+psycopg", "postgresql", 1)
     query = "select facts->>'key', incarnation, heard_us from devices where id = %s"
     with psycopg.connect(url) as connection:
@@ -130,7 +134,7 @@ def island_key(system):
 
 
 def beats(system, device):
-    """Wait until the device was heard twice more: what was in its queues was read by then."""
+    """Wait until the device was heard twice more, so that its queues have been read."""
     for _ in range(2):
         before = believed(system, device)[2]
         assert system.until(lambda before=before: believed(system, device)[2] > before)
@@ -150,7 +154,7 @@ def assert_nothing_came_of_it(system, victim, pids):
 
 
 def launch_of(task, incarnation, **more):
-    """As the intruder of old: any tenant's running task, and every tenant's store at /code."""
+    """Return a Launch as an old intruder used it: any task, with every tenant's store at /code."""
     given = {
         "tenant": "ten", "run": {"command": ["sh", "-c", "echo FORGED; ls -R /code"]},
         "bundle": "../../../store", "params": {}, "inputs": {}, "outputs": [], "world_size": 1,
@@ -218,7 +222,7 @@ def test_what_was_sent_changes_nothing_if_it_is_repeated_or_sent_elsewhere(
 
 def test_garbage_ends_no_worker(system, intruder, victim):
     pids = system.handle.pids()
-    intruder.close()  # it would read all of it
+    intruder.close()  # else it would read all of the garbage
     for queue in ("control", "island.local", "device.local.0", "device.local.1"):
         for item in GARBAGE.values():
             intruder.redis.lpush(queue, item)
@@ -230,7 +234,7 @@ def test_garbage_ends_no_worker(system, intruder, victim):
 
 
 def test_what_a_process_heard_is_nothing_to_the_one_after_it(system, intruder, victim):
-    """Its orders and its words, repeated when its successor is there."""
+    """Repeat a process's orders and reports when its successor is there."""
     request, task, device = victim
     old = [*intruder.seen]
     name = f"device.{device.rpartition('.')[2]}"

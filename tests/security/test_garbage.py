@@ -1,4 +1,4 @@
-"""Whatever somebody puts into a queue is thrown away by a real worker over a real Redis."""
+"""A real worker over a real Redis discards any garbage in its queue."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUEUE = "spoilt"
 
 
 def as_sent(**changed):
-    """A message as it lies in Redis; `changed` replaces parts, and None takes one away."""
+    """Return a message as it is stored in Redis; `changed` replaces parts, and None removes one."""
     text = changed.pop("text", b"bad")
     message = {
         "body": base64.b64encode(text).decode(),
@@ -148,7 +148,8 @@ def test_worker_survives_whatever_lies_in_its_queue(servers, worker):
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_refused_before_celery_sees_it(name, monkeypatch):
     monkeypatch.setattr(broker, "HEARD", {"say"})
-    harmless = {"an expiry that is none", "an expiry without a zone"}  # heard, and thrown away then
+    # these are accepted here, and discarded later
+    harmless = {"an expiry that is none", "an expiry without a zone"}
     if name in harmless:
         assert broker.checked([b"q", GARBAGE[name]]) is not None
         return

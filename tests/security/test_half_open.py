@@ -1,4 +1,6 @@
-"""A connection that is never a call costs little, and ends; raw sockets against a real server."""
+"""A connection that never becomes a call costs little, and ends; raw sockets against a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Hasty(BoundedProtocol):
 
 
 async def echo(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-    """Answers with as many bytes as came, or with as many as the path says."""
+    """Answer with as many bytes as came, or with as many as the path says."""
     size, more = 0, True
     while more:
         message = await receive()
@@ -75,7 +77,7 @@ def connected(port: int) -> socket.socket:
 
 
 def is_closed(connection: socket.socket, within_s: float = LONGEST_S) -> bool:
-    """Reads what comes; True once the server has closed the connection."""
+    """Read what comes; True once the server has closed the connection."""
     until_s = time.monotonic() + within_s
     while (left_s := until_s - time.monotonic()) > 0:
         if select.select([connection], [], [], left_s)[0]:
@@ -90,7 +92,7 @@ def is_closed(connection: socket.socket, within_s: float = LONGEST_S) -> bool:
 def sent_until_closed(
     connection: socket.socket, piece: bytes, *, times: int, pause_s: float = 0.0
 ) -> int:
-    """How many pieces could be sent."""
+    """Return how many pieces could be sent."""
     for n in range(times):
         try:
             connection.sendall(piece)

@@ -1,4 +1,4 @@
-"""Strangers at the door of a device worker keep no real peer out."""
+"""Strangers that connect to a device worker do not keep real peers out."""
 
 from __future__ import annotations
 

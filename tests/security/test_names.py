@@ -21,7 +21,7 @@ HOSTILE = [
     "x" * 5000, "a:b", "~root", "%2e%2e", "\uff0e\uff0e", "\ud800", 7, None, True, [], {}, ["a"],
 ]  # fmt: skip
 
-#: Fields and the way to a name in them; `KEY` stands for the name of a member.
+#: Message kinds and the path to a name in them; `KEY` stands for the name of a member.
 KEY = object()
 NAMES: list[tuple[str, list[Any]]] = [
     *(("Launch", [name]) for name in ("task", "tenant")),
@@ -62,12 +62,12 @@ NAMES: list[tuple[str, list[Any]]] = [
     ("Failed", ["outputs", "artifacts.zip", "sha256"]),
 ]
 
-#: What none may be is no name at all here.
+#: Names that may be empty, which then means none.
 MAY_BE_EMPTY = {"bundle", "secret"}
 
 
 def spoilt(kind: str, way: list[Any], name: Any) -> Any:
-    """A good message in which one name is another."""
+    """Return a valid message with one name replaced."""
     body = copy.deepcopy(encode(sample(_KINDS[kind])))
     *on_the_way, last = way
     inner = body
@@ -108,7 +108,7 @@ def test_hostile_name_is_refused(kind: str, way: list[Any]) -> None:
 def test_what_is_run_has_one_of_four_forms(run: Any) -> None:
     body = {**encode(sample(Launch)), "run": run}
     if run == {"function": "os.path:__", "x": 1}:
-        decode(body)  # what a graph's leg says besides
+        decode(body)  # further fields are allowed: a graph's partition has some
         return
     with pytest.raises(BadMessage):
         decode(body)

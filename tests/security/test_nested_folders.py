@@ -1,4 +1,4 @@
-"""What a tenant leaves in its folder is removed, however deep it nests."""
+"""Files that a tenant leaves in its folder are removed, however deep it nests folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any number that a tenant's metrics, results or parameters hold is shown; no reader fails."""
+"""Any number in a tenant's metrics, results or parameters is shown; no reader fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System calls that no computation needs, tried behind the filter in a process of our own."""
+"""System calls that no computation needs, called behind the filter in a process of our own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = {
 
 
 def _behind_the_filter(run: Callable[[], int]) -> int:
-    """What `run` returned there; its number must be below 256."""
+    """Return the value that `run` returned behind the filter; it must be below 256."""
     child = os.fork()
     if not child:
         try:
@@ -46,7 +46,9 @@ def _behind_the_filter(run: Callable[[], int]) -> int:
 
 
 def _call(number: int) -> int:
-    """Its error, with arguments of which the kernel would say something else than EPERM."""
+    """Return the call's errno; for these arguments an unfiltered kernel gives another errno than
+    EPERM.
+    """
     found = _libc.syscall(number, 0, 0, 0, 0, 0, 0)
     return ctypes.get_errno() if found < 0 else 0
 
@@ -82,7 +84,7 @@ def test_a_socket_that_no_computation_needs_is_refused(family, protocol):
 
 
 def test_what_a_computation_needs_is_there():
-    """Sockets, threads, POSIX shared memory, pidfds of its own children, memfds."""
+    """Use sockets, threads, POSIX shared memory, pidfds of own children, memfds."""
 
     def use() -> int:
         for family in (socket.AF_UNIX, socket.AF_INET):

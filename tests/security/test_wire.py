@@ -1,4 +1,4 @@
-"""The device worker's end of the socket to a tenant's process neither waits nor works long."""
+"""The device worker's end of the socket to a tenant's process neither blocks nor works long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong keys are slowed by address, counted, and recorded within bounds."""
+"""Wrong keys are rate-limited by address, counted, and recorded within bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 3
 
 @pytest.fixture
 def limited(servers, environment, monkeypatch):
-    monkeypatch.setattr(rates, "TIMEOUT_S", 30.0)  # on a busy machine, too, Redis is waited for
+    monkeypatch.setattr(rates, "TIMEOUT_S", 30.0)  # so that Redis is awaited on a busy machine, too
     monkeypatch.setenv("ROUNDHOUSE_WRONG_KEYS_PER_MIN", str(LIMIT))
     monkeypatch.setattr(wrong_keys, "guard", wrong_keys._Guard())
     monkeypatch.setattr(audit, "_lately", audit._Lately())
@@ -33,7 +33,7 @@ def limited(servers, environment, monkeypatch):
 
 
 def wrong_key() -> str:
-    """A key that looks right and that nobody was given."""
+    """Return a well-formed key that was never issued."""
     bare = f"rh_{_random(8)}_{_random(43)}"
     return bare + _check(bare)
 

@@ -1,4 +1,4 @@
-"""What takes a datablock and publishes one, slowly enough to be killed meanwhile."""
+"""A job and a function that read and publish datablocks, slow enough to be killed meanwhile."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Total:
-    """The sum of all rows, a row a step; publishes the sums on the way."""
+    """Adds up all rows, a row per step; publishes the running sums."""
 
     def __init__(self, ctx, *, step_s=0.02):
         self.rows, self.step_s = ctx.datablock("rows"), step_s

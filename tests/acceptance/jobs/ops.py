@@ -1,4 +1,4 @@
-"""Functions of a graph for the acceptance tests; the nodes of its chain say when they ran."""
+"""Functions of a graph for the acceptance tests; the nodes of its chain print when they run."""
 
 import time
 
@@ -41,7 +41,7 @@ def finish(ctx, state):
 
 
 def stage(ctx, *, nap_s, x=None, y=None, n=0):
-    """One of a pipeline: it says when it ran, and mixes what it is given with numbers it draws."""
+    """A node of a pipeline: print when it runs, and mix its inputs with random numbers."""
     say("begin", n)
     time.sleep(nap_s)
     given = [one for one in (x, y) if one is not None]

@@ -1,4 +1,4 @@
-"""Jobs for the acceptance tests: small, exact, and talkative about when they ran."""
+"""Jobs for the acceptance tests: small, exact, and printing when each step runs."""
 
 import hashlib
 import os
@@ -7,7 +7,7 @@ import time
 
 import torch
 
-PROCESS = int.from_bytes(os.urandom(4))  # behind the walls every process is number 1
+PROCESS = int.from_bytes(os.urandom(4))  # in the sandbox every process has number 1
 
 
 def say(what, step):
@@ -15,10 +15,10 @@ def say(what, step):
 
 
 class Train:
-    """A small net with dropout, momentum and three sources of chance.
+    """A small net with dropout, momentum and three sources of random numbers.
 
-    Every step says when it began and ended, so that a reader of the log can tell whether two
-    processes ever ran the same task at once.
+    Every step prints when it began and ended, so that a reader of the log can tell if two processes
+    ever ran the same task at once.
     """
 
     def __init__(self, ctx, *, steps=100, seed=0, step_s=0.02):
@@ -32,7 +32,7 @@ class Train:
 
     def step(self, ctx):
         say("begin", ctx.step)
-        time.sleep(self.step_s)  # the weight of a real step, without the heat
+        time.sleep(self.step_s)  # the duration of a real step, without the load
         x = torch.randn(8, 16) + random.random()
         loss = self.net(x).square().mean()
         loss.backward()
@@ -62,7 +62,7 @@ def digest(net):
 
 
 class Ranks:
-    """Plain data parallel training; every rank has chance and data of its own."""
+    """Plain data parallel training; every rank has random numbers and data of its own."""
 
     def __init__(self, ctx, *, steps=60, step_s=0.02):
         self.steps, self.step_s = steps, step_s

@@ -1,4 +1,4 @@
-"""Jobs that attack their device worker with what a tenant's process has at hand."""
+"""Jobs that attack their device worker with the means of a tenant's process."""
 
 import fcntl
 import json
@@ -11,13 +11,13 @@ import struct
 import threading
 import time
 
-SLAB_INDEX_BYTES = 24 * 2**20  # as workers.slab says
+SLAB_INDEX_BYTES = 24 * 2**20  # as in workers.slab
 INDEX_BYTES = 20 * 2**20
 F_ADD_SEALS, F_SETLEASE, F_NOTIFY, SO_LINGER = 1033, 1024, 1026, 13
 
 
 def descriptors():
-    """All that are open here, but the one that lists them."""
+    """Return all open descriptors, except the one that lists them."""
     found = [int(name) for name in os.listdir("/proc/self/fd")]
     return [number for number in found if os.path.lexists(f"/proc/self/fd/{number}")]
 
@@ -30,7 +30,7 @@ def is_socket(number):
 
 
 def control():
-    """The socket between this process and its device worker."""
+    """Return a duplicate of the socket between this process and its device worker."""
     number = min(number for number in range(3, 64) if is_socket(number))
     return socket.socket(fileno=os.dup(number))
 
@@ -49,7 +49,7 @@ def progress(**more):
 
 
 def send_all(sock, data):
-    """As fast as the other side reads; returns when it does not any more."""
+    """Send as fast as the other side reads; returns when it no longer does."""
     sock.setblocking(True)
     try:
         while True:
@@ -58,11 +58,11 @@ def send_all(sock, data):
         return
 
 
-# --- what a job does in its second step -----------------------------------------------------------
+# --- the attacks in a job's second step -----------------------------------------------------------
 
 
 def hold_descriptors():
-    """Try on each descriptor whatever could make another holder wait, or die."""
+    """Try on each descriptor everything that could make another holder wait, or die."""
     done = {}
     for number in descriptors():
         tries = {
@@ -86,7 +86,7 @@ def hold_descriptors():
 
 
 def send_lingering_sockets():
-    """Give away the last descriptor of a socket whose close waits until its peer has read."""
+    """Send the last descriptor of a socket with a close that waits until its peer has read."""
     server = socket.create_server(("127.0.0.1", 0))
     ours = socket.create_connection(server.getsockname())
     theirs, _ = server.accept()
@@ -110,7 +110,7 @@ def send_lingering_sockets():
 
 
 def outlive_the_device():
-    """Ask the kernel not to end us with our parent."""
+    """Ask the kernel not to end this process with its parent."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
@@ -118,7 +118,7 @@ def outlive_the_device():
 
 
 def send_descriptors():
-    """With each byte of a frame as many descriptors as the kernel takes."""
+    """Send with each byte of a frame as many descriptors as the kernel accepts."""
     sock = control()
     for byte in framed(bytes(60_000)):
         try:
@@ -129,12 +129,12 @@ def send_descriptors():
 
 
 def flood_with_lists():
-    """As many containers in each frame as it holds."""
+    """Send frames with as many containers as fit."""
     flood(progress(metrics={str(n): [] for n in range(4_000)}))
 
 
 def flood_with_short_lists():
-    """Frames that are just about taken."""
+    """Send frames that are only just accepted."""
     flood(progress(metrics={str(n): n for n in range(1_900)}))
 
 
@@ -143,7 +143,7 @@ def flood_with_short_frames():
 
 
 def flood_with_parts():
-    """A long message that is never whole, then one of empty lists."""
+    """Send parts of a message that never completes."""
     flood(frame({"is": "part", "text": "[" * 50_000, "last": False}))
 
 
@@ -173,7 +173,7 @@ def print_without_end():
 
 
 def lie_about_memory():
-    """Say that more is held than any device has, then be paused without an image."""
+    """Report more memory than any device has, then claim to be paused without an image."""
     sock = control()
     sock.sendall(progress(memory_bytes=2**61, spilled_bytes=2**61))
     print("lied", flush=True)
@@ -183,7 +183,9 @@ def lie_about_memory():
 
 
 def await_word(word):
-    """Read from the device worker, in its stead, until it says this."""
+    """Read the device worker's messages, before the resident's own code can, until this word
+    comes.
+    """
     sock, heard = control(), b""
     while word not in heard:
         heard += sock.recv(1 << 16)
@@ -195,7 +197,7 @@ def never_read():
 
 
 def send_index_of_lists():
-    """An index of an image that is one long JSON text of empty lists."""
+    """Write an index of an image that is one long JSON text of empty lists."""
     slab = next(n for n in descriptors() if "slab" in os.readlink(f"/proc/self/fd/{n}"))
     at = os.fstat(slab).st_size - SLAB_INDEX_BYTES
     piece = b"[]," * (1 << 20)
@@ -212,7 +214,7 @@ def block_signals():
 
 
 def fork_children():
-    """Processes that leave their parent, and go on."""
+    """Start processes that leave their parent, and go on."""
     for _ in range(30):
         try:
             if not os.fork():
@@ -231,7 +233,7 @@ def fill_disk():
 
 
 def nest_folders():
-    """Deeper than a path may be long, or a recursion deep."""
+    """Make folders nested deeper than a path may be long, or a recursion deep."""
     for _ in range(1_500):
         os.mkdir("d")
         os.chdir("d")
@@ -265,7 +267,7 @@ def kill_everything():
 
 
 def hold_the_interpreter():
-    """One call that lets no other thread of this process run."""
+    """Make one call that lets no other thread of this process run."""
     sum(range(10**12))
 
 
@@ -315,7 +317,7 @@ class Attack:
 
 
 class Steady:
-    """A well-behaved neighbour: it prints when each step began."""
+    """A well-behaved neighbour, which prints when each step began."""
 
     def __init__(self, ctx, steps=10**9, nap_s=0.02):
         self.steps, self.nap_s = steps, nap_s
