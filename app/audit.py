@@ -1,10 +1,10 @@
 """The audit log: actions of people as administrators, as a chain of rows that nothing may change.
 
-A call identifies itself (`begin`).  From then on its session records by itself the changes of rows
-of WATCHED models.  (Only changes of objects: a bare `update()` would not be seen.) The session must
-be told if a person requests an action on another user's work (`asked`), or reads what belongs to
-another tenant (`looked`).  All of it is written right before the commit, in the same transaction:
-an action and its record are committed together, or not at all.
+A call identifies itself (`begin`).  From then on its session automatically records the changes of
+rows of WATCHED models.  It sees changes of objects only, not those of a bare `update()`.  Two kinds
+of events must be reported: a requested action on another user's work (`asked`), and a read of what
+belongs to another tenant (`looked`).  All of it is written right before the commit, in the same
+transaction: an action and its record are committed together, or not at all.
 
 There is one chain, and so one writer at a time, from reading the chain's end to the commit.  No
 lock is taken after this one, so it delays only other audited calls.  Submitting users, islands,

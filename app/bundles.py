@@ -1,8 +1,8 @@
 """Uploaded code: inspected without running or unpacking it, and stored under its SHA-256.
 
 A bundle is a zip, a tar or a tar.gz of plain files.  It is refused, naming the member, if a member
-could end up outside its folder, is not a plain file, or collides with another name, or if the
-bundle unpacks to more than the limits.  The limits count bytes as they are read and trust no
+could end up outside its folder, is not a plain file, or collides with another name.  It is also
+refused if it unpacks to more than the limits, which count bytes as they are read and trust no
 header.
 
 Entry points are found by parsing.  A top-level class with a `step` method (its own, or inherited

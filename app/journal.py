@@ -7,9 +7,8 @@ one scheduler writes at a time:
 * `store(plan)` writes what was decided, and the orders that follow from it;
 * `record(alive)` writes what a device reports, and builds the answer.
 
-Every event is fenced.  An event counts only if it comes from the task's present epoch and from the
-process that holds the task, and if it carries the next `seq`.  Any other event is history and
-changes nothing.
+Every event is fenced.  It counts only if it comes from the task's present epoch and from the
+process that holds the task, with the next `seq`.  Any other event is history and changes nothing.
 
 Actions that users request lock tasks too: the tasks of one request, in the order of their ids.  To
 avoid a deadlock, `record` (or `lock`, for several heartbeats) locks in the same order, and at once,
@@ -478,7 +477,8 @@ def _order_hosts(
     hosts: Sequence[Sequence[Device]],
     **details: Any,
 ) -> None:
-    """Order the task's home device to seat its ranks, and launch remote ranks on each other host.
+    """Order the home device to place its ranks on these hosts; launch remote ranks on the other
+    hosts.
 
     A new secret authenticates the hosts to each other, so a worker that obeys an older order cannot
     join.

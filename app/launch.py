@@ -1,7 +1,7 @@
 """Build Launch orders: the task's descriptor with everything that it refers to looked up.
 
 Task descriptors (US20170329632A1): the preset parameters of the task's type are looked up here, at
-the moment of the launch, and configured on the device that will run the task.
+the moment of the launch.  They are configured on the device that will run the task.
 """
 
 from __future__ import annotations
