@@ -179,8 +179,8 @@ def verify_audit_events(
     """Reads the chain from its beginning, or from a `known` record, and names the first record that
     was changed, inserted or removed.
 
-    Keep `known` where this database's administrators cannot write.  Without it, a log whose end was
-    cut off, or which was written anew as a whole, cannot be detected.
+    Keep `known` where this database's administrators cannot write.  Without it, the
+    verification cannot detect that the end was cut off, or that the whole log was written anew.
     """
     id, _, hash = (known or "").partition(":")
     found = audit.verified(session, Known(int(id), hash) if known else Known())

@@ -51,7 +51,7 @@ _ID_LENGTH, _SECRET_LENGTH, _CHECK_LENGTH = 8, 43, 6
 class Caller:
     """The user or program that makes a call.
 
-    `scopes` are the only ones that the key has, or None if it has all; `service`: a program.
+    `scopes` are those to which its key is narrowed, None if it is not; `service`: a program.
     `in_root`: of the root tenant, which owns no share and so cannot submit work.
     """
 

@@ -211,7 +211,7 @@ def change_device(
 def cordon_device(
     id: str, response: Response, caller: PlatformAdmin, session: Db
 ) -> dict[str, Any]:
-    """Moves the device's tasks to free devices, or pauses them at their next safe point."""
+    """Moves its tasks to free devices while they run, or pauses them at their next safe point."""
     return _cordon_device(session, response, caller, id, True)
 
 

@@ -25,7 +25,7 @@ KNOWN_S = 1.0
 KEPT = 10_000
 
 _TELLING: tuple[type[Base], ...] = (ApiKey, User, Tenant)
-_CHANGED = "callers"  # key in `session.info`: the session changed rows of these tables
+_CHANGED = "callers"  # key in `session.info`: the session changed rows of _TELLING
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Readiness(BaseModel):
 
 @router.get("/livez", response_model=Alive, summary="Is the process alive?")
 async def get_livez() -> Alive:
-    """Checks nothing else, and needs no thread and no connection."""
+    """Answers without any check, and needs no thread and no connection."""
     return Alive()
 
 

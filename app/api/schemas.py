@@ -860,7 +860,7 @@ class KeyIn(In):
 
 
 class RotateKeyIn(In):
-    """The new key's life; without `expires_at` it lasts as long as that of the old key."""
+    """A new key's terms; without `expires_at` its lifetime is that of the old key."""
 
     model_config = example(overlap_s=3600)
     overlap_s: float = Field(

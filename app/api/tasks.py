@@ -185,7 +185,7 @@ def list_placements(id: str, paging: Paged, caller: Authed, session: Db) -> dict
     return paging.read(session, query, by=Placement.id, newest_first=True).page()
 
 
-# --- wishes -------------------------------------------------------------------------------------
+# --- requested actions --------------------------------------------------------------------------
 
 
 def _after(session: Session, task: Task) -> TaskOut:
@@ -302,7 +302,10 @@ def _must_fit(session: Session, task: Task, to: str) -> None:
     responses=declared(403),
 )
 def cancel_task(id: str, caller: Authed, session: Db) -> TaskOut:
-    """Cancels the task; tasks that need it fail.  To cancel it twice is no error."""
+    """Cancels the task; tasks that need it fail.
+
+    To cancel it twice, or after its end, is no error.
+    """
     task = task_to_act_on(session, caller, id)
     wishes.cancel_task(session, task, by=caller.user_name)
     return _after(session, task)

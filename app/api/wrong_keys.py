@@ -3,10 +3,10 @@
 Every wrong key, token or browser session takes one from a bucket of the caller's address
 (`app.rates`, in Redis, so that all API processes count together).  Once the bucket is empty, this
 process rejects unknown credentials from that address, without a query, until the bucket fills
-again. Keys that were valid before still work from there.
+again.  Keys that were valid before still work from there.
 
 A flood writes few records: one per key or address in a minute, and at most RECORDS_PER_MIN in
-total. Each record says how many wrong keys this process has seen since the record before it.
+total.  Each record says how many wrong keys this process has seen since the record before it.
 """
 
 from __future__ import annotations

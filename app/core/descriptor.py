@@ -83,7 +83,7 @@ class Run:
     """What a task runs: `kind` is one of RUNS; `entry` is "module:Name", or `argv` for a command.
 
     `graph` is "sha256:<hex>" of a stored graph of the tenant, or a graph as JSON
-    (`core.taskgraph`). `part` is the part of the graph that a leg runs (`core.legs`).  `took_ms`
+    (`core.taskgraph`).  `part` is the part of the graph that a leg runs (`core.legs`).  `took_ms`
     and `made_bytes` are how long the graph's nodes took before, and how large their blocks were.
     These three are computed, so `parse` rejects them.
     """

@@ -156,7 +156,7 @@ class Started(Event):
     switch_us: int = 0
     input_bytes: int = 0  # bytes of all inputs
     fetched_bytes: int = 0  # bytes of the inputs that were read from the store
-    ways: JSON = field(default_factory=dict)  # port -> the WAY by which its input came
+    ways: JSON = field(default_factory=dict)  # port -> one of WAYS, by which its input came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +312,7 @@ class Alive:
     """All that a device holds, at this instant of its own monotonic clock.
 
     `incarnation` names the device worker's process and sorts after those of all processes before
-    it. `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
+    it.  `facts` describe the device: host, island, kind, threads, memory_bytes, sandbox, torch.
     `ahead` are the images of expected tasks that are here: {"task", "sha256", "bytes", "us"};
     `bytes` had to be fetched for the image, which took `us`.  Other hosts reach the device worker
     at `links`, [address, port].  `secret` opens the blocks that it gives (`workers.giving`).

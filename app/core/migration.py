@@ -27,7 +27,7 @@ from app.core.lifecycle import State
 
 JSON = dict[str, Any]
 
-ANYWHERE = "*"  # target of a wish: any other device that is free
+ANYWHERE = "*"  # target of a move: any other device that is free
 MOVABLE = "move"  # the capability that a job needs to be moved
 
 

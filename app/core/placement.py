@@ -39,7 +39,7 @@ class Block:
     """A datablock of a graph: `at` are the places where it lies now, none if a node writes it.
 
     `to` are places where it must lie at the end.  `keep`: it is needed after the graph, in any
-    place. Places are ids of devices and hosts.
+    place.  Places are ids of devices and hosts.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Node:
     `time_ns` is its measured or expected time by device kind; it can run on those kinds only.  If
     `devices` is not empty, it can run on those only.  It needs `width` devices of one kind at once,
     each with all that it reads and `memory_bytes` of workspace, and leaves what it writes on all of
-    them. `replaces` maps a written block to a read block whose memory it takes over, if no other
+    them.  `replaces` maps a written block to a read block whose memory it takes over, if no other
     node needs the latter (an in-out port).  Nodes in `after` must end first but pass no data.
     """
 
@@ -152,7 +152,7 @@ class Placement:
     """A plan: the devices of each node, one order for all, and every copy made or evicted.
 
     Copies that are no longer needed are not listed: they are freed when their last reader has
-    ended. `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
+    ended.  `peak_bytes` is the most memory reserved at once on each device, in the plan's order.
     `least_makespan_ns` is the best makespan that the search saw.  `least_bytes` is a lower bound
     for all placements.  `exact`: in this order no placement within the guard moves fewer bytes.
     """

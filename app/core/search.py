@@ -193,7 +193,7 @@ class Search:
         """Look for many moves by bytes alone, then test them against the limit (large graphs).
 
         One evaluation of the makespan serves many moves.  A batch that is too slow is split into
-        halves. Clusters move first, large ones before small ones, then tasks.
+        halves.  Clusters move first, large ones before small ones, then tasks.
         """
         sweep = _Sweep(self, found, limit_ns)
         for units in self.levels:

@@ -93,7 +93,7 @@ class Node:
     """One function.  `where` is its JSON Pointer, for faults.
 
     `tensors` are the declarations of its input and output ports; for a mapped node, those of one
-    shard. `memory_bytes` is what the function takes while it runs, not counting its blocks.
+    shard.  `memory_bytes` is what the function takes while it runs, not counting its blocks.
     `draws`: the function may draw random numbers, and so gets its own seed.
     """
 
@@ -125,7 +125,7 @@ class TaskGraph:
     """A flat graph: `outputs` maps its outputs to blocks; `inputs` are declarations of its inputs.
 
     `memory_bytes` limits what all blocks take on the device at once; 0 means no limit but the
-    device's. `made_bytes` are block sizes that an earlier run measured; users never write them.
+    device's.  `made_bytes` are block sizes that an earlier run measured; users never write them.
     """
 
     nodes: tuple[Node, ...]

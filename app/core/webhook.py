@@ -35,7 +35,7 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 
-# --- what is told -------------------------------------------------------------------------------
+# --- the message body ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def filled(body: type[Body], **values: Any) -> Body:
         raise RequestValidationError(faults) from error
 
 
-# --- what the next page tells -------------------------------------------------------------------
+# --- the next page's message --------------------------------------------------------------------
 
 
 def sealed(cookie: str, words: str) -> str:

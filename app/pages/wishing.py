@@ -24,7 +24,7 @@ from app.pages.views import Sender
 router = APIRouter(include_in_schema=False, route_class=GatedRoute)
 
 
-# --- wishes -------------------------------------------------------------------------------------
+# --- requested actions --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
