@@ -855,7 +855,9 @@ def _unheard_us(session: Session, device: Device | None) -> int:
 
 
 def _unheard_us_of(session: Session, placement: Placement, lost: Iterable[Placement]) -> int:
-    """The same for one placement: tasks that take turns on a device have held it one at a time."""
+    """Return the same for one placement: tasks that take turns on a device held it one at a
+    time.
+    """
     if placement.started_at is None:
         return 0
     unheard_us = _unheard_us(session, session.get(Device, placement.device_id))
@@ -1521,7 +1523,7 @@ def _no_numbers(metrics: Mapping[str, Any]) -> set[str]:
 
 
 def _miss(session: Session, house: _House, alive: Alive) -> bool:
-    """Find what should be on the device but is not.  True if something is gone."""
+    """Record as lost what should be on the device but is not.  True if there was anything."""
     held = {(view.task, view.epoch) for view in alive.residents}
     told = {(event.task, event.epoch) for event in alive.events}
     on_the_way = {
