@@ -1,4 +1,4 @@
-"""Plans a graph over several executors: who runs which node, and which blocks pass between them.
+"""Plans a graph over several executors: which one runs which node, and what passes.
 
 The executors of a graph are the ranks of its gang.  `spread` assigns the nodes ahead of time; the
 planner (`placement`) weighs bytes against time.  `lanes` returns what each executor runs, in the

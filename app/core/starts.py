@@ -65,7 +65,7 @@ def ranks(problem: Problem) -> list[int]:
 
 
 def heft(problem: Problem) -> Found:
-    """HEFT (Topcuoglu 2002): by upward rank, each task where it ends first, gaps used.
+    """Place by HEFT (Topcuoglu 2002): by upward rank, each task where it ends first, gaps used.
 
     As published, it assumes that links are always free; the result is measured like all others.
     """
@@ -178,7 +178,7 @@ def together(problem: Problem) -> Found:
 
 
 def dmda(problem: Problem, beta: int = 1) -> Found:
-    """StarPU's dmda: each ready task goes where its end plus beta times its copies is least."""
+    """Place by StarPU's dmda: each ready task where its end plus beta times its copies is least."""
     line, seats, order = Timeline(problem), [0] * problem.tasks, list[int]()
     waits = [len(before) for before in problem.after]
     ready = [(0, task) for task in range(problem.tasks) if not waits[task]]
@@ -208,7 +208,7 @@ def _ready_now(
 def _idle_rule(
     problem: Problem, priority: Callable[[int, int, int], int], cost: Callable[..., int]
 ) -> Found:
-    """Whenever a line is idle, the ready task of the highest priority goes to an idle option.
+    """Whenever a line is idle, give an idle option to the ready task of the highest priority.
 
     `priority(task, waited_ns, since_ns)`: largest first.  `cost(line, task, option)`: least first.
     """
@@ -239,13 +239,15 @@ def _idle_rule(
 
 
 def first_available(problem: Problem) -> Found:
-    """The task that became ready first takes the first idle device."""
+    """Give the first idle device to the task that became ready first."""
     return _idle_rule(problem, lambda task, waited, since: -since, lambda line, task, choice: 0)
 
 
 def least_bytes(problem: Problem) -> Found:
-    """US9996394B2, claim 1: the ready task with the highest priority, by waiting and run time, goes
-    to the idle accelerator that needs the least data transfer.
+    """Place by US9996394B2, claim 1.
+
+    The ready task with the highest priority, by waiting and run time, goes to the idle accelerator
+    that needs the least data transfer.
     """
 
     def priority(task: int, waited: int, since: int) -> int:
