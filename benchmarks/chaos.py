@@ -165,8 +165,9 @@ def _params(tenant: str, steps: int) -> JSON:
 
 
 def _ended(system: System, tenant: str, id: str, steps: int, until_s: float) -> JSON:
-    """Wait for the request to end and return its task; in its current state if it does not end in
-    time.
+    """Wait for the request to end and return its task.
+
+    If it does not end in time, its state is the current one.
     """
     client = system.client(tenant)
     with contextlib.suppress(TimeoutError):

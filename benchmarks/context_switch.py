@@ -202,8 +202,9 @@ class Memcpy:
 
 
 def restarted_s(folder: Path, size: int) -> float:
-    """Return the seconds of a new process that imports torch and loads the bytes; the best of
-    three.
+    """Return the seconds of a new process that imports torch and loads the bytes.
+
+    The best of three.
     """
     path = folder / "checkpoint.pt"
     torch.save([torch.ones(PART_BYTES // 4) for _ in range(size // PART_BYTES)], path)

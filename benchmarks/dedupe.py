@@ -108,8 +108,9 @@ class Slab:
         os.close(self.fd)
 
     def change(self, chance: random.Random) -> int:
-        """Change whole storages, CHANGED of all bytes at most; returns the number of bytes
-        changed.
+        """Change whole storages, CHANGED of all bytes at most.
+
+        Returns the number of bytes changed.
         """
         left = changed = int(CHANGED * self.layout.held_bytes)
         for place in chance.sample(self.layout.storages, len(self.layout.storages)):
@@ -120,8 +121,9 @@ class Slab:
 
 
 def _parts(layout: Layout) -> list[slice]:
-    """Return the places of the graph and each storage; they differ between a slab and a read
-    image.
+    """Return the places of the graph and each storage.
+
+    They differ between a slab and a read image.
     """
     return [slice(e.offset, e.offset + e.size) for e in (layout.graph, *layout.storages)]
 

@@ -288,7 +288,7 @@ class Nothing:
 
 # --- a hop, in two processes of its own ----------------------------------------------------------
 
-WARM, HOPPED = 200, 2000  # nodes: until two processes have come to run side by side, and from then
+WARM, HOPPED = 200, 2000  # nodes that run until both processes are warm, and nodes that are timed
 
 
 def hops(rounds: int) -> Took:

@@ -436,8 +436,9 @@ def judge(seed: int) -> Counter[str]:
 
 
 def _stand_still(seed: int, shop: Shop, count: Counter[str]) -> list[tuple[str, str]]:
-    """Run rounds at one instant until nothing moves; returns (paused task, for which task)
-    pairs.
+    """Run rounds at one instant until nothing moves.
+
+    Returns (paused task, for which task) pairs.
     """
     pauses, ran = list[tuple[str, str]](), set[frozenset[str]]()
     sizes = set[frozenset[tuple[str, int]]]()
@@ -529,8 +530,9 @@ def _broken(before: Snapshot, plan: Plan) -> Iterator[str]:
 
 
 def _goes_before(gains: Task, victim: Task) -> bool:
-    """F8: among a user's tasks higher priority goes first; after a minute, the fresh or older
-    task.
+    """F8: among a user's tasks higher priority goes first.
+
+    After a minute, the fresh or older task.
     """
     if gains.priority != victim.priority:
         return gains.priority > victim.priority

@@ -51,8 +51,9 @@ SEARCH_ALONE, LONG = Effort(exact=0), Effort(search=1_000_000, exact=300_000)
 
 
 def machine(devices: int, *, peers: bool, memory_bytes: int | None = None) -> Topology:
-    """Devices of one host at 12 GB/s each way; with `peers` they also copy to each other
-    directly.
+    """Devices of one host at 12 GB/s each way.
+
+    With `peers` they also copy to each other directly.
     """
     ids = [f"d{n}" for n in range(devices)]
     ways = [(id, "host") for id in ids] + [("host", id) for id in ids]
@@ -400,8 +401,9 @@ def least(graph: Graph, topology: Topology, orders: Sequence[Sequence[int]]) -> 
 def _walk(
     problem: Problem, order: Sequence[int], line: Timeline, found: dict[int, int], n: int = 0
 ) -> None:
-    """Try every placement of the order from its n-th task on; `found`: bytes -> their best
-    makespan.
+    """Try every placement of the order from its n-th task on.
+
+    `found`: bytes -> their best makespan.
     """
     if n == len(order):
         found[line.bytes] = min(line.makespan_ns, found.get(line.bytes, line.makespan_ns))
@@ -448,8 +450,8 @@ def judge(seed: int) -> Row:
 
 
 def judge_program(name_and_devices: tuple[str, int]) -> Row:
-    """Compare the planners on a program's graph with the best plan, also one of much more
-    effort.
+    """Compare the planners on a program's graph with the best plan, also one of seven
+    times the effort.
     """
     name, devices = name_and_devices
     graph, topology = program(name), machine(devices, peers=True)

@@ -306,8 +306,9 @@ def _now_s(system: Handle) -> float:
 
 
 def _turns(system: Handle, tenants: list[str]) -> list[Turn]:
-    """Return all turns. A turn's end is the time when it was written, a moment after the real
-    end.
+    """Return all turns.
+
+    A turn's end is the time when it was written, a moment after the real end.
     """
     query = """
         select tenant_id, extract(epoch from ended_at)::float, held_us from placements

@@ -209,8 +209,9 @@ def _gang(ranks: int, warm: int, steps: int, **more: Any) -> JSON:
 
 
 def _ms(stories: list[JSON], steps: int) -> float:
-    """Return the time of one step of all ranks; a lone rank has made as many steps as all of
-    them.
+    """Return the time of one step of all ranks.
+
+    A lone rank has made as many steps as all of them.
     """
     return float(sum(story["cpu_s"] for story in stories) / steps * 1000)
 

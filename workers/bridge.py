@@ -278,8 +278,9 @@ class Bridge:
     # --- the loop ---
 
     def _wait(self) -> bool:
-        """Wait; False if nothing has come and all ranks of this host have been still for
-        QUIET_S.
+        """Wait for messages and events.
+
+        Returns False if nothing has come and all ranks of this host have been still for QUIET_S.
         """
         poll, bell = select.poll(), self.ground.handles.bells[self.ground.bridge]
         poll.register(bell, select.POLLIN)

@@ -205,8 +205,9 @@ class Capture(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
     def number(self, storage: torch.UntypedStorage) -> int:
-        """Return a storage's number; storages are equal by address and size, empty ones by
-        identity.
+        """Return a storage's number.
+
+        Storages are equal by address and size, empty ones by identity.
         """
         size = storage.nbytes()
         key = (storage.data_ptr(), size) if size else (-storage._cdata, 0)
@@ -234,8 +235,9 @@ class Capture(cloudpickle.Pickler):
 
 
 def _reducer_of(kind: type) -> Reducer | None:
-    """Return the reducer of the first listed class that matches; None where pickle needs no
-    help.
+    """Return the reducer of the first listed class that matches.
+
+    Returns None where pickle needs no help.
     """
     if kind in (torch.Tensor, torch.nn.Parameter):
         return tensors.reduce_plain

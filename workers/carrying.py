@@ -201,8 +201,9 @@ class Carrier(Bridge):
                 self._take_word(link, said)
 
     def _take_word(self, link: Link | None, said: Said) -> None:
-        """Handle a message for all hosts and forward it; local executors have already applied their
-        own.
+        """Handle a message for all hosts and forward it.
+
+        Local executors have already applied their own.
         """
         match said:
             case ("blocks", _) if self.deputies:
@@ -250,8 +251,9 @@ class Carrier(Bridge):
             self._send(host, way.held.popleft())
 
     def _send(self, host: int, held: Held) -> None:
-        """Send a block; it does not change until it is dropped there, and so until it has been
-        sent.
+        """Send a block.
+
+        It does not change until it is dropped there, and so until it has been sent.
         """
         parcel = self.parcels[held]
         self.ways[host].open_bytes += parcel.size

@@ -80,8 +80,9 @@ class Chance:
         ctx: Any,
         given: dict[str, Any],
     ) -> Any:
-        """Call the function, seeded by `number`, and return its result; None: it declares no
-        draws.
+        """Call the function, seeded by `number`, and return its result.
+
+        `number` is None if the function declares no draws.
         """
         if number is None:
             returned = function(ctx, **given)
@@ -156,8 +157,9 @@ class Chance:
         self._ahead = number
 
     def _is_ahead(self, number: int) -> bool:
-        """True if torch has this seed and was not used since; unpickling a block may run any
-        code.
+        """True if torch has this seed and was not used since.
+
+        Unpickling a block may run any code.
         """
         if self._ahead != number or self._engine is None:
             return False
@@ -212,7 +214,7 @@ class Chance:
 
 
 def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:
-    """Return a word of numpy's and of Python's generator state that changes with every draw."""
+    """Return numpy's and Python's generator position, each with a word that is new each round."""
     state = numpy.random.mtrand._rand._bit_generator.ctypes.state_address
     of_numpy = ctypes.c_uint64.from_address(state + 4 * (_NUMPY_KEYS - 1))
     of_python = ctypes.c_uint64.from_address(id(random._inst) + _PYTHON_HEAD)  # type: ignore[attr-defined]
@@ -220,8 +222,9 @@ def _positions() -> tuple[ctypes.c_uint64, ctypes.c_uint64]:
 
 
 def _moves_are_seen(positions: tuple[ctypes.c_uint64, ctypes.c_uint64]) -> bool:
-    """True if the words really change with each kind of draw; the generators are restored
-    afterwards.
+    """True if the words really change with each kind of draw.
+
+    The generators are restored afterwards.
     """
     before = numpy.random.get_state(), random.getstate()
     seen = []
@@ -270,8 +273,9 @@ _SEARCHED_BYTES = 256
 
 
 def _engine() -> _Engine | None:
-    """Find the engine in memory and test it with each way to move it; None if it isn't as
-    expected.
+    """Find the engine in memory and test it with each way to move it.
+
+    Returns None if the engine isn't as expected.
     """
     generator = torch.default_generator.manual_seed(_SEED)
     start = generator._cdata

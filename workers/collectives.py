@@ -175,8 +175,9 @@ def _in_words(ticket: Ticket, timeout_s: float) -> None:
 
 
 def _untraced(cls: type) -> type:
-    """Class decorator that keeps compilers out of a group's methods; a graph ends before each of
-    them.
+    """Class decorator that keeps compilers out of a group's methods.
+
+    A graph ends before each of them.
     """
     for name, member in list(vars(cls).items()):
         if callable(member) and not name.startswith("__"):
@@ -233,8 +234,9 @@ class SpliceGroup(dist.ProcessGroup):
         return pending
 
     def _overwritten(self) -> list[Spared]:
-        """Return the tensors that calls in flight will overwrite; their contents have been
-        posted.
+        """Return the tensors that calls in flight will overwrite.
+
+        Their contents have been posted.
         """
         calls = [pending for pending in self.under_way if not pending.done]
         return [(tensor, None) for pending in calls for tensor in pending.overwrites]
@@ -450,8 +452,9 @@ class SpliceGroup(dist.ProcessGroup):
         return self.issue("barrier()", None, lambda ticket: None, None, opts=opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; raises RuntimeError on every waiting rank and names the missing
-        ranks.
+        """Wait for all ranks.
+
+        Raises RuntimeError on every waiting rank and names the missing ranks.
         """
         limit_s = timeout.total_seconds() if timeout is not None else self.timeout_s
         ticket = self.exchange.post(self.group, "monitored_barrier()")
@@ -466,8 +469,9 @@ class SpliceGroup(dist.ProcessGroup):
     # --- from one to one ---
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Pending:
-        """Post a message; the call is done once the bytes are copied, the receiver takes them
-        later.
+        """Post a message.
+
+        The call is done once the bytes are copied, the receiver takes them later.
         """
         if dst == self.me:
             self.to_myself.setdefault(tag, deque()).append(tensors[0].clone())
@@ -493,8 +497,9 @@ class SpliceGroup(dist.ProcessGroup):
         return self.issue(text, None, finish, tensors, group=channel, needs=0)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Pending:
-        """Receive from the lowest rank that has sent; which ranks have sent depends on timing, as
-        in stock.
+        """Receive from the lowest rank that has sent.
+
+        Which ranks have sent depends on timing, as with any backend.
         """
         others = [member for member in range(self.size()) if member != self.me]
         channels = {src: self._channel(src, self.me, tag) for src in others}
@@ -708,8 +713,9 @@ def _fold_of(op: Any, size: int) -> tuple[str, Callable[[torch.Tensor], torch.Te
 
 
 class SharedStore(dist.Store):
-    """Keys and values of a gang in its shared memory; a rank that waits for a key gives its slot
-    away.
+    """Keys and values of a gang in its shared memory.
+
+    A rank that waits for a key gives its slot away.
     """
 
     def __init__(self, turns: Turns, timeout_s: float) -> None:
@@ -869,8 +875,9 @@ def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init_process_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `init_process_group` to keep the existing default group; code for torchrun calls it
-    again.
+    """Wrap `init_process_group` to keep the existing default group.
+
+    Code for torchrun calls it again.
     """
 
     @wraps(stock)

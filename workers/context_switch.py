@@ -102,8 +102,9 @@ def _bytes(storage: torch.UntypedStorage) -> memoryview:
 
 
 def restore(image: Image, *, around: Surroundings, accelerator: Accelerator) -> Any:
-    """Return the job, restored in this process. Call it only in the tenant's sandbox: unpickling
-    runs code.
+    """Return the job, restored in this process.
+
+    Call it only in the tenant's sandbox: unpickling runs code.
     """
     storages = [_filled(block, accelerator) for block in image.blocks]
     world = rebuilt(image.graph, storages, around=around)

@@ -314,8 +314,9 @@ class Exchange:
         return ticket
 
     def call(self, rank: int) -> None:
-        """Wake a rank that waits for a message from any rank; on another host its bridge does
-        this.
+        """Wake a rank that waits for a message from any rank.
+
+        On another host its bridge does this.
         """
         if self.ground.is_here(rank):
             with self.turns.board():
@@ -537,8 +538,9 @@ class Exchange:
         return ticket.group.me
 
     def _leave_at(self, ticket: Ticket, at: int, holder: int, sibling: int, parent: int) -> int:
-        """Leave our sum at its node, unless the other branch has just come; returns that sum's
-        holder, or -1.
+        """Leave our sum at its node, unless the other branch has just come.
+
+        Returns that sum's holder, or -1.
         """
         words = self.ground.words
         with self.ground.locked():
@@ -603,8 +605,9 @@ class Abroad:
         return self.ground.words[self.exchange.node(ticket, node)] - 1
 
     def has_room(self, ticket: Ticket) -> bool:
-        """True if the call slot could be claimed; fails the gang if the call differs from that of
-        others.
+        """True if the call slot could be claimed.
+
+        Fails the gang if the call differs from that of others.
         """
         return self.exchange.claimed(ticket, vote=False)
 
@@ -648,8 +651,9 @@ class Abroad:
             self.turns.ready(Wait.CALL, group.index, ticket.number)
 
     def give_up_votes(self) -> None:
-        """Give up the votes of this host's waiting ranks; nothing can move, here or on other
-        hosts.
+        """Give up the votes of this host's waiting ranks.
+
+        Nothing can move, here or on other hosts.
         """
         words = self.ground.words
         with self.turns.board():
@@ -680,8 +684,9 @@ class _Arena:
         return offset
 
     def piece(self, size_bytes: int) -> int:
-        """Return the offset of free memory of this size; the caller assigns it to a call by
-        `hold`.
+        """Return the offset of free memory of this size.
+
+        The caller assigns it to a call by `hold`.
         """
         self.takes += 1
         self._reclaim()

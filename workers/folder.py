@@ -208,8 +208,9 @@ def write_all(file: io.FileIO, data: memoryview) -> None:
 
 
 def date(path: Path, mode: int, changed_ns: int) -> None:
-    """Set mode and time of change; do it last, because later changes to a file set its time
-    again.
+    """Set mode and time of change.
+
+    Do it last, because later changes to a file set its time again.
     """
     path.chmod(mode)
     os.utime(path, ns=(changed_ns, changed_ns))

@@ -135,8 +135,9 @@ class Region:
 
 
 def joined(slab: Slab, indices: list[JSON], regions: list[Region]) -> JSON:
-    """Join the images of all ranks under one index; write each rank's storage count into the
-    slab.
+    """Join the images of all ranks under one index.
+
+    Write each rank's storage count into the slab.
     """
     extents: list[JSON] = []
     tensors: JSON = {}

@@ -41,7 +41,7 @@ ITEMS = 1 << 20  # per place in the program, more than a list has items; see `_p
 BURST_S = 0.002  # seconds after which a step starts no further node
 TIMED_LIMIT = 1000  # most nodes to report times of: the longest
 WEIGH_S = 1e-4  # seconds; the blocks of nodes that took longer are weighed each time
-PARTS = 8  # most parts of a block that are weighed for any node
+PARTS = 8  # a block with more parts than this is weighed only if its node took long
 # seconds of the node's time for each further part; weighing a part costs a twentieth of this
 PART_S = 5e-6
 WEIGHED_ITEMS = 32  # most items that are weighed of a list made by shards
@@ -102,7 +102,7 @@ class Loaded:
     def order(self, names: Sequence[str]) -> None:
         self.program = taskgraph.program(self.graph, names)
         self.calls = [Call(unit, self.functions[unit.function]) for unit in self.program.units]
-        # bytes of blocks made here; None if they took too long to weigh
+        # bytes of blocks made here; None if they could not be weighed quickly
         self.weighed = dict[int, int | None]()
         units = enumerate(self.program.units)
         self.maker_at = {n: at for at, unit in units for _, n in unit.outputs}
@@ -311,8 +311,9 @@ class GraphJob:
     # --- a burst of plain calls: each as in `_run`, in as few operations as possible ---
 
     def _burst(self, ctx: Any, places: range, until_s: float) -> int:
-        """Run plain calls at these places while there is time, at least one; return the place after
-        them.
+        """Run plain calls at these places while there is time, at least one.
+
+        Return the place after them.
         """
         calls, blocks, now_s = self.calls, self.blocks, _clock()
         try:
@@ -375,8 +376,9 @@ class GraphJob:
         return given
 
     def _called(self, ctx: Any, call: Call, given: JSON, seed: int | None) -> JSON:
-        """Call the function and return its blocks; raises BadBlock if they are not the declared
-        ones.
+        """Call the function and return its blocks.
+
+        Raises BadBlock if they are not the declared ones.
         """
         if call.tensors:
             self._must_fit(call.tensors, given)
@@ -441,8 +443,9 @@ class GraphJob:
         return True
 
     def _open(self, call: Call) -> None:
-        """Open the lists to map over; if no other unit reads a list, each item is freed after its
-        shard.
+        """Open the lists to map over.
+
+        If no other unit reads a list, each item is freed after its shard.
         """
         mapped = self._mapped(call)
         if len({total for _, total in mapped.values()}) > 1:
@@ -476,8 +479,9 @@ class GraphJob:
     # --- how large ---
 
     def _weigh(self, call: Call, returned: JSON, took_s: float) -> None:
-        """Weigh a node's blocks. For a short node this costs as much as the node, so it is done
-        only once.
+        """Weigh a node's blocks.
+
+        For a short node this costs as much as the node, so it is done only once.
         """
         for name, n in call.gives:
             self.weighed[n] = weigh(returned[name], PARTS + int(took_s / PART_S))
@@ -612,8 +616,9 @@ def items_of(port: str, value: object) -> list[Any]:
 
 
 def _versions(values: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors with their version, which grows with each write; inference tensors have
-    none.
+    """Return the tensors with their version, which grows with each write.
+
+    Inference tensors have none.
     """
     return [(v, v._version) for v in values if type(v) is torch.Tensor and not v.is_inference()]
 
@@ -701,8 +706,9 @@ def memory_of(value: object) -> Iterator[int]:
 
 
 def _may_change(part: object) -> bool:
-    """True if the object may be written to; Python's collector doesn't track dicts of plain
-    values.
+    """True if the object may be written to.
+
+    Python's collector doesn't track dicts of plain values.
     """
     return gc.is_tracked(part) or isinstance(part, dict | bytearray)
 

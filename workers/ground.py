@@ -182,8 +182,9 @@ class Ground:
 
     @property
     def bridge(self) -> int:
-        """The index of the bridge's eventfd and lifeline; those of a rank have the rank's
-        number.
+        """The index of the bridge's eventfd and lifeline.
+
+        Those of a rank have the rank's number.
         """
         return self.ranks
 
@@ -260,8 +261,9 @@ class Ground:
         fcntl.lockf(self.handles.lock, fcntl.LOCK_EX, 1, 1 + rank)
 
     def is_dead(self, rank: int) -> bool:
-        """True if the process that held this rank's lifeline is gone. Do not ask for one's own
-        rank.
+        """True if the process that held this rank's lifeline is gone.
+
+        Do not ask for one's own rank.
         """
         try:
             fcntl.lockf(self.handles.lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + rank)
@@ -343,8 +345,9 @@ class Ground:
         return mmap.mmap(self.handles.land, pages, mmap.MAP_PRIVATE, rights, offset=offset)
 
     def give_back(self, offset: int, size_bytes: int) -> None:
-        """Free the memory behind a region that no rank uses any more; its offsets are not used
-        again.
+        """Free the memory behind a region that no rank uses any more.
+
+        Its offsets are not used again.
         """
         pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if _libc.fallocate(self.handles.land, _PUNCH_HOLE_KEEP_SIZE, offset, pages):
@@ -361,8 +364,9 @@ def _in_numpy(dtype: torch.dtype) -> numpy.dtype[Any] | None:
 
 
 def uses(tensor: torch.Tensor) -> int:
-    """Return how many references the tensor's storage has; the Python object asked is one of
-    them.
+    """Return how many references the tensor's storage has.
+
+    The Python object asked is one of them.
     """
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 

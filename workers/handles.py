@@ -61,8 +61,9 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def restore_groups(wanted: list[dict[str, Any]]) -> None:
-    """Make the groups that this process lacks; a default group of several ranks cannot be made
-    here.
+    """Make the groups that this process lacks.
+
+    A default group of several ranks cannot be made here.
     """
     if wanted and not dist.is_initialized():
         first = wanted[0]

@@ -1,7 +1,7 @@
 """An image as one file: write down what `context_switch` staged, and read it back.
 
 The file is a line of magic, a JSON header, the pickled object graph, and the raw bytes of every
-storage, in this order. The graph is aligned like the memory of a tensor, so that the file can be
+storage, in this order. The first storage is aligned like the memory of a tensor, so that it can be
 used in place. Nothing here unpickles: a process can read the step and the fingerprint without
 running tenant code. (A checkpoint is chunks and a manifest: `workers.checkpoint`.)
 """

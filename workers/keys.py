@@ -38,8 +38,9 @@ class Keys:
         return answers
 
     def change(self, change: Change, asked: tuple[int, int] | None = None) -> Any:
-        """Apply a change and return its result. `asked`: (rank, number of its change) if a rank
-        asked.
+        """Apply a change and return its result.
+
+        `asked` is (rank, number of its change) if a rank asked through the bridge.
         """
         with self.turns.board():
             content, answers = self._read()

@@ -207,8 +207,9 @@ class LaneJob(GraphJob):
         )
 
     def _missing_at_end(self) -> Held | None:
-        """Return an output that the first executor lacks; remote blocks may arrive after all nodes
-        have run.
+        """Return an output that the first executor lacks.
+
+        Remote blocks may arrive after all nodes have run.
         """
         if self.me:
             return None
@@ -330,8 +331,9 @@ class LaneJob(GraphJob):
         self.unweighed = call, returned, took_s
 
     def _given(self, call: Call) -> JSON:
-        """Return the inputs in the order in which a single executor gives them; mapped lists come
-        later.
+        """Return the inputs in the order in which a single executor gives them.
+
+        Mapped lists come later.
         """
         return self._filled(call, dict.fromkeys(port for port, _ in (*call.takes, *call.lists)))
 
@@ -358,8 +360,9 @@ class LaneJob(GraphJob):
         self.first = part(self.total, self.me, self.spread.executors).start
 
     def _mapped(self, call: Call) -> dict[str, tuple[list[Any], int]]:
-        """Return the items of this executor's part; items of a list that shards made are already
-        here.
+        """Return the items of this executor's part.
+
+        Items of a list that shards made are already here.
         """
         taken = {n for n, _ in self.lane.stops[self.done].takes}
         found = dict[str, tuple[list[Any], int]]()

@@ -124,8 +124,9 @@ class Moment:
         self.fields = [_fields(part) for part in _samplers(sampler)]
 
     def drew_until(self, after: Moment) -> bool:
-        """True if something was drawn between the two moments; keep only the process states that
-        changed.
+        """True if something was drawn between the two moments.
+
+        Keep only the process states that changed.
         """
         pairs = zip(self.process, after.process, strict=True)
         self.process = [state if state != then else None for state, then in pairs]
@@ -227,8 +228,9 @@ class Order:
         vars(self).update(state, _given=None, again=deque())
 
     def _followed(self) -> Iterator[Any]:
-        """Return the sampler's own iterator; after a restore replay it, and keep the random
-        states.
+        """Return the sampler's own iterator.
+
+        After a restore replay it, and keep the random states.
         """
         if self._given is None:
             now, taken, expected = Moment(self.sampler), self.taken, self.print
@@ -449,8 +451,9 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         return batch
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        """Start a new epoch; batches prefetched for an abandoned epoch have advanced the random
-        states.
+        """Start a new epoch.
+
+        Batches prefetched for an abandoned epoch have advanced the random states.
         """
         if not first_iter:
             if self.before is not None:
@@ -477,8 +480,9 @@ class InProcesses(_Following, _MultiProcessingDataLoaderIter):
         super()._try_put_index()
 
     def _begin_again(self) -> None:
-        """Start the processes in their captured states; restore the random states of this
-        process.
+        """Start the processes in their captured states.
+
+        Restore the random states of this process.
         """
         before: JSON = self.before  # type: ignore[assignment]
         order = Order.__new__(Order)

@@ -169,8 +169,9 @@ class Parts:
         self._crossed.clear()
 
     def send(self, start: int, layout: Layout) -> None:
-        """Send a layout's bytes, which must not change until they are sent; `start` is added to all
-        offsets.
+        """Send a layout's bytes, which must not change until they are sent.
+
+        `start` is added to all offsets.
         """
         for extent in (layout.graph, *layout.storages):
             view, offset = self.slab.view(start + extent.offset, extent.size), start + extent.offset
@@ -241,7 +242,7 @@ class Home(Conductor):
         self.bridge_pid = 0
         self.wanted: Seats | None = None
         self.changes = False
-        # True if the supervisor ordered the change, so that no report of it is due
+        # True for a change by a "go" order, which needs no "resized" report
         self.is_silent = False
         # True if a host stops: the gang ends when the image of the cut is kept
         self.is_left = False
@@ -252,8 +253,9 @@ class Home(Conductor):
         self.printed = Printed()
 
     def begin(self, seats: Seats) -> None:
-        """Fork the ranks of this host; an outpost forks its own once it has received their
-        parts.
+        """Fork the ranks of this host.
+
+        An outpost forks its own once it has received their parts.
         """
         self.seats = seats.numbers
         ranks, work = self.work.spec["world_size"], self.work
@@ -378,8 +380,9 @@ class Home(Conductor):
         super().keep_time()
 
     def _begin_again(self, seats: Seats) -> None:
-        """End all ranks and fork them on the new hosts; all are still, and the image is in the
-        slab.
+        """End all ranks and fork them on the new hosts.
+
+        All are still, and the image is in the slab.
         """
         for fd in (fd for rank in self.here for fd in (rank.wire.fileno(), rank.pidfd)):
             self.poll.unregister(fd)
@@ -493,8 +496,9 @@ def _events(line: Link) -> int:
 
 
 class Printed:
-    """Buffer for the output of remote ranks on its way to the job's log; writing never blocks the
-    gang.
+    """Buffer for the output of remote ranks on its way to the job's log.
+
+    Writing never blocks the gang.
     """
 
     def __init__(self) -> None:
@@ -544,8 +548,9 @@ class Outpost:
         self.printed: dict[int, int] = {}
 
     def run(self) -> int:
-        """Serve until the coordinator is done with this outpost, or lost; returns the exit
-        status.
+        """Serve until the coordinator is done with this outpost, or lost.
+
+        Returns the exit status.
         """
         self.work.say("prepared", preset={}, capabilities=[])
         try:
@@ -558,8 +563,9 @@ class Outpost:
         return 0
 
     def _is_linked(self) -> bool:
-        """Wait for the connections to the coordinator; False if the supervisor will never make
-        them.
+        """Wait for the connections to the coordinator.
+
+        Returns False if the supervisor will never make them.
         """
         wire = self.work.wire
         while not wire.closed and not wire.fds:
@@ -573,8 +579,9 @@ class Outpost:
         return True
 
     def _take_orders(self) -> None:
-        """Handle the supervisor's orders; all other orders and reports go through the
-        coordinator.
+        """Handle the supervisor's orders.
+
+        All other orders and reports go through the coordinator.
         """
         for order in self.work.wire.receive():
             self.is_seated |= order["is"] == "go"
@@ -651,8 +658,9 @@ class Outpost:
             self.printed[reads] = fd
 
     def _pass_on_printed(self) -> None:
-        """Forward the output so far; call it before a rank's report, so that they keep their
-        order.
+        """Forward the output so far.
+
+        Call it before a rank's report, so that they keep their order.
         """
         for reads, fd in self.printed.items():
             with suppress(BlockingIOError):
@@ -680,8 +688,9 @@ class Outpost:
         self.line.say(("said", rank.number, message))
 
     def _send_image(self, rank: RankProcess, index_bytes: int) -> None:
-        """Send a rank's staged image; it does not change until the coordinator says that it is
-        kept.
+        """Send a rank's staged image.
+
+        It does not change until the coordinator says that it is kept.
         """
         region = rank.region
         layout = from_json(

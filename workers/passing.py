@@ -154,8 +154,9 @@ class Passing:
         return divmod(found, self.executors) if found >= 0 else None
 
     def end_early(self, at: int) -> None:
-        """Record that a node at this place finished the graph; nodes before it in the order still
-        run.
+        """Record that a node at this place finished the graph.
+
+        Nodes before it in the order still run.
         """
         found = at * self.executors + self.me + 1
         with self.turns.board():
@@ -213,8 +214,9 @@ class Passing:
     # --- posting ---
 
     def post(self, block: int, value: Any, readers: Collection[int]) -> Any:
-        """Post a block for these executors; returns the value, a large one as a view of the
-        heap.
+        """Post a block for these executors.
+
+        Returns the value, a large one as a view of the heap.
         """
         offset, size, storages = self._written(value)
         entry = self._entry((block, self.me))
@@ -234,8 +236,9 @@ class Passing:
         return self._value(posted.offset, posted.storages)
 
     def _written(self, value: Any) -> tuple[int, int, list[torch.UntypedStorage]]:
-        """Write a value to the heap; returns offset and size with its head, and storages here that
-        use it.
+        """Write a value to the heap.
+
+        Returns offset and size with its head, and storages here that use it.
         """
         known = _head_of(value.dtype, value.shape) if _is_plain(value) else None
         if known is None:

@@ -21,8 +21,9 @@ _MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # attributes of torch.
 
 
 class Uncapturable(Exception):
-    """Something cannot be captured: `path` is its place, like "job.data._it"; `what` is its
-    type.
+    """Something cannot be captured: `path` is its place, `what` its type.
+
+    A path looks like "job.data._it".
     """
 
     def __init__(self, path: str, what: str, advice: str) -> None:

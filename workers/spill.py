@@ -271,8 +271,9 @@ def _point(tensors: list[torch.Tensor], storage: torch.UntypedStorage) -> None:
 
 
 def _host_memory(size: int) -> torch.UntypedStorage:
-    """Return shared memory, which the kernel does not count as the process's own; freed with its
-    storage.
+    """Return shared memory, which the kernel does not count as the process's own.
+
+    It is freed with its storage.
     """
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
 

@@ -135,8 +135,9 @@ class Rank:
         return self.turns.rank
 
     def boundary(self, step: int, seats: int | None = None) -> None:
-        """Stop before step `step` where due; request `seats` slots from there on, if all ranks say
-        so.
+        """Stop before step `step` where due.
+
+        Request `seats` slots from there on, if all ranks say so.
         """
         if self.stow is not None:
             self.stow.look(step)
@@ -185,8 +186,9 @@ class Stock:
         pass
 
     def end(self) -> None:
-        """Wait for all ranks. The process then exits at once: gloo may hang when its peer ends
-        first.
+        """Wait for all ranks.
+
+        The process then exits at once: gloo may hang when its peer ends first.
         """
         dist.barrier()
 
@@ -433,8 +435,9 @@ def _bridged(grounds: list[Ground]) -> list[int]:
 
 
 def _must_end(bridges: list[int]) -> None:
-    """Require that the bridges end after the ranks; one that stays would keep a host's memory for
-    ever.
+    """Require that the bridges end after the ranks.
+
+    A bridge that stays would keep a host's memory for ever.
     """
     for pid in bridges:
         pidfd = os.pidfd_open(pid)
@@ -471,8 +474,9 @@ class Host:
     def __init__(
         self, *, before: tuple[str, ...] = (), warm: tuple[str, ...] = (), **environment: str
     ) -> None:
-        """Start the process; `before` is a command to run it under, like taskset, `warm` lists
-        modules to import first.
+        """Start the process.
+
+        `before` is a command to run it under, like taskset, `warm` lists modules to import first.
         """
         self.process = subprocess.Popen(
             [
@@ -487,8 +491,9 @@ class Host:
         )
 
     def run(self, entry: str, *, peers: bool = False, **gang: Any) -> list[JSON]:
-        """Run a gang and return each rank's report; with `peers`, under stock gloo and without
-        slots.
+        """Run a gang and return each rank's report.
+
+        With `peers` it runs under stock gloo and without slots.
         """
         ask, answers = self.process.stdin, self.process.stdout
         assert ask is not None

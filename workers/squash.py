@@ -239,8 +239,9 @@ def _place(area: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two dense tensors hold the same bytes; as numbers 0 equals -0, and NaN equals
-    nothing.
+    """True if two dense tensors hold the same bytes.
+
+    As numbers 0 equals -0, and NaN equals nothing.
     """
     if one.stride() != other.stride():
         one = torch.empty_like(other).copy_(one)

@@ -227,8 +227,9 @@ class Staging:
             del copy, then  # and so the storages that they held
 
     def _placed(self, captured: Captured) -> Layout:
-        """Return the layout; storages keep their places as long as number and sizes are the
-        same.
+        """Return the layout.
+
+        Storages keep their places as long as their number and sizes are the same.
         """
         graph = Extent(offset=0, size=len(captured.graph))
         with_cuda = torch.cuda.is_available()
@@ -446,8 +447,9 @@ class Staging:
         layout: Layout,
         extents: dict[int, Extent],
     ) -> Iterator[Lying]:
-        """Issue all copies at once, so that the bus never idles; each copy has an event of its
-        own.
+        """Issue all copies at once, so that the bus never idles.
+
+        Each copy has an event of its own.
         """
         if not parts:
             return

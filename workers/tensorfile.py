@@ -31,8 +31,9 @@ Value = torch.Tensor | dict[str, torch.Tensor]
 
 
 class Unpublishable(Exception):
-    """The value to publish is no tensor or dict of tensors; the message says where and what to
-    do.
+    """The value to publish is no tensor or dict of tensors.
+
+    The message says where and what to do.
     """
 
 
@@ -56,8 +57,9 @@ def value(tensors: dict[str, torch.Tensor]) -> Value:
 
 
 class Lent:
-    """Mapped tensors of datablocks; an image refers to a tensor by name unless it was ever written
-    to.
+    """Mapped tensors of datablocks.
+
+    An image refers to a tensor by name unless it was ever written to.
     """
 
     def __init__(self) -> None:
@@ -85,8 +87,9 @@ class Lent:
 
 
 def _is_as_it_was_mapped(address: int, size: int) -> bool:
-    """True if every page still is the file's; a page that was ever written to is the process's
-    own.
+    """True if every page still is the file's.
+
+    A page that was ever written to is the process's own.
     """
     first, last = address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE
     try:

@@ -324,8 +324,9 @@ def make_wrapper(
 
 @known
 def set_extras(tensor: torch.Tensor, extras: tuple[Any, dict[str, Any], Any, Any]) -> None:
-    """Set gradient, attributes and hooks; this runs once the unpickler knows the tensor, so cycles
-    work.
+    """Set gradient, attributes and hooks.
+
+    This runs once the unpickler knows the tensor, so cycles work.
     """
     tensor.grad, attributes, hooks, after = extras
     tensor.__dict__.update(attributes)

@@ -96,8 +96,9 @@ class Turn:
 
 
 def seat_of(rank: int, ranks: int, seats: int) -> int:
-    """Return the slot of a rank: neighbours share a slot; the first slots take one rank more if
-    uneven.
+    """Return the slot of a rank: neighbours share a slot.
+
+    The first slots take one rank more if uneven.
     """
     size, more = divmod(ranks, seats)
     wide = (size + 1) * more
@@ -111,8 +112,9 @@ def hosts_of(ranks: int, seats: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def seat_all(ground: Ground, seats: int) -> None:
-    """Assign every rank its slot; call this before the first rank joins or while no rank holds a
-    slot.
+    """Assign every rank its slot.
+
+    Call this before the first rank joins or while no rank holds a slot.
     """
     words = ground.words
     words[SEATS] = seats
@@ -121,8 +123,9 @@ def seat_all(ground: Ground, seats: int) -> None:
 
 
 def reseat(ground: Ground, seats: int) -> None:
-    """Drop any requested change and let the ranks return to `seats` slots; all ranks must be
-    away.
+    """Drop any requested change and let the ranks return to `seats` slots.
+
+    All ranks must be away.
     """
     words = ground.words
     with ground.locked():
@@ -133,15 +136,17 @@ def reseat(ground: Ground, seats: int) -> None:
 
 
 def seats(ground: Ground) -> int:
-    """Return the current number of slots; a requested number holds once all ranks reach a
-    boundary.
+    """Return the current number of slots.
+
+    A requested number holds once all ranks reach a boundary.
     """
     return ground.words[SEATS]
 
 
 def wish(ground: Ground, seats: int) -> None:
-    """Request another number of slots; it takes effect at the next boundary that all ranks
-    reach.
+    """Request another number of slots.
+
+    It takes effect at the next boundary that all ranks reach.
     """
     if ground.is_bridged:
         raise ValueError("ranks of several hosts change their seats only when they begin again")
@@ -487,8 +492,9 @@ class Turns:
         return self.apart and self.words[WISH] > 0 and not self._is_cut_now()
 
     def _yield_seat(self) -> None:
-        """Let the other ready ranks of this slot run first, if there are any; the slice is used
-        up.
+        """Let the other ready ranks of this slot run first, if there are any.
+
+        The slice is used up.
         """
         others = [rank for rank in self.seatmates() if self._of(rank, STATE) == State.READY]
         if not others:
@@ -767,8 +773,9 @@ def _space() -> int:
 
 
 def _processor_ticks_asleep(process: int) -> int:
-    """Return the processor ticks that a sleeping process has used; -1 if it runs or is not
-    visible.
+    """Return the processor ticks that a sleeping process has used.
+
+    Returns -1 if it runs or is not visible.
     """
     try:
         with open(f"/proc/{process}/stat") as file:

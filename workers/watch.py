@@ -150,8 +150,9 @@ class Watch:
             return True
 
     def _scan(self, whole: Range) -> list[Range]:
-        """Return the runs of pages that have been written to; OSError if not all of them are
-        watched.
+        """Return the runs of pages that have been written to.
+
+        Raises OSError if not all of them are watched.
         """
         found: list[Range] = []
         at = whole.start

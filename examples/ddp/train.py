@@ -16,8 +16,9 @@ BATCH = 16  # of each rank
 
 
 class Train:
-    """A training job; `work` minibatches on each rank make one step, and the ranks see different
-    digits.
+    """A training job.
+
+    `work` minibatches on each rank make one step, and the ranks see different digits.
     """
 
     def __init__(self, ctx, *, lr=2e-3, width=64, steps=400, seed=0, work=4):

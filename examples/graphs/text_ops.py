@@ -19,8 +19,9 @@ def read(ctx, *, limit):
 
 
 def tokenized(ctx, text):
-    """Return the letters as numbers, 0 for all that is not ASCII; nine tenths train, the rest
-    tests.
+    """Return the letters as numbers, 0 for all that is not ASCII.
+
+    Nine tenths train, the rest tests.
     """
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     tokens[tokens >= LETTERS] = 0

@@ -34,8 +34,9 @@ SUMS = """
 
 
 class TenantClient(Client):
-    """A client of one user that can upload the test jobs; it retries while something is
-    restarted.
+    """A client of one user that can upload the test jobs.
+
+    It retries while something is restarted.
     """
 
     def __init__(self, url: str, key: str) -> None:

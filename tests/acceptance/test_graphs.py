@@ -20,8 +20,9 @@ COUNT = SHARDS + LENGTH + 3
 
 
 def graph(nap_s=0.03):
-    """Return a graph of shards that draw numbers, then a chain that trains; each node sleeps a
-    little.
+    """Return a graph of shards that draw numbers, then a chain that trains.
+
+    Each node sleeps a little.
     """
     before = ["begin", *(f"train-{n}" for n in range(LENGTH))]
     chain = [
@@ -285,7 +286,7 @@ def test_three_graphs_on_two_devices_move_between_them_and_have_two_thirds_each(
 
 
 def test_whoever_is_killed_just_as_a_graph_moves_between_devices_all_end_right(system, undisturbed):
-    """Kill the scheduler after it decided a move, and after another move the target device."""
+    """Kill the scheduler after it decided a move, and after another move the source device."""
     admin = system.client("platform", "platform_admin")
     clients = [newcomer(system, admin, f"killed-{name}") for name in "abc"]
     sent = [submit(client, "killed", graph(nap_s=0.3), retry={"max": 1}) for client in clients]

@@ -23,7 +23,7 @@ SILENCE_S = 3.0  # at most, on a busy host; the device reports every half second
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory) -> Iterator[Ground]:
-    """One device for all attacks, one after the other."""
+    """A single device for all attacks, one after the other."""
     made = Ground(tmp_path_factory.mktemp("floods"))
     made.open()
     yield made

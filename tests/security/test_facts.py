@@ -1,4 +1,4 @@
-"""Of the facts that a device reports, only those on an allow-list are shown."""
+"""The API and the pages show only those facts of a device that are on an allow-list."""
 
 from __future__ import annotations
 

@@ -64,8 +64,9 @@ class Intruder:
                     self.seen.append((command[1], command[2].encode("latin-1")))
 
     def news(self, device, *messages, signer=None, instead=None):
-        """Send news to a device; `instead` is a key to name in the text instead of the signer's
-        key.
+        """Send news to a device.
+
+        `instead` is a key to name in the text instead of the signer's key.
         """
         text = sealed_news(signer or self.signer, device, [encode(each) for each in messages])
         self._send(broker.DEVICE_NEWS, broker.device_queue(device), text, instead)
@@ -80,8 +81,9 @@ class Intruder:
         broker.send(self.celery, name, queue, text)
 
     def repeat(self, *, elsewhere):
-        """Send all recorded messages again; `elsewhere` maps queues to the queues to use
-        instead.
+        """Send all recorded messages again.
+
+        `elsewhere` maps queues to the queues to use instead.
         """
         for queue, item in [*self.seen]:
             self.redis.lpush(elsewhere.get(queue, queue), item)

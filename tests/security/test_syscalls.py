@@ -46,8 +46,9 @@ def _behind_the_filter(run: Callable[[], int]) -> int:
 
 
 def _call(number: int) -> int:
-    """Return the call's errno; for these arguments an unfiltered kernel gives another errno than
-    EPERM.
+    """Return the call's errno.
+
+    For these arguments an unfiltered kernel gives another errno than EPERM.
     """
     found = _libc.syscall(number, 0, 0, 0, 0, 0, 0)
     return ctypes.get_errno() if found < 0 else 0

@@ -17,7 +17,7 @@ F_ADD_SEALS, F_SETLEASE, F_NOTIFY, SO_LINGER = 1033, 1024, 1026, 13
 
 
 def descriptors():
-    """Return all open descriptors, except the one that lists them."""
+    """Return all open descriptors, except the descriptor of the listing itself."""
     found = [int(name) for name in os.listdir("/proc/self/fd")]
     return [number for number in found if os.path.lexists(f"/proc/self/fd/{number}")]
 
