@@ -130,7 +130,7 @@ def resize_task(session: Session, task: Task, most: int, *, by: str) -> None:
     if ranks == 1:
         raise Conflict("it has one rank, which sits on one device; see `world_size`")
     if "job" not in task.descriptor["run"]:
-        raise Conflict("ranks change seats between steps, and only a job has steps")
+        raise Conflict("the number of devices changes between steps, and only a job has steps")
     if task.gang_id:
         raise Conflict("its gang spans islands, and keeps the seats that it has there")
     if not task.devices_min <= most <= ranks:

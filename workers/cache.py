@@ -211,7 +211,7 @@ def _only_told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.warning("something is not kept on this host: %s", error)
+        log.warning("a blob was not added to the cache of this host: %s", error)
 
 
 def _let_pages_go(store: Store, sha256: str) -> None:

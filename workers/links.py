@@ -205,7 +205,7 @@ class Links:
             return lambda: _serve(sock, desk, named.hex())
         gang = self._expected.get(digest)
         if gang is None or not 1 <= host <= gang.hosts or sort >= len(SORTS):
-            raise ConnectionRefusedError("nobody of that gang is expected here")
+            raise ConnectionRefusedError("no process of that gang is expected here")
         yield from _examine(sock, gang.secret, hello)
         return lambda: self._call(lambda: self._joined(sock, digest, host, SORTS[sort]))
 
@@ -301,7 +301,7 @@ def _prove(sock: socket.socket, secret: bytes, host: int, sort: int, named: byte
     challenge = read(sock, _CHALLENGE_BYTES)
     proof = read(sock, _PROOF_BYTES)
     if not hmac.compare_digest(proof, _proof(secret, b"home", hello, challenge)):
-        raise ConnectionRefusedError("whoever answers does not know the secret")
+        raise ConnectionRefusedError("the peer does not know the secret of the gang")
     sock.sendall(_proof(secret, b"outpost", hello, challenge))
 
 

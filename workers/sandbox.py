@@ -120,7 +120,7 @@ def enclose(room: Room, walls: Iterable[str]) -> None:
             try:
                 raise_wall(room)
             except OSError as error:
-                raise Broken(f"the wall {name!r} could not be raised: {error}") from error
+                raise Broken(f"the sandbox layer {name!r} could not be set up: {error}") from error
     _set_dumpable()  # changing the user has hidden our own /proc
     os.umask(0o077)
 

@@ -1356,7 +1356,7 @@ class Supervisor(threading.Thread):
 
     def _speaks_nonsense(self, resident: Resident, error: BaseException) -> None:
         if not resident.doom:
-            log.warning("task %s speaks nonsense: %s", resident.task, error)
+            log.warning("task %s sent a malformed message: %s", resident.task, error)
         self._doom(resident, "nonsense")
 
     def _listen_no_more(self, resident: Resident) -> None:
@@ -1842,7 +1842,7 @@ def _last_word(resident: Resident, status: int) -> JSON:
 def _how_it_ended(doom: str, status: int, refused: str) -> str:
     match doom:
         case "max_duration":
-            return "It held its seat for max_duration_s and was ended."
+            return "It held its device for max_duration_s and was ended."
         case "slow":
             return f"Importing its code took more than {PREPARE_US // 1_000_000} s."
         case "nonsense":

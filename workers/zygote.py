@@ -88,7 +88,7 @@ def _unbounded(probe: JSON | None, walls: list[str]) -> str:
     if room is None or room.template is None:
         return "no file system could be made for it"
     if "files" not in walls:
-        return "the sandbox's layer 'files' does not stand"
+        return "the sandbox layer 'files' is not in force"
     return volumes.try_out(room.template, room.uid)
 
 

@@ -50,7 +50,9 @@ class AuditEventOut(Out):
     )
     id: int
     at: datetime
-    tenant_id: str | None = Field(description="whose affair it is; null: the platform's")
+    tenant_id: str | None = Field(
+        description="the tenant that the record concerns; null: the platform"
+    )
     user_id: str
     user: str
     key_id: str | None = Field(description="public part of the key")
@@ -102,7 +104,9 @@ def list_audit_events(
     paging: Paged,
     caller: AnyAdmin,
     session: Db,
-    tenant_id: Annotated[str | None, Query(description="whose affair it is")] = None,
+    tenant_id: Annotated[
+        str | None, Query(description="the tenant that the record concerns")
+    ] = None,
     user_id: Annotated[str | None, Query(description="who did it")] = None,
     key_id: Annotated[str | None, Query(description="with which key")] = None,
     operation: Annotated[str | None, Query(description="such as changeTenant")] = None,

@@ -241,7 +241,9 @@ class TaskOut(Out):
     attempts: int = 0
     pauses: int = 0
     lost_steps: int = 0
-    held_us: int = Field(0, description="how long it has held its seat so far, over all epochs")
+    held_us: int = Field(
+        0, description="how long the task has held a device so far, over all epochs"
+    )
     guest_held_us: int = Field(0, description="and how long devices that were lent to it, in all")
     needs: list[NeedOut] = []
     inputs: dict[str, str] = Field(
@@ -999,7 +1001,9 @@ class HeldBytes(Out):
 class DeviceFacts(Out):
     """The facts of a device that are shown; other facts that it reports are not."""
 
-    sandbox: list[str] | str | None = Field(None, description="the walls around a task's processes")
+    sandbox: list[str] | str | None = Field(
+        None, description="the sandbox layers around a task's processes"
+    )
     torch: str | None = None
     capabilities: list[str] = []
     splice: bool = Field(False, description="ranks can take turns on it")
@@ -1032,7 +1036,7 @@ class DeviceOut(Out):
     kind: str
     up: bool
     cordoned: bool = Field(description="it, or its host, takes no new work")
-    busy: bool = Field(description="a task holds its seat")
+    busy: bool = Field(description="a task holds this device")
     task_id: str | None = Field(description="that task, if it is one that you may see")
     tasks: list[str] = Field(
         description="those that you may see of all that are on it: graphs take turns on a device"

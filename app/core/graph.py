@@ -209,7 +209,5 @@ def _not_yet(task: TaskDescriptor) -> Iterator[tuple[str, str]]:
     if task.world_size > 1 and task.devices.kind != "cpu":
         yield "world_size", "several ranks take turns on devices of kind 'cpu' only, so far"
     if task.devices.max > 1 and task.run.kind not in PARTING:
-        told = (
-            "ranks change seats between steps, and only jobs and graphs have steps; leave it at 1"
-        )
+        told = "the number of devices changes between steps; only jobs and graphs have steps; set 1"
         yield "devices/max", told
