@@ -42,6 +42,7 @@ BLOCK = {"sha256": HASH, "size_bytes": 3}
 
 #: Where a name or a hash has a form of its own.
 NAMED: dict[str, Any] = {
+    "points": [[3, {"loss": 0.5}]],
     "run": {"job": "train:Train"},
     "bundle": HASH,
     "inputs": {"x": {**BLOCK, "copies": [{"place": ["10.0.0.1", 9], "key": HASH}]}},
