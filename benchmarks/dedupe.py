@@ -51,9 +51,7 @@ JSON = dict[str, Any]
 
 
 class Job:
-    """A transformer after one step of AdamW, equal on all ranks except for the rank's private
-    state.
-    """
+    """A transformer after one step of AdamW, equal on all ranks but for private state."""
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(1)

@@ -210,9 +210,7 @@ class Known:
 
 
 class Limits:
-    """The limits that users give EASY: the 90th percentile of their tenant's ended jobs, for all
-    jobs.
-    """
+    """The limits that users give EASY: the 90th percentile of their tenant's ended jobs."""
 
     def __init__(self) -> None:
         self.ended: dict[str, list[float]] = defaultdict(list)
@@ -346,9 +344,7 @@ class Watch:
 
 
 def plain(told: Estimate) -> Estimate:
-    """Return the answer without calibration: the 10th and 90th percentile of a log-normal
-    distribution.
-    """
+    """Return the answer without calibration: log-normal 10th and 90th percentiles."""
     away = math.exp(1.2816 * told.model_spread)
     return Estimate(
         p10_s=told.model_s / away,

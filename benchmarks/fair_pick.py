@@ -147,9 +147,7 @@ def per_s(once: Callable[[], object], times: int) -> float:
 
 
 def flood_us(picks: int) -> tuple[float, float]:
-    """Return the p99 of a pick of the other tenants, before and after the flood, in
-    microseconds.
-    """
+    """Return the p99 in µs of a pick of other tenants, before and after the flood."""
     tree = crowd(FEWEST_TENANTS, 6 * picks)
     path = plant(tree, FEWEST_TENANTS)
     # so high a usage that the flooding tenant is not picked

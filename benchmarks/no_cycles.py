@@ -129,9 +129,7 @@ def island(seed: int, *, timeless: bool) -> Snapshot:
 
 
 def _bound(drawn: Snapshot) -> Snapshot:
-    """Split the devices over two hosts, and bind gangs to one host unless they already run on
-    both.
-    """
+    """Split the devices over two hosts; bind gangs to one host unless they run on both."""
     devices = {
         id: replace(device, host="gh"[n % 2])
         for n, (id, device) in enumerate(sorted(drawn.devices.items()))
@@ -198,9 +196,7 @@ def _tasks(dice: random.Random, odds: Odds, snapshot: Snapshot) -> dict[str, Tas
 
 
 def _seats(dice: random.Random, tables: Tables, task: Task) -> int:
-    """Return the number of devices to give: an elastic task gets more than it needs if limits
-    allow.
-    """
+    """Return a number of devices: elastic tasks get more than they need, within limits."""
     if not task.elastic:
         return task.width
     more = dice.randint(0, task.width_max - task.width)
@@ -388,9 +384,7 @@ class Tables:
         return not guarantee or self.held[id, kind] - width >= guarantee.get(kind, 0)
 
     def spares(self, id: str, kind: str) -> bool:
-        """True if the tenant holds more than its guarantee, counting devices beyond its tasks'
-        need.
-        """
+        """True if the tenant holds more than its guarantee, with devices beyond tasks' need."""
         guarantee = self.snapshot.tenants[id].guarantee
         held = self.held[id, kind] + self.grown[id, kind]
         return not guarantee or held > guarantee.get(kind, 0)
@@ -561,9 +555,7 @@ def _wronged(tables: Tables, victim: Task, gains: Task, rule: str) -> Iterator[s
 def _spared(
     tables: Tables, holding: dict[str, Task], asked: list[Task], task: Task, seats: Sequence[str]
 ) -> Iterator[str]:
-    """F5: each victim is necessary: the task would not fit without it, on its host if bound to
-    one.
-    """
+    """F5: without any one of the victims the task would not fit, on its host if bound."""
     devices = tables.snapshot.devices
     if task.one_host:
         host = devices[seats[0]].host
@@ -661,9 +653,7 @@ def _not_needed(
 def _overgrown(
     before: Snapshot, tables: Tables, holding: dict[str, Task], now: Task
 ) -> Iterator[str]:
-    """An elastic task grows onto free devices, within all limits, and not ahead of a waiting
-    task.
-    """
+    """An elastic task grows onto free devices, within limits, not before waiting tasks."""
     had, devices = holding[now.id], before.devices
     held = {id for other in holding.values() for id in other.seats}
     new = set(now.seats) - set(had.seats)

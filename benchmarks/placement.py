@@ -417,9 +417,7 @@ def _walk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The result for one graph: for each planner its bytes and makespan over the best, and its
-    time.
-    """
+    """The result for one graph: each planner's bytes and makespan over the best; the time."""
 
     family: str
     ratios: dict[str, tuple[float, float]]
@@ -450,9 +448,7 @@ def judge(seed: int) -> Row:
 
 
 def judge_program(name_and_devices: tuple[str, int]) -> Row:
-    """Compare the planners on a program's graph with the best plan, also one of seven
-    times the effort.
-    """
+    """Compare planners on a program's graph with the best plan, also of seven times the effort."""
     name, devices = name_and_devices
     graph, topology = program(name), machine(devices, peers=True)
     began_s = time.process_time()

@@ -145,9 +145,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The time in seconds that each tenant had held of a device, as the device reported at
-    `at_s`.
-    """
+    """The seconds that each tenant had held of a device, as reported at `at_s`."""
 
     at_s: float
     held_s: tuple[float, ...]

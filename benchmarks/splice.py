@@ -112,9 +112,7 @@ class Train:
 
 
 def _own_bytes() -> int:
-    """Return this process's part of the memory it uses: shared pages are divided among their
-    users.
-    """
+    """Return this process's part of its memory: shared pages are divided among users."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -245,9 +243,7 @@ def memory(host: Host, *, ranks: int) -> dict[str, JSON]:
 
 
 def slow_rows(host: Host) -> dict[str, bool]:
-    """Run the compilers' rows of the feature matrix: one slot and three slots must give the same
-    bits.
-    """
+    """Run the compilers' rows of the feature matrix: one and three slots give equal bits."""
     found = {}
     for name in ("compiled_aot", "compiled_inductor"):
         gang: JSON = {"ranks": 3, "params": {"names": [name]}, "path": "tests/workers/ddp"}
@@ -257,9 +253,7 @@ def slow_rows(host: Host) -> dict[str, bool]:
 
 
 def faults(host: Host, count: int) -> int:
-    """Return how many of `count` seeded violations were found at the next step with the right
-    bits.
-    """
+    """Return how many of `count` seeded violations were found at once, with right bits."""
     right = 0
     for seed in range(count):
         dice = random.Random(seed)

@@ -61,9 +61,7 @@ ENV = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """The kind of job that a tenant submits: the class in examples/FOLDER, each time with another
-    seed.
-    """
+    """The kind of job that a tenant submits: the class in examples/FOLDER; seeds vary."""
 
     folder: str
     params: Mapping[str, Any]
@@ -305,9 +303,7 @@ def descriptor(job: Job, bundle: str) -> JSON:
 
 
 def step_times_ms() -> dict[str, float]:
-    """Return the milliseconds of a step of each kind of job, with as many at once as in the
-    demo.
-    """
+    """Return the milliseconds of a step of each kind of job, with DEVICES jobs at once."""
     kinds = {wish.folder: wish for wish in WISHES.values()}
     with ThreadPoolExecutor(DEVICES) as pool:
         return dict(zip(kinds, pool.map(step_ms, kinds.values()), strict=True))

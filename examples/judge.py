@@ -78,9 +78,7 @@ class Window:
 
 
 def saturated(samples: Sequence[Sample]) -> Window:
-    """Return the window from the first to the last sample with two unfinished jobs or more per
-    tenant.
-    """
+    """Return the window between samples with two unfinished jobs or more of each tenant."""
     full = [s for s in samples if all(count >= 2 for count in s.unfinished.values())]
     if not full:
         return Window(seconds=0.0, used_us={})
@@ -192,9 +190,7 @@ def spliced(life: Life, enough: JSON) -> Verdict:
 
 
 def most_disturbed(lives: Sequence[Life]) -> Life:
-    """Return the job with the strongest proof: survived the kill, moved, or paused most, in this
-    order.
-    """
+    """Return the job with the strongest proof: it survived the kill, moved, or paused most."""
     done = [life for life in lives if _is_done(life)] or list(lives)
     return max(done, key=lambda life: (life.killed, life.moved, life.task["pauses"]))
 

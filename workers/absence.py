@@ -162,9 +162,7 @@ _lent: dict[int, StorageWeakRef] = {}
 
 
 def follow() -> None:
-    """Note from now on which storages are lent by DLPack, because there is no way to get them
-    back.
-    """
+    """Note which storages are lent by DLPack from now on: there is no way to get them back."""
     if getattr(torch.Tensor.__dlpack__, "_noticed", False):
         return
     lend = torch.Tensor.__dlpack__

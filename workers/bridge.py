@@ -134,9 +134,7 @@ class Link:
         self._out.clear()
 
     def receive(self, place: Callable[[Said, int], Place]) -> Iterator[tuple[Said, Place | None]]:
-        """Yield complete messages; `place` returns the memory for the bytes that follow. Raises
-        OSError.
-        """
+        """Yield complete messages; `place` returns memory for bytes that follow. Raises OSError."""
         while True:
             if self._header is None:
                 if not (self._has_begun(place) or self._read()):
@@ -204,9 +202,7 @@ def _must_answer(sock: socket.socket) -> None:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a group that crosses hosts, until all have made it and all contributions are
-    sent.
-    """
+    """A call of a group over hosts, until all have made it and everything is sent."""
 
     ticket: Ticket
     fold: str = ""
@@ -578,9 +574,7 @@ class Bridge:
         return call
 
     def _advance(self, crossing: _Crossing, call: _Call) -> None:
-        """Finish the call on this host once all members have come and all contributions are
-        sent.
-        """
+        """Finish the call on this host once all members have come and everything is sent."""
         if (call.here, call.there, call.unsent) != (crossing.here, crossing.there, 0):
             return
         if call.fold:

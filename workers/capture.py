@@ -320,9 +320,7 @@ def _advice(what: str) -> str:
 
 
 def _named_here(around: Surroundings) -> dict[str, object]:
-    """Return what images refer to by name: the surroundings and this process's random
-    generators.
-    """
+    """Return the objects that images refer to by name: surroundings and random generators."""
     on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return {
         **around.named,

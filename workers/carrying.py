@@ -300,9 +300,7 @@ class Carrier(Bridge):
     # --- the cut ---
 
     def look_at_cut(self) -> None:
-        """Call the executors of other hosts to a cut, and release them, with those of the
-        coordinator.
-        """
+        """Call remote executors to a cut, and release them, with those of the coordinator."""
         if self.is_home and self.words[turns.CUT] != self.cut_told:
             self.cut_told = self.words[turns.CUT]
             self.say_all(("cut", self.cut_told))

@@ -204,9 +204,7 @@ class Chance:
         return was_seeded or not (guessed and has_drawn)
 
     def _has_torch_moved(self) -> bool:
-        """True if torch's generator has moved since it was seeded, or since the last call of
-        this.
-        """
+        """True if torch's generator has moved since its seeding or since the last call."""
         if self._engine is None or self._engine.place.value == self._place:
             return False
         self._place, self._is_marked = self._engine.place.value, False
@@ -309,9 +307,7 @@ _MOVES: tuple[Callable[[], object], ...] = (
 
 
 def _let_reading_show() -> None:
-    """Make `get_rng_state` visible: reading leaves no trace in the generator, but setting its state
-    does.
-    """
+    """Make `get_rng_state` visible: reading leaves no trace, but setting the state does."""
     read = torch.random.get_rng_state
 
     @functools.wraps(read)

@@ -111,9 +111,7 @@ class Pending(Work):
         return take_back
 
     def try_to_complete(self) -> bool:
-        """Complete the call if its results have come, unless its sum is about to be lent
-        (`lend`).
-        """
+        """Complete the call if its results have come, unless its sum is about to be lent."""
         if self.is_for_future and self.future is not None:
             return self.done
         if not self.done and all(ticket.ready() for ticket in self.tickets):
@@ -242,9 +240,7 @@ class SpliceGroup(dist.ProcessGroup):
         return [(tensor, None) for pending in calls for tensor in pending.overwrites]
 
     def _complete_what_came(self) -> None:
-        """Complete finished calls in order, so that results arrive even if the caller never waits
-        for them.
-        """
+        """Complete finished calls in order, even those for which the caller never waits."""
         while self.under_way and self.under_way[0].try_to_complete():
             self.under_way.popleft()
 
@@ -809,9 +805,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def install(exchange: Exchange) -> None:
-    """Make this process a rank: register the backend `splice`, and let blocking calls give the slot
-    away.
-    """
+    """Make this process a rank: register `splice`, and let blocking calls give the slot away."""
     global _here
     _here = exchange
     if BACKEND.upper() not in dist.Backend._plugins:
@@ -862,9 +856,7 @@ def _monitored_barrier(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_group(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `new_group` to ignore the requested backend: gloo or NCCL would wait without giving up
-    the slot.
-    """
+    """Wrap `new_group` to use `splice`: gloo or NCCL would block while holding the slot."""
 
     @wraps(stock)
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **more: Any) -> Any:

@@ -34,9 +34,7 @@ _libc.malloc_trim.argtypes = [ctypes.c_size_t]
 
 
 class Spare:
-    """Host memory of staged values that have been sent, for the next value: new memory is slow,
-    because of page faults.
-    """
+    """Host memory of staged values that were sent, kept because new memory costs page faults."""
 
     def __init__(self) -> None:
         self._free = list[torch.UntypedStorage]()

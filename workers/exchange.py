@@ -147,9 +147,7 @@ class Group:
 
     @property
     def way(self) -> tuple[tuple[int, int], ...]:
-        """This member's way up the folding tree, as far as all leaves under it live on this
-        host.
-        """
+        """This member's way up the folding tree, as far as its leaves live on this host."""
         if self.hosts:
             return branches(self.hosts).ways[self.me]
         return ascent(self.size)[self.me]
@@ -593,9 +591,7 @@ class Abroad:
         return Ticket(self.exchange, group, number, slot, text, EVERYBODY)
 
     def brought(self, ticket: Ticket) -> memoryview:
-        """Return this member's kept contribution, or the sum that it holds, as a view of the shared
-        heap.
-        """
+        """Return this member's kept contribution, or its sum, as a view of the shared heap."""
         at = self.exchange.member(ticket, ticket.group.me)
         offset, size = self.ground.words[at + _OFFSET], self.ground.words[at + _BYTES]
         return self.ground.view(offset, size)
@@ -638,9 +634,7 @@ class Abroad:
                 self.turns.ready(Wait.MESSAGE, ticket.group.members[1])
 
     def join(self, ticket: Ticket, sums: dict[int, int], fold: str, members: int) -> None:
-        """Fold the hosts' sums up to the root, then count `members` as arrived and complete the
-        call.
-        """
+        """Fold the hosts' sums up to the root, count `members` arrivals and complete the call."""
         words, group = self.ground.words, ticket.group
         for left, right, parent in branches(group.hosts).joins:
             sums[parent] = self.exchange.combine(ticket, (), sums[right], sums[left], fold)

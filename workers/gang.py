@@ -466,9 +466,7 @@ class Conductor:
         self.work.say("progress", **{**_without_head(said), **own})
 
     def _look_whether_still(self) -> None:
-        """Report when nothing steps on this device: each rank is still, or waits for another
-        rank.
-        """
+        """Report when nothing steps on this device: each rank is still or waits for others."""
         waits = (turns.State.WAITING, turns.State.DONE)
         still = all(
             rank.is_still or turns.state(self.board, rank.number) in waits for rank in self.here
@@ -506,9 +504,7 @@ class Conductor:
     # --- all of them ---
 
     def last_word(self) -> JSON | None:
-        """Return how the gang ended: its first real failure, or rank 0's end when all ranks have
-        ended.
-        """
+        """Return how the gang ended: its first real failure, else rank 0's end, if all ended."""
         words = [rank.last for rank in self.ranks]
         failed = [(n, word) for n, word in enumerate(words) if word and word["is"] == "failed"]
         if failed:
@@ -528,9 +524,7 @@ class Conductor:
 
 
 def _together(said: list[JSON]) -> JSON:
-    """Combine the final reports of a graph's executors, each of which has run a part of the
-    graph.
-    """
+    """Combine the final reports of a graph's executors, each of which has run a part."""
     return {
         "step": sum(word["step"] for word in said),
         "passed": [

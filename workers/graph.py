@@ -233,9 +233,7 @@ class GraphJob:
         return [other for other, m in self.program.outputs.items() if m == n]
 
     def took_ms(self) -> dict[str, float]:
-        """Return the times of the longest nodes in this process, in ms by node; per shard for a
-        map.
-        """
+        """Return the longest times of nodes in this process, in ms by node; for a map per shard."""
         mean = ((at, took_s / self.shards_here.get(at, 1)) for at, took_s in self.took_s.items())
         longest = heapq.nlargest(TIMED_LIMIT, mean, key=lambda one: one[1])
         return {self.calls[at].name: round(1e3 * took_s, 3) for at, took_s in longest}
@@ -468,9 +466,7 @@ class GraphJob:
         return {port: (items, len(items)) for port, items in found.items()}
 
     def _may_write(self, port: str, n: int, lists: JSON, call: Call) -> bool:
-        """True if a map may write to a list's items: nothing else holds them, and they share no
-        memory.
-        """
+        """True if a map may write to a list's items: they are unshared, also among themselves."""
         if n not in call.only_here or self._is_shared(n):
             return False
         of_items = [parts_of(item) for item in lists[port]]

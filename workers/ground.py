@@ -219,9 +219,7 @@ class Ground:
                 return
 
     def bridge_comes(self) -> None:
-        """Register the calling process as the bridge, which stays until its ranks no longer need
-        it.
-        """
+        """Register the calling process as the bridge; it stays as long as its ranks need it."""
         self.hold_lifeline(self.bridge)
         self.words[_BRIDGE] = os.getpid()
 
@@ -310,9 +308,7 @@ class Ground:
         return self.land[offset : offset + size_bytes]
 
     def apart(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Return the same as `at`, with a storage of its own, so that `uses` counts its
-        references.
-        """
+        """Return the same as `at`, with a storage of its own, so that `uses` can count."""
         return torch.frombuffer(self._land, dtype=torch.uint8, offset=offset, count=size_bytes)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -337,9 +333,7 @@ class Ground:
         return memoryview(self._land)[offset : offset + size_bytes]
 
     def private(self, offset: int, size_bytes: int) -> mmap.mmap:
-        """Return a private mapping of heap memory: it shows the heap and keeps its own writes
-        (copy-on-write).
-        """
+        """Return a private mapping of heap memory (copy-on-write)."""
         pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         rights = mmap.PROT_READ | mmap.PROT_WRITE
         return mmap.mmap(self.handles.land, pages, mmap.MAP_PRIVATE, rights, offset=offset)

@@ -237,9 +237,7 @@ def make_cache(function: Any, how: dict[str, Any]) -> object:
 
 
 def with_counted_steps(optimizer: Any) -> Any:
-    """Wrap an optimizer's `step` as a scheduler does, to warn when the two are called in wrong
-    order.
-    """
+    """Wrap an optimizer's `step` as a scheduler does, to warn of calls in wrong order."""
     held = weakref.ref(optimizer)
     plain = type(optimizer).step
 

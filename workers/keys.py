@@ -52,9 +52,7 @@ class Keys:
         return answer
 
     def _read(self) -> tuple[dict[str, bytes], dict[int, tuple[int, Any]]]:
-        """Read without a lock: a change writes to the other half, and a change in between means a
-        retry.
-        """
+        """Read without a lock, again if a change came in between; it writes to the other half."""
         words, ground = self.turns.words, self.turns.ground
         while True:
             version, place = words[_VERSION], words[_PLACE]

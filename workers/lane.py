@@ -121,9 +121,7 @@ class LaneJob(GraphJob):
             self._post_again(state["result"])
 
     def _post_again(self, result: JSON | None) -> None:
-        """Post this executor's blocks again after a restore, and drop blocks that it no longer
-        needs.
-        """
+        """Post this executor's blocks again after a restore, and drop unneeded blocks."""
         over = self.lane.stops[: self.done]
         for n in (n for stop in over for n in stop.gives if n in self.held):
             self.blocks[n] = self.passing.post(n, self.blocks[n], self.lane.readers[n])
@@ -176,9 +174,7 @@ class LaneJob(GraphJob):
         return True
 
     def _wait(self, early: Held | None) -> None:
-        """Wait until the next node may be ready, or until a node ended the graph earlier than
-        `early`.
-        """
+        """Wait until the next node may be ready, or the graph ended earlier than `early`."""
         if self._is_at_end:
             self.passing.tell_passed(self.end if self.result is not None else self._next_at())
         self.passing.wait(

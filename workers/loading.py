@@ -179,9 +179,7 @@ class Order:
 
     @property
     def named(self) -> str:
-        """The class name of the sampler that the tenant chose, below samplers that batch its
-        indices.
-        """
+        """The class name of the tenant's sampler, below samplers that batch its indices."""
         return type(_samplers(self.sampler)[-1]).__name__
 
     def __iter__(self) -> Order:
@@ -217,9 +215,7 @@ class Order:
         self.print = hash((self.print, _hashable(indices)))
 
     def captured(self, given_out: int) -> dict[str, Any]:
-        """Return the state that `_followed` needs to get here again, with `given_out` batches given
-        out.
-        """
+        """Return the state for `_followed` to get here again, after `given_out` batches."""
         state = dict(vars(self), given_out=given_out)
         del state["_given"], state["again"]
         return state
@@ -364,9 +360,7 @@ class Telling:
 
 @known
 class Beginning:
-    """Initializes a loading process: runs the tenant's function, then restores the random
-    states.
-    """
+    """Initializes a loading process: the tenant's function, then the captured random states."""
 
     def __init__(self, own: Callable[[int], Any] | None, states: dict[int, Any]) -> None:
         self.own, self.states = own, states

@@ -74,9 +74,7 @@ def conduct(work: Work, live: Live) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The number of slots on each host, the coordinator's first, and the connections to the
-    others.
-    """
+    """The number of slots on each host, the coordinator's first, and the connections."""
 
     numbers: tuple[int, ...]
     lines: dict[int, socket.socket] = field(default_factory=dict)

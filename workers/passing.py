@@ -194,9 +194,7 @@ class Passing:
             )
 
     def is_soon(self, held: Held) -> bool:
-        """Poll for a block for a moment if this rank is alone on its slot: waking up takes as
-        long.
-        """
+        """Poll a moment for a block if this rank is alone on its slot: waking takes as long."""
         if not self._is_alone():
             return False
         words, at, end_s = self.words, self._entry(held), time.perf_counter() + SPIN_S
@@ -339,16 +337,12 @@ class Passing:
     # --- dropping ---
 
     def drop(self, held: Held) -> None:
-        """Declare that this executor needs a block no longer: at once, or when nothing here uses
-        its memory.
-        """
+        """Give up a block: at once, or when nothing here uses its memory any more."""
         self.dropping.append(held)
         self._look_at(_LOOKED_AT)
 
     def reclaim(self) -> None:
-        """Tell the makers which blocks nothing here uses any more, and reuse this executor's own
-        memory.
-        """
+        """Tell the makers which blocks are unused here, and reuse this executor's own memory."""
         self._look_at(len(self.dropping))
         for at in [at for at, made in self._made.items() if not _is_seen(made.storage)]:
             made = self._made.pop(at)

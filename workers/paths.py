@@ -43,9 +43,7 @@ class Refused(Exception):
 
 
 def find(start: object, target: object, *, root: str) -> str:
-    """Return the shortest path from `start` to `target`, or `root` with an ellipsis if none is
-    found.
-    """
+    """Return the shortest path from `start` to `target`, or `root` with an ellipsis."""
     seen = {id(start)}
     ahead: deque[tuple[str, object]] = deque([(root, start)])
     alive = [start]  # an id is only valid while its object lives

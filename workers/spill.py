@@ -253,9 +253,7 @@ class Room:
 
 
 def _can_be_pointed(tensor: torch.Tensor) -> bool:
-    """True if the tensor can be pointed to other memory: dense, and fully described by its
-    storage.
-    """
+    """True if the tensor can be pointed to other memory: dense, described by its storage."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_quantized or tensor.is_nested or tensor.is_inference())
@@ -286,9 +284,7 @@ def _is_unused(one: _Lying) -> bool:
 
 
 def _give_back(storage: torch.UntypedStorage) -> None:
-    """Return the pages of a storage to the kernel at once: malloc would keep them, in holes of its
-    heap.
-    """
+    """Return the storage's pages to the kernel at once; malloc would keep them in its heap."""
     # Not the first and the last page, where malloc keeps its own bookkeeping.
     pages = Range.inside(storage.data_ptr() + PAGE, storage.nbytes() - 2 * PAGE)
     _libc.madvise(pages.start, pages.end - pages.start, _DONTNEED)

@@ -359,9 +359,7 @@ def _child(gang: Gang, handles: Handles, rank: int, write: int) -> int:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, even while this process is
-    stopped.
-    """
+    """Have the kernel kill this process when its parent dies, even if it is stopped."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 

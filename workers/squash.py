@@ -117,9 +117,7 @@ class Region:
 
     @classmethod
     def join(cls, ground: Ground, start: int, tensors: list[torch.Tensor]) -> Region | Part:
-        """Join the region at `start` if it holds the tensors' bytes; else return the part that
-        differs.
-        """
+        """Join the region at `start`, or return a part that differs from its tensor."""
         region = cls(ground, start, tensors)
         for part in region.parts:
             if not same_bytes(part.tensor, part.common):
@@ -304,9 +302,7 @@ class Squash:
         Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[method-assign]
 
     def common_bytes(self) -> int:
-        """Return the bytes of parameters and optimizer state that this rank shares with its
-        slot.
-        """
+        """Return the bytes of parameters and optimizer state that this slot's ranks share."""
         regions = [record.region for record in self.records.values() if record.region]
         return sum(part.size_bytes for region in regions for part in region.parts)
 
@@ -570,9 +566,7 @@ def _state_tensors(optimizer: Optimizer) -> list[tuple[int, str, int, int]]:
 
 
 def _must_be_untouched(region: Region, optimizer: Optimizer) -> None:
-    """Raise Unlike unless this rank holds the region's tensors as the last common step left
-    them.
-    """
+    """Raise Unlike unless the rank's tensors are as the last common step left them."""
     if not region.holds(_tensors(optimizer)):
         raise Unlike("its optimizer has other tensors than before")
     if touched := region.touched():

@@ -325,9 +325,7 @@ class Staging:
             self.copied_bytes += part.size
 
     def _may_be_frozen(self, part: Part) -> bool:
-        """True unless the storage is new: if it lives for one step only, protecting it costs page
-        faults.
-        """
+        """True unless the storage is new: protecting it for only one step costs page faults."""
         known = self._known[part.storage._cdata]
         return known.images > 1 and not known.is_hot
 

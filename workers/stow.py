@@ -83,9 +83,7 @@ class Stow:
         self.away = []
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages that can be moved now, each once, in the order in which they were
-        found.
-        """
+        """Return the storages that can be moved now, each once, in the order of discovery."""
         found: dict[int, torch.UntypedStorage] = {}
         for key, reference in list(self.known.items()):
             tensor = reference()

@@ -197,9 +197,7 @@ def unbegun(ground: Ground) -> int:
 
 
 def name_cut(turns: Turns, step: int) -> None:
-    """Set the step of the cut, on which all hosts have agreed, and wake the ranks that wait for
-    it.
-    """
+    """Set the step of the cut, agreed on by all hosts, and wake the ranks that wait for it."""
     with turns.board():
         turns.words[CUT_AT] = step
         turns.ready(Wait.CUT)
@@ -442,9 +440,7 @@ class Turns:
         return max(step - 1, *(self._of(rank, STEP) for rank in range(self.ground.ranks))) + 1
 
     def _hear_of_cut(self, step: int, timeout_s: float) -> None:
-        """Begin no step while the hosts agree on a cut, which lies before a step that no rank has
-        begun.
-        """
+        """Begin no step while the hosts agree on a cut before a step that no rank has begun."""
         words = self.words
 
         def is_known() -> bool:
@@ -509,9 +505,7 @@ class Turns:
     # --- what a rank does for waiting ranks; under the lock, within `board` ---
 
     def board(self) -> _Board:
-        """Return a context manager that locks the shared table and wakes the affected ranks at the
-        end.
-        """
+        """Return a context manager: lock the shared table, and wake affected ranks at the end."""
         return self._board
 
     def awaiting(self, kind: Wait, number: int) -> list[int]:
@@ -547,8 +541,9 @@ class Turns:
         self._bells.append(self.ground.bridge)
 
     def regroup_here(self) -> None:
-        """Change the slots in a script without steps, when all others wait in the call that we
-        complete.
+        """Change the slots in a script without steps.
+
+        All other ranks must wait in the call that this rank completes.
         """
         words = self.words
         if words[WISH] and not words[self.me + STEP] and not self._runs_beside_me():
@@ -639,9 +634,7 @@ class Turns:
                 self._seat_next(self.seat)
 
     def _take_idle_seat(self) -> None:
-        """Take the slot from a holder that sleeps (in a lock or a socket, say) and may be waiting
-        for us.
-        """
+        """Take the slot from a sleeping holder (in a lock or a socket, say), which may need us."""
         place = self.ground.seat(self.seat) + _HOLDER
         holder = self.words[place] - 1
         if holder < 0 or self._of(holder, SPACE) != self._of(self.rank, SPACE):
@@ -659,9 +652,7 @@ class Turns:
                     self._seat_next(self.seat)
 
     def _come_back(self) -> None:
-        """Wait for another turn if our slot was taken while we slept, behind the other ready
-        ranks.
-        """
+        """Wait behind the other ready ranks if our slot was taken while we slept."""
         if self.words[self.me + STATE] != State.AWAY:
             return
         with self.board():

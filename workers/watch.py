@@ -99,18 +99,14 @@ class Watch:
         return refused
 
     def release(self, ranges: Iterable[Range]) -> None:
-        """Stop watching ranges that are about to be written to, so that these writes cost
-        nothing.
-        """
+        """Stop watching ranges that are about to be written to, so that writes cost nothing."""
         for run in _runs(ranges):
             whole = Range(run[0].start, run[-1].end)
             for part in run if not self._set(whole, protected=False) else ():
                 self._set(part, protected=False)
 
     def written(self, ranges: Iterable[Range]) -> set[Range]:
-        """Return the ranges written to since they were protected, and ranges that cannot be
-        checked.
-        """
+        """Return the ranges that were written to since their protection, or cannot be checked."""
         found: set[Range] = set()
         for run in _runs(ranges):
             try:

@@ -60,9 +60,7 @@ class Train:
 
     @torch.no_grad()
     def accuracy(self):
-        """Return the share of bytes guessed right, over a few pieces that the model has not
-        seen.
-        """
+        """Return the share of bytes guessed right, over a few unseen pieces."""
         self.model.eval()
         pieces = torch.cat([self.batch(self.test) for _ in range(20)])
         return (self.model(pieces[:, :-1]).argmax(-1) == pieces[:, 1:]).float().mean().item()

@@ -126,9 +126,7 @@ class System:
         raise TimeoutError(f"no job computes within {SETTLE_S} s")
 
     def residents(self) -> list[psutil.Process]:
-        """Return the residents: device worker -> zygote -> (keeper ->) resident, the last of each
-        chain.
-        """
+        """Return the residents: the ends of device worker -> zygote -> (keeper ->) resident."""
         below = [child for zygote in self.zygotes() for child in zygote.children(recursive=True)]
         return [process for process in below if not process.children()]
 
@@ -137,9 +135,7 @@ class System:
         return [child for pid in devices for child in psutil.Process(pid).children()]
 
     def holders_of(self, name: str) -> list[str]:
-        """Return processes below the device workers that have this shared memory open, or
-        mapped.
-        """
+        """Return processes of the device workers that have this shared memory open or mapped."""
         devices = [pid for name, pid in self.handle.pids().items() if name.startswith("device.")]
         below = [p for pid in devices for p in psutil.Process(pid).children(recursive=True)]
         found = []

@@ -162,9 +162,7 @@ def test_a_version_that_is_deleted_while_a_task_needs_it_is_there_for_that_task(
 
 
 def test_the_example_by_the_words_of_its_own_file(system, tmp_path, monkeypatch):
-    """Run each line that the file shows, and compare the parameters with a plain run of the
-    code.
-    """
+    """Run each line that the file shows; compare the parameters with a plain run."""
     for name in ("ROUNDHOUSE_URL", "ROUNDHOUSE_KEY", "ROUNDHOUSE_AS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ROUNDHOUSE_HOME", str(system.handle.wanted.home))

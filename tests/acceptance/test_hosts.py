@@ -128,9 +128,7 @@ def until_executors_hold(client, id, devices):
 
 @pytest.fixture(scope="module")
 def alone(hosts):
-    """Return the result of the graph on one device, and the blocks passed between two executors
-    there.
-    """
+    """Return the graph's result on one device, and the blocks its two executors passed."""
     client = hosts.client("alpha")
     task = test_graphs.done(client, submit(client, "graph-alone", nap_s=0.0))
     id = submit(client, "graph-of-two", nap_s=0.0, world_size=2)
@@ -139,9 +137,7 @@ def alone(hosts):
 
 
 def passed(client, id):
-    """Assert that the blocks passed as planned, with sizes known from the earlier run; return
-    them.
-    """
+    """Assert that blocks passed as planned, with sizes of the earlier run; return them."""
     (plan,) = client.get(f"/v1/requests/{id}/plan")["graphs"]
     assert plan["moved_bytes"] == plan["planned_bytes"] > 0
     return {(c["block"], c["source"], c["target"]): c["moved_bytes"] for c in plan["copies"]}

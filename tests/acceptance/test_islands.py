@@ -217,9 +217,7 @@ def pipeline(nap_s, word=""):
 
 
 def fork(nap_s):
-    """Return a graph with `first` read by both other nodes: on its own island, and on the other
-    one.
-    """
+    """Return a graph with `first` read by one node on its own island and one elsewhere."""
     work = {"function": "ops:stage", "outputs": ["h"]}
     first = {"name": "first", **work, "est": {"ms": 500}, "params": {"nap_s": nap_s / 6}}
     more = {**work, "est": {"ms": nap_s * 1000}, "inputs": {"x": "first.h"}}

@@ -266,9 +266,7 @@ class Deployment:
             yield _bind(self.volume(source), target, *mode)
 
     def volume(self, name: str) -> Path:
-        """Return a folder like Docker's named volume, with the owner and mode of the image's
-        folder.
-        """
+        """Return a folder like Docker's named volume, with the image folder's owner and mode."""
         folder = self.folder / "volumes" / name
         if not folder.exists():
             folder.mkdir(parents=True)

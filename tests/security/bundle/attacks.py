@@ -183,9 +183,7 @@ def lie_about_memory():
 
 
 def await_word(word):
-    """Read the device worker's messages, before the resident's own code can, until this word
-    comes.
-    """
+    """Read the device worker's messages, before the resident does, until this word comes."""
     sock, heard = control(), b""
     while word not in heard:
         heard += sock.recv(1 << 16)
